@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -18,19 +16,14 @@ from funcamp._optim.class_state import (
     Changing,
     ClassState,
     Entries,
-    Entry,
     Form,
-    Held,
     entries_in,
     entries_of,
-    form_of,
     leaves_of,
-    zero_of,
 )
-from funcamp._optim.dataflow import Dataflow, followed
-from funcamp._optim.decisions import Decisions, TooManyPathsError, along_paths, every_path
+from funcamp._optim.decisions import Decisions, TooManyPathsError, along_paths
+from funcamp._optim.find_form import find_form
 from funcamp._optim.hyperparameters import stand_in
-from funcamp._optim.modes import without_modes
 from funcamp._optim.python_names import names_for_numbers
 from funcamp._optim.run import StepRun, run_step
 
@@ -38,8 +31,6 @@ from funcamp._optim.run import StepRun, run_step
 APPLIED_ENTRY = "applied"
 #: Which of its forms the state of one parameter has: an entry of funcamp's, if a class adds or removes entries later.
 STAGE_ENTRY = "stage"
-#: How many forms there may be: each is a run in every step.
-LARGEST_STAGE_COUNT = 8
 
 
 #: For each parameter its gradient, or None: such a parameter is there, and a class leaves it as it is.
@@ -137,98 +128,11 @@ class ClassStep:
         return {name: stand_in(self.hyperparameters[name], value, device) for name, value in values.items()}
 
     def form(self, params: list[Tensor]) -> Form:
-        """Return how the class stores the state of such parameters, from a first step on tensors without values."""
+        """Return how the class stores the state of such parameters."""
         key = tuple((param.shape, param.dtype) for param in params)
         if key not in self._forms:
-            hyper = self.examples("meta")
-            with without_modes():
-                empty = [torch.zeros(param.shape, dtype=param.dtype, device="meta") for param in params]
-                flow, step_run = followed(
-                    [[param] for param in empty], lambda: self.run(empty, empty, None, hyper, self.decisions())
-                )
-            operations = tuple(operation[0] for operation in flow.operations)
-            form = form_of(step_run.held, step_run.first, self.changing)._replace(operations=operations)
-            form = form._replace(is_separable=_keeps_apart(flow, step_run))
-            if self.changing.shared_names - form.shared.keys():
-                form = self._with_entries_of_other_paths(form, empty)
-            if self.changing.forms:
-                form = self._with_later_forms(form, empty)
-            if self.separate and form.is_separable:
-                form = form._replace(is_separable=self._keeps_apart_later(form, empty))
-            self._forms[key] = form
+            self._forms[key] = find_form(self, params)
         return self._forms[key]
-
-    def _with_entries_of_other_paths(self, form: Form, empty: list[Tensor]) -> Form:
-        """Return a form with what all parameters share that only other paths of a first step set."""
-
-        def run(decisions: Decisions) -> Form:
-            step_run = self.run(empty, empty, None, self.examples("meta"), decisions)
-            return form_of(step_run.held, step_run.first, self.changing)
-
-        shared = dict(form.shared)
-        with without_modes():
-            for other in every_path(run, self.decisions).values():
-                shared = other.shared | shared
-        return form._replace(shared=shared)
-
-    def _keeps_apart_later(self, form: Form, empty: list[Tensor]) -> bool:
-        """Return whether each parameter depends on no other in a later step, whatever one question is answered.
-
-        A class may couple parameters of some shapes only. Two of each kind show it.
-        """
-        form, empty = _two_of_each(form, empty)
-        grads = [torch.empty_like(param) for param in empty]
-        leaves = [_examples(form.leaf_entries(index), param) for index, param in enumerate(empty)]
-        state = ClassState(leaves, _examples(entries_in(form.shared), empty[0]))
-        groups = [[param, grad, *entries.values()] for param, grad, entries in zip(empty, grads, leaves)]
-        hyper = self.examples("meta")
-
-        def keeps_apart(decisions: Decisions) -> bool:
-            with without_modes():
-                flow, step_run = followed(groups, lambda: self.run(empty, grads, state, hyper, decisions, form))
-            return _keeps_apart(flow, step_run)
-
-        natural = self.decisions()
-        if not keeps_apart(natural):
-            return False
-        answers = tuple(question.answer for question in natural.questions)
-        for number, answer in enumerate(answers):
-            try:
-                if not keeps_apart(self.decisions((*answers[:number], not answer))):
-                    return False
-            except Exception:
-                continue  # the class says that this does not happen
-        return True
-
-    def _with_later_forms(self, form: Form, empty: list[Tensor]) -> Form:
-        """Return a form with those that the state of each parameter has after later steps, along every path."""
-        hyper = self.examples("meta")
-        shared = _examples(entries_in(form.shared), empty[0])
-
-        def with_forms_after(form: Form, before: Form, leaves: list[Entries]) -> Form:
-            def run(decisions: Decisions) -> Form:
-                step_run = self.run(empty, empty, ClassState(leaves, shared), hyper, decisions, before)
-                return form_of(step_run.held, Held([], {}), self.changing)
-
-            with without_modes():
-                for after in every_path(run, self.decisions).values():
-                    form = _with_forms(form, after)
-            return form
-
-        with contextlib.suppress(Exception):  # as in `_step`
-            form = with_forms_after(form, form, [{} for _ in empty])
-        stage = 0
-        while stage < form.stage_count:
-            before = form.at(stage)
-            leaves = [_examples(entries_in(leaf_form), param) for leaf_form, param in zip(before.leaves, empty)]
-            form = with_forms_after(form, before, leaves)
-            if form.stage_count > LARGEST_STAGE_COUNT:
-                raise TypeError(
-                    f"stateless: {self.cls.__name__} cannot be made pure: its state grows in more than "
-                    f"{LARGEST_STAGE_COUNT} steps; make all entries in the first step, or use it in an ordinary loop"
-                )
-            stage += 1
-        return form
 
     def evaluated(self, params: list[Tensor], state: ClassState, hyper: dict[str, Any]) -> list[Tensor]:
         """Return the parameters to evaluate with: those that the class's `eval` sets."""
@@ -295,19 +199,19 @@ class ClassStep:
         self._check_entries(params, own_state)
 
         def at_stage(stage: int) -> Stepped:
-            return self._along_paths(params, grads, own_state, own_state, hyper, stage)
+            return self.along_paths(params, grads, own_state, own_state, hyper, stage)
 
         later = _selected_by_stage(at_stage, self.form(params), state)
         if not any(APPLIED_ENTRY in entries for entries in (*state.leaves, state.shared)):
             return later
-        first = self._along_paths(params, grads, None, own_state, hyper)
+        first = self.along_paths(params, grads, None, own_state, hyper)
         shared = later.state.shared
         if APPLIED_ENTRY in state.shared:
             # A parameter may get its first gradient when the others have taken steps.
             group_count = state.shared[APPLIED_ENTRY]
             late_state = ClassState([{} for _ in params], own_state.shared)
             try:
-                late = self._along_paths(params, grads, late_state, own_state, hyper)
+                late = self.along_paths(params, grads, late_state, own_state, hyper)
             except Exception as error:
                 if is_own_refusal(error):
                     raise
@@ -342,7 +246,7 @@ class ClassStep:
                     "state._replace(opt_state=optimizer.init(state.params))"
                 )
 
-    def _along_paths(
+    def along_paths(
         self,
         params: list[Tensor],
         grads: Grads,
@@ -366,11 +270,11 @@ class ClassStep:
 
         def run(decisions: Decisions) -> Stepped:
             step_run = self.run(params, grads, state, hyper, decisions, form.at(stage))
-            return self._stepped(step_run, form, grads, state, like)
+            return self.stepped(step_run, form, grads, state, like)
 
         return along_paths(run, _select_stepped, self.decisions)
 
-    def _stepped(
+    def stepped(
         self, step_run: StepRun, form: Form, grads: Grads, state: ClassState | None, like: ClassState
     ) -> Stepped:
         """Return the results of a run as tensors; of a first step also whether it has begun a parameter's state."""
@@ -404,29 +308,6 @@ class ClassStep:
         return Stepped(step_run.params, ClassState(leaves, shared), tuple(begun))
 
 
-def _two_of_each(form: Form, params: list[Tensor]) -> tuple[Form, list[Tensor]]:
-    """Return at most two parameters of each shape and dtype, and the form of their state."""
-    counts: collections.Counter[tuple[torch.Size, torch.dtype]] = collections.Counter()
-    chosen: list[int] = []
-    for index, param in enumerate(params):
-        kind = param.shape, param.dtype
-        counts[kind] += 1
-        if counts[kind] <= 2:
-            chosen.append(index)
-    later_leaves = tuple([form.later_leaves[index] for index in chosen]) if form.later_leaves else ()
-    chosen_form = form._replace(leaves=[form.leaves[index] for index in chosen], later_leaves=later_leaves)
-    return chosen_form, [params[index] for index in chosen]
-
-
-def _keeps_apart(flow: Dataflow, step_run: StepRun) -> bool:
-    """Return whether what a run made of each parameter depends on no other."""
-    for number, (param, leaf) in enumerate(zip(step_run.params, step_run.held.leaves)):
-        tensors = [param, *[value for value in leaves_of(leaf).values() if isinstance(value, Tensor)]]
-        if any(flow.sources(tensor) - {number} for tensor in tensors):
-            return False
-    return True
-
-
 def _without_ours(state: ClassState) -> ClassState:
     """Return the entries of the class, without those of funcamp."""
 
@@ -436,25 +317,10 @@ def _without_ours(state: ClassState) -> ClassState:
     return ClassState(list(map(own, state.leaves)), own(state.shared))
 
 
-def _examples(entries: Mapping[str, Entry], like: Tensor) -> Entries:
-    """Return tensors for entries."""
-    return {name: zero_of(entry, like) for name, entry in entries.items()}
-
-
 def _stage_of(held: Mapping[str, Any], stages: list[dict[str, Any]]) -> int:
     """Return the number of the form whose entries and constants a parameter's state has; 0 if it has that of none."""
     names = leaves_of(held).keys()
     return next((number for number, form in enumerate(stages) if leaves_of(form).keys() == names), 0)
-
-
-def _with_forms(form: Form, after: Form) -> Form:
-    """Return a form with the forms that the state of each parameter has after a step, if they are others."""
-    later_leaves: list[list[dict[str, Any]]] = []
-    for index, leaf_form in enumerate(after.leaves):
-        stages = form.stages(index)
-        is_known = any(leaves_of(known).keys() == leaves_of(leaf_form).keys() for known in stages)
-        later_leaves.append(stages[1:] if is_known else [*stages[1:], leaf_form])
-    return form._replace(later_leaves=tuple(later_leaves))
 
 
 def _selected_by_stage(at_stage: Callable[[int], Stepped], form: Form, state: ClassState) -> Stepped:

@@ -88,7 +88,7 @@ def _followed(
 
     def run() -> tuple[Stepped, list[Question]]:
         step_run = step.run(params, grads, state, hyper, decisions)
-        stepped = step._stepped(step_run, form, grads, state, nothing(params) if state is None else state)
+        stepped = step.stepped(step_run, form, grads, state, nothing(params) if state is None else state)
         return stepped, decisions.questions
 
     flow, results = followed(groups, run)

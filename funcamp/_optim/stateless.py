@@ -59,7 +59,8 @@ class StatelessOptimizer(Fixed):
 
     def __repr__(self) -> str:
         arguments = "".join(f", {name}={value!r}" for name, value in self._hyperparameters.items())
-        return f"stateless({self._cls.__module__}.{self._cls.__qualname__}{arguments})"
+        storage = "flat" if self._traits.pointwise else "per tensor"
+        return f"stateless({self._cls.__module__}.{self._cls.__qualname__}{arguments}) [{storage}]"
 
     if not TYPE_CHECKING:  # a type checker refuses unknown names itself
 

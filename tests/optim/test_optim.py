@@ -210,7 +210,8 @@ def test_copy_and_pickle_give_an_equal_optimizer() -> None:
     params, grads = {"w": torch.ones(2)}, {"w": torch.ones(2)}
     expected = optimizer.update(params, grads, optimizer.init(params))
     for other in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
-        assert repr(other) == "stateless(torch.optim.adamw.AdamW, lr=0.1)"
+        assert repr(other) == "stateless(torch.optim.adamw.AdamW, lr=0.1) [flat]"
+        assert repr(stateless(torch.optim.Muon)).endswith("[per tensor]")
         assert_same(other.update(params, grads, other.init(params)), expected)
 
 

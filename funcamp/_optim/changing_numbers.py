@@ -1,0 +1,98 @@
+"""The numbers of a class that change in training, found by steps along every path on tensors without values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor
+
+from funcamp._optim.arguments import first_line, impure, is_own_refusal
+from funcamp._optim.class_state import ChangedConstantError, ClassState, Entry, kind_of, wider
+from funcamp._optim.class_state import Kind as NumberKind
+from funcamp._optim.class_step import ClassStep, nothing
+from funcamp._optim.record import key_of
+from funcamp._optim.trial import inputs_on
+
+
+def taken_on_every_path(step: ClassStep) -> ClassStep:
+    """Return the class with all its numbers that change, from two steps on tensors without values, on every path.
+
+    Raises:
+        TypeError: a step reads a value, or its state has no one form.
+    """
+    for _ in range(_LARGEST_COUNT_OF_CHANGES):
+        try:
+            return _on_every_path(step)
+        except Exception as error:
+            changed = error.__cause__
+            if isinstance(changed, ChangedConstantError) and changed.is_of_another_form and not step.changing.forms:
+                step = replace(step, changing=step.changing._replace(forms=True), _forms={})
+                continue
+            if isinstance(changed, ChangedConstantError) and (changed.is_shared or _may_change(changed)):
+                step = _with_change(step, changed)
+                continue
+            if is_own_refusal(error):
+                raise
+            raise impure(
+                step.cls,
+                "its step fails on tensors without values, as it does if it reads one on the host "
+                f"({type(error).__name__}: {first_line(error)}); "
+                "use it in an ordinary loop with funcamp.GradScaler",
+            ) from error
+    raise impure(step.cls, "it changes more numbers than can be followed; use it in an ordinary loop")
+
+
+#: The largest number of entries that are found one by one.
+_LARGEST_COUNT_OF_CHANGES = 32
+
+
+def _on_every_path(step: ClassStep) -> ClassStep:
+    """Take two steps on tensors without values; return the class, with whether its parameters step separately."""
+    hyper = step.examples("meta")
+    question_counts: list[int] = []
+    for count in (1, 2):
+        params, grads = (tensors[:count] for tensors in inputs_on("meta"))
+        asks_for_each = bool(question_counts) and _question_count(step, params, grads, hyper) > question_counts[0]
+        if asks_for_each:  # two may have too many paths together
+            return replace(step, separate=True, _forms={})
+        first = step.along_paths(params, grads, None, nothing(params), hyper)
+        step.along_paths(first.params, grads, first.state, first.state, hyper)
+        question_counts.append(_question_count(step, params, grads, hyper))
+    return step
+
+
+def _question_count(step: ClassStep, params: list[Tensor], grads: list[Tensor], hyper: dict[str, Any]) -> int:
+    """Return how many questions two steps ask along one path."""
+    decisions, later_decisions = step.decisions(), step.decisions()
+    step.run(params, grads, None, hyper, decisions)
+    alone = [step.along_paths([param], [grad], None, nothing([param]), hyper) for param, grad in zip(params, grads)]
+    state = ClassState([one.state.leaves[0] for one in alone], alone[0].state.shared)
+    step.run([one.params[0] for one in alone], grads, state, hyper, later_decisions)
+    return len(decisions.questions) + len(later_decisions.questions)
+
+
+def _may_change(changed: ChangedConstantError) -> bool:
+    """Return whether what has changed is a number, before and after; a tensor of shape () is one."""
+    values = [value for value in (changed.before, changed.after) if not isinstance(value, Entry)]
+    return all(kind_of(value) is not None and (not isinstance(value, Tensor) or value.numel() == 1) for value in values)
+
+
+def _with_change(step: ClassStep, changed: ChangedConstantError) -> ClassStep:
+    """Return the class with one number more that changes."""
+    if changed.is_shared:
+        names = step.changing.shared_names | {key_of(changed.name)}
+        step = replace(step, changing=step.changing._replace(shared_names=names), _forms={})
+        if not _may_change(changed):
+            return step
+    kind: NumberKind = "bool"
+    for value in (changed.before, changed.after):
+        value_kind = "float" if isinstance(value, Entry) else kind_of(value)
+        assert value_kind is not None
+        kind = wider(kind, "float" if value_kind == "tensor" else value_kind)
+    changing = step.changing
+    leaves = changing.leaves | {changed.name: wider(changing.leaves.get(changed.name), kind)}
+    shared = changing.shared | {changed.name: wider(changing.shared.get(changed.name), kind)}
+    if leaves == changing.leaves and shared == changing.shared and not changed.is_shared:
+        raise impure(step.cls, f"its state entry {changed.name!r} is no number after every step; got {changed.after!r}")
+    return replace(step, changing=changing._replace(leaves=leaves, shared=shared), _forms={})

@@ -1,0 +1,135 @@
+"""What a class does with its hyperparameters if they are tensors: whether it reads them, and where it asks for 0."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from funcamp._optim.arguments import first_line, is_own_refusal
+from funcamp._optim.class_state import kind_of, leaves_of, same
+from funcamp._optim.class_step import ClassStep
+from funcamp._optim.hyperparameters import is_dynamic, map_items
+from funcamp._optim.record import distance, key_of
+from funcamp._optim.run import constructed
+from funcamp._optim.trial import are_equal, inputs_on, precise_inputs, two_steps
+
+
+def refuse_choices_of_constructor(step: ClassStep) -> None:
+    """Refuse a tensor or a schedule by whose value the constructor chooses: it would be by the example for ever."""
+
+    def leaves_if(flipped: int | None) -> tuple[dict[str, Any], list[str]]:
+        decisions = step.decisions(flipped=flipped)
+        held = constructed(step.cls, step.arguments, step.examples("meta"), inputs_on("meta").params, decisions)
+        leaves = {name: repr(leaf) if kind_of(leaf) else leaf for name, leaf in leaves_of(held.shared).items()}
+        return leaves, decisions.compared_in_constructor
+
+    if not step.dynamic:
+        return
+    leaves, labels = leaves_if(None)
+    again, _ = leaves_if(None)
+    comparable = {name for name in leaves.keys() & again.keys() if same(leaves[name], again[name])}
+    for number, label in enumerate(labels):
+        try:
+            others, _ = leaves_if(number)
+        except Exception:
+            continue  # it allows no such value
+        if any(name not in others or not same(leaves[name], others[name]) for name in comparable):
+            raise TypeError(
+                f"stateless: {key_of(label)} must be a number, because the constructor of {step.cls.__name__} chooses "
+                "by its value; got a tensor or a schedule: make another optimizer for another value"
+            )
+
+
+def refuse_reads_of(step: ClassStep, name: str) -> None:
+    """Refuse one hyperparameter by name if steps fail when it is a tensor and do not fail when it is a number."""
+
+    def error_with(values: dict[str, Any]) -> Exception | None:
+        # Forms are of hyperparameters that are all tensors, or none.
+        trial = replace(step, dynamic=tuple(values), _forms={})
+        try:
+            two_steps(trial, inputs_on("meta"), values=values)
+        except Exception as error:
+            return error
+        return None
+
+    error = error_with({name: step.arguments[name]})
+    if error is None or error_with({}) is not None:
+        return
+    if is_own_refusal(error):
+        raise error
+    raise TypeError(
+        f"stateless: {name} must be a number, because {step.cls.__name__} uses its value in Python "
+        f"({type(error).__name__}: {first_line(error)}); got a tensor or a schedule: make another optimizer "
+        "for another value"
+    ) from error
+
+
+def refuse_other_results(step: ClassStep, name: str) -> None:
+    """Refuse a hyperparameter if a tensor with a value does not do what the number does.
+
+    The value is not the example, which a class uses where it takes the float out of a `Number` in C. The inputs are
+    float64 if they can be, so that a rounding is small beside the effect of the value.
+    """
+    inputs = precise_inputs(step)
+    with_numbers = replace(step, dynamic=(), _forms={})
+    for factor in (0.9, 1.1):
+        other_value = _multiplied(step, name, factor)
+        with_other_number = replace(with_numbers, arguments=step.arguments | {name: other_value}, _forms={})
+        try:
+            expected = two_steps(with_other_number, inputs, values={})
+        except (ValueError, TypeError, AssertionError):
+            continue  # the class does not allow this value
+        with_example = two_steps(with_numbers, inputs, values={})
+        with_tensor = two_steps(replace(step, dynamic=(name,), _forms={}), inputs, values={name: other_value})
+        # If the step used the example in place of the tensor, it would miss the whole effect of the value. The limit
+        # 1e-6 is for a value without effect.
+        effect_of_value = distance(with_example, expected)
+        if distance(with_tensor, expected) <= max(1e-6, 0.1 * effect_of_value):
+            return
+        raise TypeError(
+            f"stateless: {name} must be a number, because {step.cls.__name__} reads its value in Python, so "
+            "that a tensor has another effect; got a tensor or a schedule: make another optimizer for "
+            "another value"
+        )
+
+
+def _multiplied(step: ClassStep, name: str, factor: float) -> Any:
+    """Return the example of a hyperparameter times a factor; of a tuple only the items that are dynamic."""
+
+    def multiply(_: str, item: object, number: float) -> float:
+        return number * factor if is_dynamic(item) else number
+
+    return map_items(multiply, name, step.hyperparameters[name], step.arguments[name])
+
+
+def with_known_comparisons(step: ClassStep) -> ClassStep:
+    """Return the class with the hyperparameters whose value 0 is no other formula, though it compares them with 0.
+
+    For such a hyperparameter a step with the tensor 0 in the formula for other values equals a step in which the
+    comparison with 0 is true.
+    """
+    inputs = precise_inputs(step)
+    hyper = step.examples("cpu")
+    decisions = step.decisions()
+    step.run(inputs.params, inputs.grads, None, hyper, decisions)
+    in_use: set[str] = set()
+    for label in sorted(decisions.compared_with_zero):
+        values = _with_zero(step, label)
+        for_others = replace(step, in_use=frozenset([label]))
+        try:
+            with_zero = two_steps(step, inputs, values, frozenset([label]))
+            is_same = are_equal(two_steps(for_others, inputs, values), with_zero)
+        except TypeError:  # with 0 the class keeps other entries
+            continue
+        if is_same:
+            in_use.add(label)
+    return replace(step, in_use=frozenset(in_use))
+
+
+def _with_zero(step: ClassStep, zero_label: str) -> dict[str, Any]:
+    """Return the examples of the dynamic hyperparameters, with 0 for the one with this label."""
+
+    def value_of(label: str, number: float) -> float:
+        return 0.0 if label == zero_label else number
+
+    return {name: map_items(value_of, name, step.arguments[name]) for name in step.dynamic}

@@ -1,0 +1,70 @@
+"""Steps of a class on a few numbers, and how their results compare."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from funcamp._optim.class_state import ClassState
+from funcamp._optim.class_step import ClassStep, nothing
+from funcamp._optim.record import is_same
+
+
+class Inputs(NamedTuple):
+    """Arguments of a step."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+
+
+def inputs_on(device: str, dtype: torch.dtype = torch.float32) -> Inputs:
+    """Return two matrices, and other numbers as their gradients."""
+    numbers = torch.linspace(-1.0, 1.5, 6, device=device, dtype=dtype)
+    wide = numbers.reshape(2, 3)
+    tall = numbers.reshape(3, 2)
+    return Inputs(params=[wide, tall.cos()], grads=[wide.sin(), tall.exp()])
+
+
+def precise_inputs(step: ClassStep) -> Inputs:
+    """Return inputs in float64, or in float32 for a class that mixes them with tensors of torch's default dtype."""
+    inputs = inputs_on("cpu", torch.float64)
+    try:
+        two_steps(step, inputs)
+    except RuntimeError:
+        return inputs_on("cpu")
+    return inputs
+
+
+def two_steps(
+    step: ClassStep, inputs: Inputs, values: Mapping[str, Any] | None = None, zeros: frozenset[str] = frozenset()
+) -> list[Tensor]:
+    """Return the parameters and the state after two steps along the path that the numbers of the trial propose.
+
+    Args:
+        step: the class.
+        inputs: those of the first step; the second has other gradients, so that it changes all of the state.
+        values: of the hyperparameters that are tensors; the others are Python numbers. By default all dynamic ones are
+            tensors, with their examples as values.
+        zeros: as in `Decisions`.
+    """
+    hyper = step.examples(inputs.params[0].device.type, values)
+    first = step.along_paths(inputs.params, inputs.grads, None, nothing(inputs.params), hyper)
+    other_grads = [grad.cos() for grad in inputs.grads]
+    second_run = step.run(first.params, other_grads, first.state, hyper, step.decisions(zeros=zeros))
+    second = step.stepped(second_run, step.form(first.params), other_grads, first.state, first.state)
+    return tensors_in(second.params, second.state)
+
+
+def tensors_in(params: list[Tensor], state: ClassState) -> list[Tensor]:
+    """Return parameters and a state in one list."""
+    tensors = list(params)
+    for entries in (*state.leaves, state.shared):
+        tensors += [entries[name] for name in sorted(entries)]
+    return tensors
+
+
+def are_equal(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    return len(tensors) == len(others) and all(map(is_same, tensors, others))

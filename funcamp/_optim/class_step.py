@@ -19,8 +19,8 @@ from funcamp._optim.class_state import (
     Form,
     entries_in,
     entries_of,
-    leaves_of,
 )
+from funcamp._optim.containers import leaves_of
 from funcamp._optim.decisions import Decisions, TooManyPathsError, along_paths
 from funcamp._optim.find_form import find_form
 from funcamp._optim.hyperparameters import stand_in

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from funcamp._optim.class_state import ClassState, Entries, Entry, Form, Held, entries_in, form_of, leaves_of, zero_of
+from funcamp._optim.class_state import ClassState, Entries, Entry, Form, Held, entries_in, form_of, zero_of
+from funcamp._optim.containers import leaves_of
 from funcamp._optim.dataflow import Dataflow, followed
 from funcamp._optim.decisions import Decisions, every_path
 from funcamp._optim.modes import without_modes

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from funcamp._dtensor import is_distributed
-from funcamp._optim.class_state import ClassState, Entries, Entry, as_tensor, entries_in, leaves_of, zero_of
+from funcamp._optim.class_state import ClassState, Entries, Entry, as_tensor, entries_in, zero_of
 from funcamp._optim.class_step import APPLIED_ENTRY, STAGE_ENTRY, ClassStep
+from funcamp._optim.containers import leaves_of
 
 #: The first state of a large parameter is found in chunks of this many elements. With AdamW `init` then needs 18
 #: bytes a parameter instead of 40.

@@ -20,14 +20,13 @@ from funcamp._optim.class_state import (
     ClassState,
     Form,
     Held,
-    cloned,
     entries_in,
     filled,
     held_by,
     holders_of,
     is_plain,
-    leaves_of,
 )
+from funcamp._optim.containers import cloned, leaves_of
 from funcamp._optim.decisions import Decisions
 from funcamp._optim.number import Number
 

@@ -18,11 +18,11 @@ from funcamp._optim.class_state import (
     held_by,
     is_plain,
     kind_of,
-    leaves_of,
     same,
     snapshot,
     wider,
 )
+from funcamp._optim.containers import leaves_of
 from funcamp._optim.instance import instance_of, step_of
 from funcamp._trace.python_state import Form as PythonForm
 from funcamp._trace.python_state import survey

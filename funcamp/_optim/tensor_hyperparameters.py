@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from funcamp._optim.arguments import first_line, is_own_refusal
-from funcamp._optim.class_state import kind_of, leaves_of, same
+from funcamp._optim.class_state import kind_of, same
 from funcamp._optim.class_step import ClassStep
+from funcamp._optim.containers import leaves_of
 from funcamp._optim.hyperparameters import is_dynamic, map_items
 from funcamp._optim.record import distance, key_of
 from funcamp._optim.run import constructed

@@ -1,0 +1,59 @@
+"""Containers in a state: lists, dicts, deques and plain objects, as a tree whose leaves have names."""
+
+from __future__ import annotations
+
+import collections
+import sys
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+
+
+def mapped(fn: Callable[[str, Any], Any], value: Any, name: str) -> Any:
+    """Return a container like value with fn(name, leaf) for each leaf; fn's result for what is no container."""
+    if isinstance(value, (dict, collections.UserDict)):
+        return {key: mapped(fn, item, _inner(name, key)) for key, item in value.items()}
+    if type(value) in (list, tuple):  # no named tuple: an `Entry` is a leaf
+        return type(value)([mapped(fn, item, f"{name}[{index}]") for index, item in enumerate(value)])
+    if type(value) is collections.deque:
+        items = [mapped(fn, item, f"{name}[{index}]") for index, item in enumerate(value)]
+        return collections.deque(items, maxlen=value.maxlen)
+    if _is_record(value):
+        copied = object.__new__(type(value))
+        vars(copied).update({key: mapped(fn, item, f"{name}[{key}]") for key, item in vars(value).items()})
+        return copied
+    return fn(name, value)
+
+
+def _inner(name: str, key: object) -> str:
+    """Return the name of an item; names of saved tensors are separated by dots, so there is none in its key."""
+    key_text = repr(key).replace(".", "_")
+    return f"{name}[{key_text}]"
+
+
+def _is_record(value: object) -> bool:
+    """Return whether a value is an object of a package for optimizers, whose attributes are state."""
+    kind = type(value)
+    is_plain = hasattr(value, "__dict__") and kind.__new__ is object.__new__ and not callable(value)
+    if not is_plain or isinstance(value, (Tensor, types.ModuleType)):
+        return False
+    return kind.__module__.partition(".")[0] not in ("torch", "funcamp", "builtins", *sys.stdlib_module_names)
+
+
+def _leaves(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of containers with their names."""
+    found: list[tuple[str, Any]] = []
+    mapped(lambda leaf_name, leaf: found.append((leaf_name, leaf)), value, name)
+    yield from found
+
+
+def leaves_of(held: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what is in the state of a parameter, or in what all share, by name."""
+    return {name: leaf for key, value in held.items() for name, leaf in _leaves(value, key)}
+
+
+def cloned(value: Any) -> Any:
+    """Return a container with clones of the tensors in it."""
+    return mapped(lambda _, leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, value, "")

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._optim.chain import Average, is_average_state
+from funcamp._optim.average_part import Average
+from funcamp._optim.chain import is_average_state
 from funcamp._optim.stateless import OptState
 from funcamp._step.state import TrainState, check_train_state, states_of_parts
 from funcamp._storage.params import Params, clone, collapse, expand

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._autograd.scaled_grad import choose_engine
-from funcamp._optim.chain import Chain, Update
+from funcamp._optim.chain import Chain
+from funcamp._optim.part import Update
 from funcamp._scaler.limits import exhausted, saturated
 from funcamp._scaler.skip_step import skip_step
 from funcamp._scaler.update import update

@@ -26,7 +26,7 @@ from funcamp import (
     ravel,
     stateless,
 )
-from funcamp._optim.chain import Update
+from funcamp._optim.part import Update
 from funcamp._verify.torch_loop import why_not
 from tests.support.helpers import assert_close, assert_same
 

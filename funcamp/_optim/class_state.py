@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from funcamp._optim.compiled_parts import compiled_members
 from funcamp._optim.containers import cloned, leaves_of, mapped
 from funcamp._optim.decisions import Decisions
 from funcamp._optim.number import Number, as_number
@@ -176,10 +177,12 @@ def held_by(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> Held:
             for param, leaf in zip(params, leaves):
                 leaf |= {f"{prefix}{name}": value for name, value in holder.state.get(param, {}).items()}
             # A key that is no parameter.
-            others = {key: value for key, value in holder.state.items() if not isinstance(key, Tensor)}
-            shared |= {f"{prefix}{STATE}{key}": value for key, value in others.items()}
+            no_params = {key: value for key, value in holder.state.items() if not isinstance(key, Tensor)}
+            shared |= {f"{prefix}{STATE}{key}": value for key, value in no_params.items()}
+    cls: Any = type(optimizer)
+    others = _of_every_instance() | compiled_members(cls).keys()
     for name, value in vars(optimizer).items():
-        if name not in _of_every_instance() and not isinstance(value, torch.optim.Optimizer):
+        if name not in others and not isinstance(value, torch.optim.Optimizer):
             shared[f"{ATTRIBUTE}{name}"] = value
     _give_to_params(shared, leaves, params)
     return Held(leaves, shared)

@@ -26,6 +26,7 @@ from funcamp._optim.class_state import (
     holders_of,
     is_plain,
 )
+from funcamp._optim.compiled_parts import compiled_members, uncompiled
 from funcamp._optim.containers import cloned, leaves_of
 from funcamp._optim.decisions import Decisions
 from funcamp._optim.number import Number
@@ -54,10 +55,22 @@ def instance_of(
             )
     # Its errors and warnings are for a user's own instance on a GPU; this instance lives for one step.
     optimizer._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
+    _leave_uncompiled(optimizer)
     train = getattr(optimizer, "train", None)
     if callable(train):
         train()
     return optimizer
+
+
+def _leave_uncompiled(optimizer: torch.optim.Optimizer) -> None:
+    """Give an instance the functions that its class, or its constructor, has compiled, as they were before."""
+    cls: Any = type(optimizer)
+    for name, member in compiled_members(cls).items():
+        setattr(optimizer, name, member.__get__(optimizer))
+    for name, value in list(vars(optimizer).items()):
+        function = uncompiled(value)
+        if function is not None:
+            setattr(optimizer, name, function)
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], object]:

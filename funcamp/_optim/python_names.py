@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcamp._optim.compiled_parts import uncompiled
 from funcamp._optim.decisions import Decisions
 from funcamp._optim.number import Number, as_number, computed
 from funcamp._scaler.precision import widen
@@ -205,12 +206,10 @@ class _Names:
         self._instead = {name: _INSTEAD[id(value)] for name, value in self._former.items()}
         self._instead |= {name: value for name, value in _BUILTINS.items() if name not in namespace}
         for name, value in list(namespace.items()):
-            uncompiled = getattr(value, "_torchdynamo_orig_callable", None)
-            if (
-                uncompiled is not None
-            ):  # what `torch.compile` made: it takes no part in a step that is compiled as a whole
+            function = uncompiled(value)
+            if function is not None:
                 self._former[name] = value
-                self._instead[name] = uncompiled
+                self._instead[name] = function
         self.use_count = 0
 
     def are_current(self) -> bool:

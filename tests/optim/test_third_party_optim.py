@@ -523,12 +523,25 @@ def compiled_update(p: torch.Tensor, grad: torch.Tensor, rate: torch.Tensor) -> 
 
 
 class Compiles(Refused):
-    """Has a part under torch.compile."""
+    """Has parts under torch.compile: a function of its module, a static one, a method, and one that it makes."""
+
+    static_update = staticmethod(torch.compile(compiled_update, fullgraph=True, backend="eager"))
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.own_update = torch.compile(lambda p, grad: p.sub_(grad * 0.1), backend="eager")
+
+    @torch.compile(backend="eager")
+    def halve(self, p: torch.Tensor) -> None:
+        p.mul_(0.5)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for p, state in self.each():
             compiled_update(p, p.grad, 0.1 / state["step"].to(p.device))
+            self.static_update(p, p.grad, 0.1 / state["step"].to(p.device))
+            self.own_update(p, p.grad)
+            self.halve(p)
 
 
 class Decomposes(Refused):

@@ -11,7 +11,9 @@ starts Inductor, and a later one finds kernels of the earlier ones: for first ca
 name.
 
     python benchmarks/rl.py [--threads 2] [--rounds 9] [--sizes "DQN;..."] [--variants "funcamp.jit float32;..."]
-        [--out DIR]
+        [--tricks] [--out DIR]
+
+--tricks measures what each pass of `jit` brings instead: eager torch, `jit`, and `jit` without one of them, in float32.
 
 JAX has failed rows where it is absent.
 """
@@ -44,13 +46,15 @@ class Way(NamedTuple):
     """Whether one call gets all minibatches of a sweep."""
     from_python: bool = False
     """Whether the loop over them is left in Python."""
+    without: str = ""
+    """The pass that is left out; "" for none."""
 
     @property
     def name(self) -> str:
         """As in the table."""
         precision = "bfloat16" if self.low else "float32"
         loop = f", {UPDATES} in a call" * self.at_once + " from Python" * self.from_python
-        return f"{self.library} {precision}{loop}"
+        return f"{self.library} {precision}{loop}" + (f", without {self.without}" if self.without else "")
 
 
 EAGER = "torch eager"
@@ -64,6 +68,12 @@ ONE_BY_ONE = [
 AT_ONCE = [Way(library, low, at_once=True) for low in (False, True) for library in (JITTED, JAX)]
 FROM_PYTHON = [Way(JITTED, low, at_once=True, from_python=True) for low in (False, True)]
 WAYS = {way.name: way for way in ONE_BY_ONE + AT_ONCE + FROM_PYTHON}
+#: The passes of a program on a CPU for its time, each left out by itself.
+TRICKS = [
+    *(Way(EAGER, low=False), Way(JITTED, low=False)),
+    *(Way(JITTED, low=False, without=name) for name in ("products", "tanh", "small_buffers", "part_inputs")),
+]
+WAYS_OF_TRICKS = {way.name: way for way in TRICKS}
 
 
 class Sweep:
@@ -96,7 +106,7 @@ def make(way: Way, size: Size) -> Variant:
         learner, wait = _jax_rl.learner(size, low=way.low, at_once=way.at_once)
         return Variant(Sweep(way, learner, [_jax_rl.arrays(batch) for batch in batches]), wait)
     if way.library == JITTED:
-        left_out = ["steps_in_cpp"] if way.from_python else []
+        left_out = ["steps_in_cpp"] if way.from_python else [way.without] if way.without else []
         learner = funcamp_learner(size, low=way.low, at_once=way.at_once, without=left_out)
     else:
         learner = torch_learner(size, low=way.low, compiled=way.library == COMPILED)
@@ -118,7 +128,7 @@ def measure(name: str, size: Size, ways: list[Way], rounds: int) -> Iterator[Row
     makers = {way.name: functools.partial(make, way, size) for way in ways}
     bases = {
         "over_eager": {way.name: Way(EAGER, way.low).name for way in ways},
-        "over_jax": {way.name: way._replace(library=JAX, from_python=False).name for way in ways},
+        "over_jax": {way.name: way._replace(library=JAX, from_python=False, without="").name for way in ways},
     }
 
     def inspect(variant: Variant) -> Row:
@@ -139,7 +149,8 @@ def by_learner(rows: list[Row]) -> list[str]:
     variants = dict.fromkeys(row["variant"] for row in rows)
     # The heading of a column, and the variant and the number in it.
     columns = {f"{variant} µs": (variant, "median_us") for variant in variants}
-    columns |= {f"{name} over JAX": (name, "over_jax") for name in variants if WAYS[name].library == JITTED}
+    compared = {row["variant"] for row in rows if row.get("over_jax")}
+    columns |= {f"{name} over JAX": (name, "over_jax") for name in variants if name in compared and JITTED in name}
     lines = []
     for learner in learners:
         cells = [measured_rows.get((learner, variant), {}).get(key, "") for variant, key in columns.values()]
@@ -152,6 +163,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--threads", type=int, help="of torch and of JAX; by default each chooses")
     parser.add_argument("--variants", help="names of variants, separated by semicolons")
+    parser.add_argument("--tricks", action="store_true", help="leave out each pass of jit instead")
     args = parser.parse_args()
     if args.device != "cpu":
         parser.error("--device must be cpu; got cuda")
@@ -163,7 +175,8 @@ def main() -> None:
     cold = tempfile.TemporaryDirectory()  # so that the first sweep shows the whole compilation
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
     sizes = chosen(parser, args, SIZES)
-    names = named(parser, "--variants", args.variants, WAYS)
+    known = WAYS_OF_TRICKS if args.tricks else WAYS
+    names = named(parser, "--variants", args.variants, known)
     columns = {
         "learner": "size",
         "variant": "variant",
@@ -176,11 +189,13 @@ def main() -> None:
     }
     jax = importlib.util.find_spec("jax") and importlib.metadata.version("jax")
     facts = about(args.device, jax=jax or "not installed", rounds=args.rounds)
-    report = Report(args.out, "rl-cpu", "An update of a reinforcement learning agent", facts, columns, by_learner)
+    kind = "rl-tricks-cpu" if args.tricks else "rl-cpu"
+    report = Report(args.out, kind, "An update of a reinforcement learning agent", facts, columns, by_learner)
     for name, size in sizes.items():
-        report.add(measure(name, size, [WAYS[way] for way in names], args.rounds))
+        report.add(measure(name, size, [known[way] for way in names], args.rounds))
     print(*report.summary(), sep="\n")
-    dots(report.stem, report.points("over_jax"), "time of an update over JAX's", JITTED)
+    if not args.tricks:
+        dots(report.stem, report.points("over_jax"), "time of an update over JAX's", JITTED)
 
 
 if __name__ == "__main__":

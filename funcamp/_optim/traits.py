@@ -41,7 +41,7 @@ from funcamp._optim.tensor_hyperparameters import (
     refuse_reads_of,
     with_known_comparisons,
 )
-from funcamp._optim.trial import are_equal, inputs_on, tensors_in
+from funcamp._optim.trial import Inputs, are_equal, inputs_on, tensors_in
 from funcamp._optim.wrong_arguments import check_class
 from funcamp._trace.as_compiled import as_eager
 
@@ -220,12 +220,15 @@ def _refuse_new_aliases(step: ClassStep, record: Record) -> None:
 
 
 def _reproduces_first_step(step: ClassStep, *, starts_at_zero: bool) -> bool:
-    """Return whether a step from the state that `init` would give equals the first step without state.
-
-    It is asked of parameters that begin together, and of those that begin when others have taken a few steps.
-    """
-    step = replace(step, wide=False)
+    """Return whether a step from the state that `init` would give equals the first step without state."""
     inputs = inputs_on("cpu")
+    trials = inputs.one_by_one() if step.separate else [inputs]
+    return all(_reproduces_first_step_of(step, trial, starts_at_zero=starts_at_zero) for trial in trials)
+
+
+def _reproduces_first_step_of(step: ClassStep, inputs: Inputs, *, starts_at_zero: bool) -> bool:
+    """Return this for parameters that begin together, and for those that begin when others have taken a few steps."""
+    step = replace(step, wide=False)
     hyper = step.examples("cpu")
     torch.manual_seed(SEED)
     state = first_state(step, inputs.params, hyper, starts_at_zero=starts_at_zero)

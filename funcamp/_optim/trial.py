@@ -19,6 +19,10 @@ class Inputs(NamedTuple):
     params: list[Tensor]
     grads: list[Tensor]
 
+    def one_by_one(self) -> list[Inputs]:
+        """Return those of a step of each parameter alone."""
+        return [Inputs([param], [grad]) for param, grad in zip(self.params, self.grads)]
+
 
 def inputs_on(device: str, dtype: torch.dtype = torch.float32) -> Inputs:
     """Return two matrices, and other numbers as their gradients."""
@@ -50,6 +54,8 @@ def two_steps(
             tensors, with their examples as values.
         zeros: as in `Decisions`.
     """
+    if step.separate and len(inputs.params) > 1:
+        return [tensor for alone in inputs.one_by_one() for tensor in two_steps(step, alone, values, zeros)]
     hyper = step.examples(inputs.params[0].device.type, values)
     first = step.along_paths(inputs.params, inputs.grads, None, nothing(inputs.params), hyper)
     other_grads = [grad.cos() for grad in inputs.grads]

@@ -295,7 +295,7 @@ class AsksTooMuch(Refused):
 
 
 class AsksThreeOfEach(Refused):
-    """Asks little of each parameter, and too much of two together."""
+    """Asks little of each parameter, and too much of two together: each steps alone."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -416,7 +416,7 @@ def test_a_rare_branch_counts_for_what_is_element_by_element() -> None:
 FOLLOWERS = [
     *(ReadsItem, ReadsCounter, BranchesOnCounter, Branches, CountsInGroup, CountsInAttribute),
     *(KeepsContainers, KeepsByParameter, ChangesModes, DividesByZero, GrowsState, LosesState, AsksWhetherEqual),
-    AsksForTypes,
+    *(AsksForTypes, AsksThreeOfEach),
 ]
 
 
@@ -664,7 +664,6 @@ def test_optimizer_that_writes_into_gradients_leaves_the_callers_alone() -> None
             "IndexesByCounter cannot be made pure: its step reads a value in Python.*'count'.*GradScaler",
         ),
         (ReadsGradBesideCounter, "ReadsGradBesideCounter cannot be made pure: its step branches .* 16 ways"),
-        (AsksThreeOfEach, "AsksThreeOfEach cannot be made pure: its step branches .* 16 ways"),
         (AsksTooMuch, "AsksTooMuch cannot be made pure: its step branches .* 16 ways \\(test_third_party_optim.py:"),
         (AsksIfTrue, "AsksIfTrue cannot be made pure: its step asks `is True`, and it keeps 'is_warm', which changes"),
         (GrowsForEver, "GrowsForEver cannot be made pure: its state grows in more than 8 steps; make all entries"),

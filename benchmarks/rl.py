@@ -149,8 +149,8 @@ def by_learner(rows: list[Row]) -> list[str]:
     variants = dict.fromkeys(row["variant"] for row in rows)
     # The heading of a column, and the variant and the number in it.
     columns = {f"{variant} µs": (variant, "median_us") for variant in variants}
-    compared = {row["variant"] for row in rows if row.get("over_jax")}
-    columns |= {f"{name} over JAX": (name, "over_jax") for name in variants if name in compared and JITTED in name}
+    ours = [name for name in variants if name in WAYS and WAYS[name].library == JITTED]
+    columns |= {f"{name} over JAX": (name, "over_jax") for name in ours}
     lines = []
     for learner in learners:
         cells = [measured_rows.get((learner, variant), {}).get(key, "") for variant, key in columns.values()]

@@ -1,8 +1,8 @@
 """An instance of a class that lives for one step: made, given a state, and asked for what it holds.
 
 What a class keeps may be in the instance and in optimizers that it wraps (`holders_of`).
-`torch.optim._stateless.swap_in_optimizer_params_and_state` (torch 2.13) puts tensors into an instance, too; but it wants
-a state that has begun, and what a step assigns anew, numbers among it, is lost.
+`swap_in_optimizer_params_and_state` of torch.optim (2.13) puts tensors into an instance, too; but it wants a state that
+has begun, and what a step assigns anew, numbers among it, is lost.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from funcamp._optim.arguments import is_torchs
 from funcamp._optim.class_state import ClassState, Entries, Entry, Form, Held, entries_in, form_of, zero_of
 from funcamp._optim.containers import leaves_of
 from funcamp._optim.dataflow import Dataflow, followed
@@ -38,7 +39,8 @@ def find_form(step: ClassStep, params: list[Tensor]) -> Form:
         form = _with_entries_of_other_paths(step, form, empty)
     if step.changing.forms:
         form = _with_later_forms(step, form, empty)
-    if step.separate and form.is_separable:
+    # torch's classes treat parameters of all shapes alike.
+    if step.separate and form.is_separable and len(params) > 1 and not is_torchs(step.cls):
         form = form._replace(is_separable=_keeps_apart_later(step, form, empty))
     return form
 

@@ -92,6 +92,7 @@ bench: $(VENV)/installed $(VENV)/models/installed
 	$(BIN)/python benchmarks/rl.py --out $(RESULTS)
 	$(BIN)/python benchmarks/phase.py --out $(RESULTS)
 	$(BIN)/python benchmarks/price.py --out $(RESULTS)
+	$(BIN)/python benchmarks/guard.py --out $(RESULTS)
 	$(BIN)/python benchmarks/footprint.py --out $(RESULTS)
 	$(BIN)/python benchmarks/track.py --out $(RESULTS)
 	$(BIN)/python benchmarks/ranks.py --out $(RESULTS)

@@ -83,8 +83,8 @@ def interleaved(variants: dict[str, Variant], repeats: int, rounds: int, bases: 
     """Every round times each variant once, in a new order: what ran before leaves caches and memory behind.
 
     A first round is thrown away. Milliseconds a call: the median over the rounds, the quartiles, the host's part (until
-    the call has returned, whatever the device still does). Of a ratio the median within rounds, if its base is here; by
-    default there is one, "ratio", to the first variant.
+    the call has returned, whatever the device still does). Of a ratio the median and the quartiles within rounds, if
+    its base is here; by default there is one, "ratio", to the first variant.
     """
     bases = bases or {"ratio": dict.fromkeys(variants, next(iter(variants)))}
     taken: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
@@ -103,8 +103,10 @@ def interleaved(variants: dict[str, Variant], repeats: int, rounds: int, bases: 
         row: Row = {"median_ms": middle, "quartiles_ms": [low, high]}
         for ratio, base in bases.items():
             if base[name] in totals:
-                ratios_of_rounds = map(operator.truediv, totals[name], totals[base[name]])
-                row[ratio] = round(statistics.median(ratios_of_rounds), 3)
+                ratios_of_rounds = list(map(operator.truediv, totals[name], totals[base[name]]))
+                quartiles = [round(value, 3) for value in statistics.quantiles(ratios_of_rounds, n=4)]
+                row[ratio] = quartiles[1]
+                row[f"{ratio}_quartiles"] = quartiles[::2]
         row["host_ms"] = round(statistics.median(hosts[name]) / repeats * 1e3, 4)
         rows[name] = row
     return rows

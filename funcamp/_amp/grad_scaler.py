@@ -189,8 +189,8 @@ class GradScaler(torch.amp.GradScaler):
         warns if it is called in it. Those of a fused optimizer are divided by the scale, unless `unscale_` was called,
         and are not checked.
 
-        If the flag is read, 20 skipped steps in a row give one warning, which names the first parameter whose gradient
-        is not finite.
+        If 20 steps in a row are skipped, one warning names the first parameter whose gradient is not finite: here if
+        the flag is read, else in `get_scale` or `state_dict`, because the steps are counted on the device.
 
         Returns the result of `optimizer.step(*args, **kwargs)`, or None if it was not called or is compiled.
 
@@ -273,8 +273,17 @@ class GradScaler(torch.amp.GradScaler):
         """Set the number of clean steps in a row after which the scale grows."""
         self._configure(growth_interval=new_interval)
 
+    def get_scale(self) -> float:
+        """Return the scale. Reads the device, and warns if 20 steps in a row were skipped there."""
+        scale: float = super().get_scale()
+        if self._enabled and not torch.compiler.is_dynamo_compiling():
+            self._skips.look(describe_nonfinite)
+        return scale
+
     def state_dict(self) -> StateDict:
         """Return torch's five entries, and the counters of another rule by name. Reads the device."""
+        if self._enabled:
+            self._skips.look(describe_nonfinite)
         saved = super().state_dict()
         return saved | self._read_counters() if self._enabled else saved
 
@@ -364,6 +373,7 @@ class GradScaler(torch.amp.GradScaler):
             self._skips.note(id(optimizer), skipped=is_skipped, describe=lambda: describe_nonfinite(optimizer))
             return None if is_skipped else optimizer.step(*args, **kwargs)
         reason = "step is given a closure, which a skipped step must not call" if has_closure else None
+        self._count_on_device(optimizer, flags)
         return select(optimizer, flags, lambda: optimizer.step(*args, **kwargs), reason)
 
     def _reads_flag(self, optimizer: torch.optim.Optimizer, flags: Flags, has_closure: bool) -> bool:
@@ -384,7 +394,9 @@ class GradScaler(torch.amp.GradScaler):
     def _fused_step(self, optimizer: Any, noted: dict[str, Any], args: Args, kwargs: Kwargs) -> object:
         """Step an optimizer whose step takes grad_scale and found_inf, or the scaler itself."""
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
-            return super().step(optimizer, *args, **kwargs)
+            result: object = super().step(optimizer, *args, **kwargs)
+            self._count_on_device(optimizer, noted["found_inf_per_device"])
+            return result
         scale, _ = self._check_scale_growth_tracker("step")
         is_unscaled = noted["stage"] is Stage.UNSCALED
         if not is_unscaled:
@@ -395,7 +407,13 @@ class GradScaler(torch.amp.GradScaler):
                 "No inf checks were recorded for this optimizer: unscale_() or step() must be called after backward(); "
                 "there was no gradient when it was called, so those that are there now would be taken scaled."
             )
+        self._count_on_device(optimizer, flags)
         return fused_step(optimizer, scale, flags, is_unscaled=is_unscaled, args=args, kwargs=kwargs)
+
+    def _count_on_device(self, optimizer: torch.optim.Optimizer, flags: Flags) -> None:
+        """Count a step whose flag the host does not read; `get_scale` and `state_dict` look at the count."""
+        if flags and not torch.compiler.is_dynamo_compiling():
+            self._skips.note_on_device(optimizer, combine_flags(list(flags.values()), None))
 
     def _configure(self, **values: Any) -> None:
         """Change constants that torch's class lets users change; if a value is invalid, change none."""

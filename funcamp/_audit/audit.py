@@ -11,6 +11,7 @@ from funcamp._audit.events import Backward, Ended, Event, GradientsTaken
 from funcamp._audit.lines import UNKNOWN, Line
 from funcamp._audit.loop import Loop
 from funcamp._audit.observer import Observer
+from funcamp._audit.proposals import Proposal
 from funcamp._audit.rules import RULES, Rule
 
 
@@ -26,6 +27,13 @@ class Finding(NamedTuple):
     times: int
     detail: str = ""
     """What the first event adds, such as the operation and the range of its inputs."""
+    proposal: Proposal | None = None
+    """The change that was tried on the operation of the first event; None for a rule that runs none."""
+
+    @property
+    def change(self) -> str:
+        """The changed line: the one that is proven to hold, else the rule's; empty if none holds."""
+        return self.rule.change if self.proposal is None else self.proposal.change
 
 
 class Auditor:
@@ -44,6 +52,7 @@ class Auditor:
         """The state after the last event."""
         self._times: Counter[tuple[str, Line]] = Counter()
         self._details: dict[tuple[str, Line], str] = {}
+        self._proposals: dict[tuple[str, Line], Proposal | None] = {}
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -64,7 +73,7 @@ class Auditor:
         """Return what was found: mistakes before notes, each in the order in which it was first seen."""
         by_name = {rule.name: rule for rule in RULES}
         found = [
-            Finding(by_name[name], line, times, self._details[name, line])
+            Finding(by_name[name], line, times, self._details[name, line], self._proposals[name, line])
             for (name, line), times in self._times.items()
         ]
         return sorted(found, key=lambda finding: finding.rule.is_note)
@@ -87,4 +96,6 @@ class Auditor:
         for rule in RULES:
             for line in rule.lines(event, self.loop):
                 self._times[rule.name, line] += 1
-                self._details.setdefault((rule.name, line), event.detail)
+                if (rule.name, line) not in self._details:
+                    self._details[rule.name, line] = event.detail
+                    self._proposals[rule.name, line] = event.propose()

@@ -6,11 +6,13 @@ A `Key` stands for an object of the run: a parameter, an optimizer or a scaler.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 
 from funcamp._audit.lines import Line
+from funcamp._audit.proposals import Proposal, Range
 
 Key = int
 
@@ -35,6 +37,10 @@ class Event:
     def detail(self) -> str:
         """What a finding adds about this event; mostly nothing."""
         return ""
+
+    def propose(self) -> Proposal | None:
+        """Return the change that holds, proven; None if there is no such proof. Runs an operation again."""
+        return None
 
 
 @dataclass(frozen=True)
@@ -66,17 +72,26 @@ class Backward(Event):
     form: Form
     autocast_dtype: torch.dtype | None
     """The dtype of the autocast region that it was called in; None outside of one."""
-    caller: int
-    """A number that stands for the lines of all calling functions."""
+    lines: tuple[Line, ...]
+    """The lines of all calling functions, the outermost first."""
     not_finite: str
     """What was not finite in the first pass of a run before any step: "loss", "parameter" or ""."""
     retains_graph: bool = False
     """Whether it was called with `retain_graph=True`."""
+    synced: frozenset[Key] = frozenset()
+    """The parameters whose gradients it summed over ranks, with what they had before: those of DDP models."""
+    unsynced: frozenset[Key] = frozenset()
+    """Those of DDP models whose gradients it did not sum."""
+    came_in: str = ""
+    """Where inf or NaN came into the forward pass, if an input of an operation had it."""
 
     @property
     def detail(self) -> str:
-        """What was not finite."""
-        return f"the first {self.not_finite} is not finite" if self.not_finite else ""
+        """What was not finite, and where that was first seen."""
+        if not self.not_finite:
+            return ""
+        came_in = f"; {self.came_in}; no change of policy helps" if self.came_in else ""
+        return f"the first {self.not_finite} is not finite{came_in}"
 
 
 @dataclass(frozen=True)
@@ -98,6 +113,8 @@ class OfOptimizer(Event):
     """Whether the scaler is enabled; False without one."""
     has_refused_float16: bool
     """Whether a gradient is float16, which the scaler refuses."""
+    lines: tuple[Line, ...] = ()
+    """The lines of all calling functions, the outermost first."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +177,27 @@ class Clipped(OfGradients):
 @dataclass(frozen=True)
 class GradientRead(OfGradients):
     """A norm or another statistic of a gradient was computed."""
+
+    number: int
+    """Of the read, by which `ReadsCancelled` and `ReadsUsed` mean it."""
+
+
+@dataclass(frozen=True)
+class OfReads(Event):
+    """Something was done with statistics of gradients."""
+
+    numbers: tuple[int, ...]
+    """Of the reads."""
+
+
+@dataclass(frozen=True)
+class ReadsCancelled(OfReads):
+    """A number was computed of them that does not grow with the scale, such as a cosine, or that may not."""
+
+
+@dataclass(frozen=True)
+class ReadsUsed(OfReads):
+    """A number that grows with the scale was read on the host, or compared with one that grows otherwise."""
 
 
 @dataclass(frozen=True)
@@ -227,10 +265,23 @@ class FileLoaded(Event):
 
 
 @dataclass(frozen=True)
-class ConstantUsed(Event):
-    """A float16 operation got a number that float16 does not have."""
+class OfNumbers(Event):
+    """A float16 operation met numbers that float16 does not have."""
 
     operation: str
+    """Its name among torch's operators."""
+    proposes: Callable[[], Proposal] | None = field(default=None, kw_only=True, compare=False)
+    """Runs the operation again, while its inputs are as they were."""
+
+    def propose(self) -> Proposal | None:
+        """Return the smallest change with which the operation is finite, or why there is none."""
+        return None if self.proposes is None else self.proposes()
+
+
+@dataclass(frozen=True)
+class ConstantUsed(OfNumbers):
+    """A float16 operation got a number that float16 does not have."""
+
     value: float
 
     @property
@@ -240,17 +291,18 @@ class ConstantUsed(Event):
 
 
 @dataclass(frozen=True)
-class Overflowed(Event):
+class Overflowed(OfNumbers):
     """A float16 operation of the forward pass made inf or NaN of finite numbers."""
 
-    operation: str
-    largest: float
-    """The largest magnitude of its inputs."""
+    inputs: Range
+    """Of all its inputs."""
+    cause: str = ""
+    """What else is known of the reason."""
 
     @property
     def detail(self) -> str:
         """The operation and the range of its inputs."""
-        return f"{self.operation} of numbers up to {self.largest:.4g}; float16 ends at 65504"
+        return f"{self.operation} of numbers {self.inputs}; {self.cause or 'float16 ends at 65504'}"
 
 
 @dataclass(frozen=True)

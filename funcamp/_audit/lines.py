@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import functools
 import linecache
 import os
 import sys
@@ -15,11 +17,15 @@ import torch
 
 _AUDITOR = f"{Path(__file__).parent}{os.sep}"
 _FUNCAMP = f"{Path(__file__).parent.parent}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 #: The starts of the names of files that call nothing on their own account: torch's, this library's, code in no file.
-_NOT_USERS = (f"{Path(torch.__file__).parent}{os.sep}", _FUNCAMP, "<")
+_NOT_USERS = (_TORCH, _FUNCAMP, "<")
 _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 #: Installed packages are below the standard library's folder in some layouts.
 _INSTALLED = ("site-packages", "dist-packages")
+
+_LOOPS = (ast.For, ast.While, ast.AsyncFor, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 class Line(NamedTuple):
@@ -52,22 +58,68 @@ def calling_line() -> Line:
     return UNKNOWN
 
 
-def calling_lines() -> int:
-    """Return a number for all current lines outside of those files: equal for calls along one way."""
-    return hash(tuple((frame.f_code.co_filename, frame.f_lineno) for frame in _user_frames()))
+def calling_lines() -> tuple[Line, ...]:
+    """Return all current lines outside of those files, the outermost first."""
+    return tuple([Line(frame.f_code.co_filename, frame.f_lineno) for frame in _user_frames()])[::-1]
+
+
+def are_in_one_loop(first: tuple[Line, ...], second: tuple[Line, ...]) -> bool:
+    """Return whether the innermost loop around a call is around another call too; False if there is none.
+
+    first, second: `calling_lines` of the calls. The loop is looked for in the function in which their ways part.
+    """
+    for one, other in zip(first, second):
+        if one != other:
+            return one.file == other.file and _is_in_loop_of(one, other)
+    return False
+
+
+def _is_in_loop_of(line: Line, other: Line) -> bool:
+    """Return whether the innermost loop around a line contains another line of the file."""
+    around = [node for node in _blocks(line.file) if _contains(node, line)]
+    innermost = max(around, key=lambda node: node.lineno, default=None)
+    return isinstance(innermost, _LOOPS) and _contains(innermost, other)
+
+
+@functools.cache
+def _blocks(file: str) -> list[ast.expr | ast.stmt]:
+    """Return the loops and functions of a file; none if it cannot be parsed."""
+    try:
+        nodes = list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
+    except SyntaxError:
+        return []
+    return [node for node in nodes if isinstance(node, (*_LOOPS, *_FUNCTIONS))]
+
+
+def _contains(node: ast.expr | ast.stmt, line: Line) -> bool:
+    return node.lineno <= line.number <= (node.end_lineno or 0)
+
+
+def is_called_by_torch() -> bool:
+    """Return whether the caller of an observed function is torch itself."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_AUDITOR):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
 
 
 def is_called_by_funcamp() -> bool:
-    """Return whether the innermost current line outside of torch is this library's, apart from the auditor."""
+    """Return whether the innermost current line outside of torch is this library's, apart from the auditor.
+
+    A line that only passes on an operation (`__torch_function__`) does not count.
+    """
     frame: FrameType | None = sys._getframe(1)
+    is_funcamps = False
     while frame is not None:
         file = frame.f_code.co_filename
-        if file.startswith(_FUNCAMP) and not file.startswith(_AUDITOR):
-            return True
-        if _is_users(file):
-            return False
+        if frame.f_code.co_name == "__torch_function__":
+            is_funcamps = False
+        elif file.startswith(_FUNCAMP) and not file.startswith(_AUDITOR):
+            is_funcamps = True
+        elif _is_users(file):
+            break
         frame = frame.f_back
-    return False
+    return is_funcamps
 
 
 def _user_frames() -> Iterator[FrameType]:

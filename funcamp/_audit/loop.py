@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import singledispatchmethod
 
@@ -13,17 +14,19 @@ from funcamp._audit.events import (
     Backward,
     Cleared,
     Clipped,
-    ConstantUsed,
     Event,
     FileLoaded,
     FileSaved,
+    GradientRead,
     GradientsTaken,
     GradientWritten,
     Halved,
     Key,
+    OfNumbers,
+    OfReads,
     OptimizerLoaded,
     OptimizerMade,
-    Overflowed,
+    Reduced,
     ScaledLossRead,
     ScaleRead,
     ScalerLoaded,
@@ -83,6 +86,8 @@ class Gradient:
     """A backward pass without a scaler that added to it."""
     clipped: Line | None = None
     """Where it was clipped after the loop had written it, and not by then unscaled by a scaler."""
+    unsynced: Line | None = None
+    """The last backward pass that added to it without a sum over ranks, if it is a DDP model's and none followed."""
     is_written: bool = False
     """Whether the loop itself multiplied or replaced it: by the scale, by a number of micro-batches, or otherwise."""
 
@@ -190,6 +195,8 @@ class Loop:
         """Whether float16 made inf or NaN in a forward pass."""
         self.stale_loss_read = UNKNOWN
         """Where a scaled loss was read last whose scaler had been updated since."""
+        self.scaled_reads: dict[int, Line] = {}
+        """Where statistics of scaled gradients were computed, and it is not known yet what becomes of them."""
         self.halved: dict[Key, Line] = {}
         """Where parameters were cast to float16."""
 
@@ -239,7 +246,9 @@ class Loop:
         updates = self.updates_of(event.scaler)
         for parameter in event.parameters:
             before = Gradient() if parameter in event.empty else self.gradient(parameter)
-            self.gradients[parameter] = before.after(event, updates)
+            after = before.after(event, updates)
+            self.gradients[parameter] = replace(after, unsynced=event.line) if parameter in event.unsynced else after
+        self._sync(event.synced)
         reached = set(event.parameters)
         for optimizer in self.optimizers.values():
             if reached.intersection(optimizer.parameters):
@@ -254,6 +263,7 @@ class Loop:
 
     @follow.register
     def _(self, event: Unscaled) -> None:
+        self.scaled_reads.clear()
         self.optimizer(event.optimizer).parameters = event.parameters
         if event.scaler is not None and event.enabled:
             self.scaler(event.scaler).unscaled.add(event.optimizer)
@@ -261,6 +271,7 @@ class Loop:
 
     @follow.register
     def _(self, event: StepCalled) -> None:
+        self.scaled_reads.clear()
         self.steps += 1
         optimizer = self.optimizer(event.optimizer)
         optimizer.parameters = event.parameters
@@ -303,10 +314,24 @@ class Loop:
         self.stale_loss_read = event.line if is_stale else UNKNOWN
 
     @follow.register
+    def _(self, event: GradientRead) -> None:
+        if Condition.SCALED in self.conditions(event.parameters):
+            self.scaled_reads[event.number] = event.line
+
+    @follow.register
+    def _(self, event: OfReads) -> None:
+        for number in event.numbers:
+            self.scaled_reads.pop(number, None)
+
+    @follow.register
     def _(self, event: GradientWritten) -> None:
         self._unscale(event.parameters, event.line)
         for parameter in event.parameters:
-            self.gradients[parameter] = replace(self.gradient(parameter), is_written=True)
+            self.gradients[parameter] = replace(self.gradient(parameter), is_written=True, unsynced=None)
+
+    @follow.register
+    def _(self, event: Reduced) -> None:
+        self._sync(event.parameters)
 
     @follow.register
     def _(self, event: Clipped) -> None:
@@ -362,8 +387,14 @@ class Loop:
         self.has_loaded_file = True
 
     @follow.register
-    def _(self, _event: Overflowed | ConstantUsed) -> None:
+    def _(self, _event: OfNumbers) -> None:
         self.has_overflowed = True
+
+    def _sync(self, parameters: Iterable[Key]) -> None:
+        """Sum the gradients of parameters over ranks."""
+        for parameter in parameters:
+            if parameter in self.gradients:
+                self.gradients[parameter] = replace(self.gradient(parameter), unsynced=None)
 
     def _unscale(self, parameters: tuple[Key, ...], line: Line) -> None:
         """Divide the gradients of parameters by the scale."""

@@ -20,8 +20,9 @@ from funcamp import _upstream
 from funcamp._audit import events
 from funcamp._audit.autograd_graph import Scaling, mark_scaled, read_graph
 from funcamp._audit.events import Event, Form, Key
-from funcamp._audit.lines import calling_line, calling_lines
+from funcamp._audit.lines import calling_line, calling_lines, is_called_by_torch
 from funcamp._audit.operations import Operations, all_finite
+from funcamp._audit.replicas import Replicas
 from funcamp._audit.tracked import Tracked, address_of
 from funcamp._upstream.replaced import replaced
 
@@ -41,14 +42,27 @@ class Observer:
 
     def __init__(self, emit: Callable[[Event], None]) -> None:
         _upstream.check(_current_node)
-        self._emit = emit
+        self._emit_now = emit
+        self._in_hook = False
+        """Whether a hook of a parameter runs, within a backward pass."""
+        self._deferred: list[Event] = []
+        """The events of hooks, until their backward pass has ended."""
+        self._hooks_called: set[tuple[int, Key]] = set()
+        """The hooks, and their parameters, that were called in this backward pass: the report may repeat the pass."""
         self._tracked = Tracked()
         self._updates: dict[Key, int] = {}
         """How many updates each scaler has had."""
+        self._scales: dict[Key, float] = {}
+        """The scale that each scaler's `get_scale` returned last."""
+        self._loaded_numbers: set[float] = set()
+        """The numbers in files that were loaded."""
         self._has_scaled = False
         """Whether a scaler has scaled a loss."""
         self._outer_scaling: Scaling | None = None
         """Of the backward pass that runs now."""
+        self._replicas = Replicas(self._tracked)
+        self._outer_synced: frozenset[Key] = frozenset()
+        """The parameters whose gradients the backward pass that runs now sums over ranks."""
         self._is_quiet = False
         """Whether an observed call runs, whose inner calls are its own."""
         self._differentiates = False
@@ -59,27 +73,36 @@ class Observer:
         """The optimizers whose own step has run since the scaler's step was called."""
         self._scaler_steps = False
         """Whether a scaler's step runs."""
+        self._operations = Operations(self._emit, self._tracked, self._hides_operations)
         self._passes = 0
         self._first_loss_is_finite = True
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
         """Context manager: calls of torch are events."""
-        operations = Operations(self._emit, self._tracked, self._hides_operations)
         with contextlib.ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
             for owner, name, handler in list(self._handlers()):
                 stack.enter_context(replaced(owner, **{name: self._observed(vars(owner)[name], handler)}))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(operations)
+            stack.enter_context(self._operations)
             # What the run imported from torch by name stays an observed function in its own modules.
             stack.callback(setattr, self, "_is_quiet", True)
             yield
 
+    def _emit(self, event: Event) -> None:
+        """Report an event; one of a hook after its backward pass, which made the gradient what it is."""
+        if self._in_hook:
+            self._deferred.append(event)
+        else:
+            self._emit_now(event)
+
     def _hides_operations(self) -> bool:
         """Return whether operations that run now are torch's or an optimizer's own."""
-        return self._is_quiet or self._differentiates or bool(self._stepping)
+        if self._is_quiet or self._stepping:
+            return True
+        return not self._in_hook and (self._differentiates or _current_node() is not None)
 
     def _handlers(self) -> Iterator[tuple[Any, str, _Handler]]:
         """Yield what is observed: an owner, a name in it, and what handles a call."""
@@ -100,6 +123,8 @@ class Observer:
         for scheduler_class in _classes_from(LRScheduler):
             if "step" in vars(scheduler_class):
                 yield scheduler_class, "step", self._step_scheduler
+        yield Tensor, "register_hook", self._register_hook
+        yield Tensor, "register_post_accumulate_grad_hook", self._register_hook_after
         yield torch.autograd, "backward", self._backward
         yield torch.autograd, "grad", self._grad
         yield Optimizer, "__init__", self._make_optimizer
@@ -116,7 +141,10 @@ class Observer:
             yield owner, "save", self._save
             yield owner, "load", self._load
         if torch.distributed.is_available():
-            yield torch.distributed, "all_reduce", self._reduce
+            for name in ("all_reduce", "all_reduce_coalesced", "reduce"):
+                yield torch.distributed, name, self._reduce
+            yield nn.parallel.DistributedDataParallel, "__init__", self._make_replica
+            yield torch._C._distributed_c10d.Reducer, "prepare_for_backward", self._prepare_reducer
 
     def _observed(self, function: Callable[..., Any], handler: _Handler) -> Callable[..., Any]:
         """Wrap a function: its handler gets each call that is not made by an observed one."""
@@ -138,7 +166,10 @@ class Observer:
 
     def _make_scaler(self, function: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
         self._quietly(function, scaler, *args, **kwargs)
-        self._emit(events.ScalerMade(calling_line(), self._tracked.key(scaler)))
+        key = self._tracked.key(scaler)
+        self._emit(events.ScalerMade(calling_line(), key))
+        if scaler.is_enabled() and scaler._init_scale in self._loaded_numbers:  # loaded by hand
+            self._emit(events.ScalerLoaded(calling_line(), key))
 
     def _scale(self, function: Any, scaler: Any, outputs: Any) -> Any:
         if not self._passes and isinstance(outputs, Tensor):
@@ -173,7 +204,10 @@ class Observer:
 
     def _update(self, function: Any, scaler: Any, *args: Any, **kwargs: Any) -> None:
         key = self._tracked.key(scaler)
-        sets_scale = any(value is not None for value in (*args, *kwargs.values()))
+        given = [value for value in (*args, *kwargs.values()) if value is not None]
+        sets_scale = bool(given)
+        if any(isinstance(value, (int, float)) and value in self._loaded_numbers for value in given):
+            self._emit(events.ScalerLoaded(calling_line(), key))
         self._emit(events.Updated(calling_line(), key, sets_scale, scaler.is_enabled()))
         self._quietly(function, scaler, *args, **kwargs)
         self._updates[key] = self._updates.get(key, 0) + scaler.is_enabled()
@@ -181,7 +215,15 @@ class Observer:
     def _get_scale(self, function: Any, scaler: Any) -> Any:
         if scaler.is_enabled():  # otherwise it is a number of Python
             self._emit(events.ScaleRead(calling_line(), self._tracked.key(scaler)))
-        return self._quietly(function, scaler)
+        scale = self._quietly(function, scaler)
+        if scaler.is_enabled():
+            self._note_scale(scaler, scale)
+        return scale
+
+    def _note_scale(self, scaler: Any, scale: float) -> None:
+        """Remember a scale that the loop has in its hands: it may unscale by it, or save it."""
+        self._tracked.scales.add(scale)
+        self._scales[self._tracked.key(scaler)] = scale
 
     def _save_scaler(self, function: Any, scaler: Any) -> Any:
         self._emit(events.ScalerSaved(calling_line(), self._tracked.key(scaler)))
@@ -223,6 +265,7 @@ class Observer:
             "parameters": self._tracked.parameters_of(optimizer),
             "enabled": scaler is not None and scaler.is_enabled(),
             "has_refused_float16": _refuses_float16(scaler) and _has_float16_gradient(optimizer),
+            "lines": calling_lines(),
         }
 
     def _clear_optimizer(self, function: Any, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -242,21 +285,65 @@ class Observer:
 
     # Gradients.
 
+    def _register_hook(self, function: Any, tensor: Any, hook: Any) -> Any:
+        return function(tensor, self._watched(hook, tensor, _gradient_returned))
+
+    def _register_hook_after(self, function: Any, tensor: Any, hook: Any) -> Any:
+        return function(tensor, self._watched(hook, tensor, _gradient_added))
+
+    def _watched(self, hook: Any, tensor: Any, gradient_of: Callable[[Any, Any], Any]) -> Any:
+        """Return a hook of a parameter, watched; any other tensor's hook, and torch's own, as it is.
+
+        gradient_of: returns the gradient, of what the hook gets and what it has returned.
+        """
+        if not tensor.is_leaf or is_called_by_torch():
+            return hook
+        key = self._tracked.key(tensor)
+
+        @functools.wraps(hook)
+        def watched(argument: Any) -> Any:
+            if self._is_quiet or (id(hook), key) in self._hooks_called:
+                return self._quietly(hook, argument)
+            self._hooks_called.add((id(hook), key))
+            before = gradient_of(argument, None)
+            with replaced(self, _in_hook=True), self._tracked.hooked(before, key):
+                result = hook(argument)
+                after = gradient_of(argument, result)
+                is_other = address_of(after) not in (0, address_of(before))
+                if is_other and not self._tracked.is_multiple(after):
+                    self._emit(events.GradientWritten(calling_line(), (key,)))
+            return result
+
+        return watched
+
+    def _emit_deferred(self) -> None:
+        """Report what hooks did in a backward pass that is reported."""
+        if not self._in_hook:
+            deferred, self._deferred = self._deferred, []
+            for event in deferred:
+                self._emit_now(event)
+
     def _backward(self, function: Any, tensors: Any, *args: Any, inputs: Any = None, **kwargs: Any) -> Any:
         if isinstance(tensors, Iterator):
             tensors = list(tensors)
         outputs = _tensors_in(tensors)
         graph = read_graph(outputs)
         is_nested = _current_node() is not None  # in a checkpoint whose forward pass runs again
+        if not is_nested:  # what is left is of `torch.autograd.grad`, or of a pass that raised
+            self._deferred.clear()
+            self._hooks_called.clear()
+            self._tracked.drop_powers()  # what is left of earlier gradients may have been unscaled
         scaling = self._outer_scaling if is_nested else graph.scaling
+        synced = self._outer_synced if is_nested else self._replicas.synced()
         leaves = graph.leaves if inputs is None else _tensors_in(inputs)
         keys = self._tracked.parameters(leaves)
         empty = frozenset(key for key, leaf in zip(keys, leaves) if _is_zero(leaf.grad))
         not_finite = "" if is_nested or self._passes else self._find_not_finite(outputs, leaves, graph.scaling)
-        with replaced(self, _outer_scaling=scaling, _differentiates=True):
+        with replaced(self, _outer_scaling=scaling, _outer_synced=synced, _differentiates=True):
             result = function(tensors, *args, inputs=inputs, **kwargs)
         self._passes += not is_nested
         self._tracked.note_gradients(leaves)
+        self._replicas.end_pass(keys)
         self._emit(
             events.Backward(
                 calling_line(),
@@ -266,11 +353,15 @@ class Observer:
                 dtypes=graph.dtypes,
                 form=Form.OTHER if is_nested else graph.form,
                 autocast_dtype=None if is_nested else _autocast_dtype(outputs),
-                caller=calling_lines(),
+                lines=calling_lines(),
                 not_finite=not_finite,
+                came_in=self._operations.came_in,
                 retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
+                synced=synced,
+                unsynced=self._replicas.parameters().intersection(keys) - synced,
             )
         )
+        self._emit_deferred()
         return result
 
     def _grad(self, function: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -303,21 +394,40 @@ class Observer:
         self._emit(events.Clipped(calling_line(), self._tracked.parameters(clipped)))
         return self._quietly(function, clipped, *args, **kwargs)
 
-    def _reduce(self, function: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        keys = self._tracked.gradients_among([tensor])
-        if keys:
-            self._emit(events.Reduced(calling_line(), keys))
-        return self._quietly(function, tensor, *args, **kwargs)
+    def _reduce(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        reduced = args[0] if args else kwargs.get("tensor", kwargs.get("tensors", ()))
+        for tensor in _tensors_in(reduced):
+            keys = self._tracked.gradients_among([tensor])
+            if keys:
+                self._emit(events.Reduced(calling_line(), keys))
+            else:
+                self._tracked.keep_reduced(tensor, calling_line())
+        return self._quietly(function, *args, **kwargs)
+
+    def _make_replica(self, function: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        function(model, *args, **kwargs)
+        self._replicas.add(model)
+
+    def _prepare_reducer(self, function: Any, reducer: Any, *args: Any, **kwargs: Any) -> None:
+        self._replicas.prepare(reducer)
+        function(reducer, *args, **kwargs)
 
     # Files.
 
     def _save(self, function: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
-        self._emit(events.FileSaved(calling_line(), _has_optimizer(obj)))
+        line = calling_line()
+        self._emit(events.FileSaved(line, _has_optimizer(obj)))
+        numbers = set(_numbers_in(obj))
+        for scaler, scale in self._scales.items():
+            if scale in numbers:  # saved by hand
+                self._emit(events.ScalerSaved(line, scaler))
         return function(obj, *args, **kwargs)  # not quietly: a scaler in it is pickled
 
     def _load(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         self._emit(events.FileLoaded(calling_line()))
-        return function(*args, **kwargs)
+        obj = function(*args, **kwargs)
+        self._loaded_numbers |= set(_numbers_in(obj))
+        return obj
 
 
 def _classes_from(base: type) -> list[type]:
@@ -327,6 +437,16 @@ def _classes_from(base: type) -> list[type]:
         subclasses: list[type] = one.__subclasses__()
         classes += [subclass for subclass in subclasses if subclass not in classes]
     return classes
+
+
+def _gradient_returned(gradient: Any, result: Any) -> Any:
+    """Return the gradient after a hook that may return another one."""
+    return gradient if result is None else result
+
+
+def _gradient_added(parameter: Any, _: Any) -> Any:
+    """Return the gradient that a hook finds in its parameter."""
+    return parameter.grad
 
 
 def _tensors_in(nested: Any) -> list[Tensor]:
@@ -378,3 +498,12 @@ def _has_optimizer(obj: Any, depth: int = 4) -> bool:
         return True
     parts = obj.values() if isinstance(obj, dict) else obj
     return any(_has_optimizer(part, depth - 1) for part in parts)
+
+
+def _numbers_in(obj: Any, depth: int = 4) -> Iterator[float]:
+    """Yield the Python numbers of an object that is saved or loaded."""
+    if isinstance(obj, float):
+        yield obj
+    elif depth and isinstance(obj, (dict, list, tuple)):
+        for part in obj.values() if isinstance(obj, dict) else obj:
+            yield from _numbers_in(part, depth - 1)

@@ -30,12 +30,16 @@ def _sentences(finding: Finding) -> list[str]:
     """Return where a finding is, what it is, what it does and what to change."""
     rule = finding.rule
     kind = "note: " if rule.is_note else ""
-    return [
+    sentences = [
         f"{finding.line}, {_counted(finding.times, 'time')}: {finding.line.text}",
         f"{kind}{rule.mistake}{f' ({finding.detail})' if finding.detail else ''}",
         f"effect: {rule.effect}",
-        f"change: {rule.change}",
     ]
+    if finding.change:
+        sentences.append(f"change: {finding.change}")
+    if finding.proposal is not None:
+        sentences.append(f"tried: {finding.proposal.proof}")
+    return sentences
 
 
 def table(auditor: Auditor) -> Any:
@@ -70,7 +74,8 @@ def rows(auditor: Auditor) -> list[dict[str, Any]]:
             "note": finding.rule.is_note,
             "mistake": finding.rule.mistake,
             "effect": finding.rule.effect,
-            "change": finding.rule.change,
+            "change": finding.change,
+            "tried": "" if finding.proposal is None else finding.proposal.proof,
         }
         for finding in auditor.findings()
     ]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,11 +14,15 @@ from torch import Tensor
 from funcamp import _upstream
 from funcamp._audit.autograd_graph import Scaling
 from funcamp._audit.events import Key
+from funcamp._audit.lines import Line
+from funcamp._audit.powers import Power
 
 _is_wrapped = _upstream.find("torch._C._functorch.is_functorch_wrapped_tensor")
 
 #: So many scaled losses are remembered, to notice when one is read.
 _LOSSES = 8
+#: So many tensors that the loop summed over ranks are remembered, to notice when they become gradients.
+_REDUCED = 256
 
 
 class Tracked:
@@ -34,10 +39,16 @@ class Tracked:
         """The parameter of each gradient, by the gradient's address."""
         self._addresses: dict[Key, int] = {}
         """The address of each parameter's gradient after its last backward pass."""
-        self._magnitudes: list[tuple[weakref.ref[Tensor], Key]] = []
-        """Absolute values of gradients."""
+        self._powers: dict[int, tuple[weakref.ref[Tensor], Power]] = {}
+        """What is computed of gradients, by its address as an object."""
+        self.scales: set[float] = set()
+        """What scalers returned as their scales."""
+        self._hooked: list[tuple[int, Key]] = []
+        """The addresses of gradients that hooks have now, and their parameters."""
         self._losses: list[tuple[weakref.ref[Tensor], Scaling]] = []
         """Scaled losses."""
+        self._reduced: list[tuple[weakref.ref[Tensor], Line]] = []
+        """Copies of gradients that the loop summed over ranks, and where."""
 
     def key(self, obj: Any) -> Key:
         """Return the key of an object."""
@@ -64,16 +75,26 @@ class Tracked:
                 self._addresses[self.key(leaf)] = address
 
     def gradients_among(self, tensors: Iterable[Any]) -> tuple[Key, ...]:
-        """Return the parameters whose gradients, or magnitudes of gradients, are among some tensors."""
+        """Return the parameters whose gradients are among some tensors."""
         keys = []
         for tensor in tensors:
-            reference = self._gradients.get(address_of(tensor))
+            address = address_of(tensor)
+            keys += [key for hooked, key in self._hooked if address and hooked == address]
+            reference = self._gradients.get(address)
             leaf = None if reference is None else reference()
             # The memory of a gradient that is gone may be another tensor's now.
-            if leaf is not None and address_of(leaf.grad) == address_of(tensor):
+            if leaf is not None and address_of(leaf.grad) == address:
                 keys.append(self.key(leaf))
-            keys += [key for magnitude, key in self._magnitudes if magnitude() is tensor]
         return tuple(keys)
+
+    @contextlib.contextmanager
+    def hooked(self, gradient: Tensor | None, parameter: Key) -> Iterator[None]:
+        """Context manager: a hook has a parameter's gradient."""
+        self._hooked.append((address_of(gradient), parameter))
+        try:
+            yield
+        finally:
+            self._hooked.pop()
 
     def replaced_gradients(self, optimizer: Any) -> tuple[Key, ...]:
         """Return the parameters of an optimizer whose gradients are other tensors than after the backward pass."""
@@ -86,10 +107,53 @@ class Tracked:
                     self.note_gradients([parameter])
         return tuple(keys)
 
-    def keep_magnitude(self, magnitude: Any, key: Key) -> None:
-        """Remember a gradient's absolute values."""
-        self._magnitudes = [one for one in self._magnitudes if one[0]() is not None]
-        self._magnitudes.append((weakref.ref(magnitude), key))
+    def power_of(self, argument: Any) -> Power | None:
+        """Return with which power of the scale an argument grows; None if it is not computed of gradients."""
+        tensors = argument if isinstance(argument, (list, tuple)) else [argument]
+        keys = self.gradients_among(tensors)
+        if keys:
+            return Power(keys)
+        powers = [power for tensor in tensors for power in self._computed(tensor)]
+        if not powers:
+            return None
+        parameters = tuple([key for power in powers for key in power.parameters])
+        return Power(parameters, powers[0].degree, tuple([read for power in powers for read in power.reads]))
+
+    def drop_powers(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """Forget that tensors are computed of gradients; None for all."""
+        if tensors is None:
+            self._powers.clear()
+        else:
+            for tensor in tensors:
+                self._powers.pop(id(tensor), None)
+
+    def is_multiple(self, tensor: Any) -> bool:
+        """Return whether a tensor is computed of gradients and times the scale as they are."""
+        return any(power.degree == 1 for power in self._computed(tensor))
+
+    def _computed(self, tensor: Any) -> list[Power]:
+        """Return the power of what is computed of gradients; none for any other."""
+        reference, power = self._powers.get(id(tensor), (None, None))
+        return [power] if reference is not None and power is not None and reference() is tensor else []
+
+    def keep_power(self, tensor: Tensor, power: Power) -> None:
+        """Remember a tensor that is computed of gradients."""
+        address = id(tensor)
+        self._powers[address] = weakref.ref(tensor, lambda _: self._powers.pop(address, None)), power
+
+    def keep_reduced(self, tensor: Tensor, line: Line) -> None:
+        """Remember a tensor that was summed over ranks if it is computed of gradients, such as a flat one of many."""
+        if self.power_of(tensor) is not None:
+            self._reduced = [*self._reduced[1 - _REDUCED :], (weakref.ref(tensor), line)]
+
+    def where_reduced(self, tensors: Iterable[Tensor]) -> Line | None:
+        """Return where one of some tensors was summed over ranks, itself or the tensor whose memory it is."""
+        addresses = {address_of(tensor) for tensor in tensors} - {0}
+        for reference, line in self._reduced:
+            reduced = reference()
+            if reduced is not None and address_of(reduced) in addresses:
+                return line
+        return None
 
     def keep_loss(self, loss: Tensor, scaling: Scaling) -> None:
         """Remember a scaled loss."""

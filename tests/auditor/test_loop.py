@@ -16,7 +16,7 @@ PARAMETER, OPTIMIZER, SCALER, OTHER = 1, 2, 3, 4
 HERE = Line("train.py", 1)
 CALL = (OPTIMIZER, SCALER, (PARAMETER,), True, False)
 
-PLAIN = Backward(HERE, (PARAMETER,), frozenset(), None, frozenset(), Form.MEAN, None, 0, "")
+PLAIN = Backward(HERE, (PARAMETER,), frozenset(), None, frozenset(), Form.MEAN, None, (HERE,), "")
 SCALED = replace(PLAIN, scaler=SCALER, dtypes=frozenset({torch.float16}))
 UNSCALE = events.Unscaled(HERE, *CALL)
 STEP = events.StepCalled(HERE, *CALL)

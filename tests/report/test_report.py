@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import subprocess
 import sys
@@ -522,3 +523,46 @@ def test_bad_input_is_named() -> None:
     assert torch.nn.modules.module._global_forward_hooks == {}
     assert_same(unscale_and_check(init(), {"w": torch.ones(1)})[0], {"w": torch.ones(1) / 2.0**16})
     assert update(init()).scale == 2.0**16
+
+
+def penalized(*, recorded: bool) -> list[Tensor]:
+    """Parameters after steps on a gradient penalty, whose backward pass is differentiated."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Sequential(nn.Linear(32, 32), nn.Tanh()), nn.Linear(32, 1))
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(4):
+        x = torch.randn(64, 6)
+        watching = recorder.Recorder(None, passes=2).watching() if recorded else contextlib.nullcontext()
+        with watching:
+            loss = model(x).square().mean()
+            inner = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+            sgd.zero_grad()
+            (loss + torch.stack([gradient.square().sum() for gradient in inner]).sum().sqrt()).backward()
+        sgd.step()
+    return list(model.parameters())
+
+
+def test_a_recording_changes_no_bit_of_a_differentiated_backward_pass() -> None:
+    assert_same(penalized(recorded=True), penalized(recorded=False))
+
+
+def test_the_gradient_of_an_output_that_is_written_in_place_is_that_before() -> None:
+    class Doubling(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x * 2
+
+    class Root(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.twice = Doubling()
+            self.same = nn.Identity()
+
+        def forward(self, x: Tensor) -> Tensor:
+            total: Tensor = self.same(x) + x + self.twice(x).mul_(8)
+            return total
+
+    x, root = torch.ones(4, requires_grad=True), Root()
+    report = numerics_report(lambda: root(x * 1).sum())
+    assert report.records["twice"].forward.amax == 2
+    assert report.records["twice"].backward.amax == 8
+    assert report.records["same"].backward.amax == 1

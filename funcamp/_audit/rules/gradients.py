@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from funcamp._audit.events import Clipped, GradientRead, OfOptimizer, Reduced, StepCalled, Unscaled
+from funcamp._audit.events import Clipped, Ended, OfOptimizer, ReadsUsed, Reduced, StepCalled, Unscaled
 from funcamp._audit.lines import Line
 from funcamp._audit.loop import Condition, Loop, Mixture
 from funcamp._audit.rules.rule import rule
@@ -41,15 +41,19 @@ def optimizer_not_unscaled(event: Clipped, loop: Loop) -> Iterator[Line]:
 
 
 @rule(
-    GradientRead,
+    ReadsUsed,
+    OfOptimizer,
+    Ended,
     mistake="a norm or statistic of gradients is computed before unscale_",
     effect="the number is times the scale: it changes with the scale, and a threshold on it means nothing",
     change="scaler.unscale_(optimizer)  # before the gradients are read",
 )
-def read_before_unscale(event: GradientRead, loop: Loop) -> Iterator[Line]:
-    """Read, and scaled."""
-    if Condition.SCALED in loop.conditions(event.parameters):
-        yield event.line
+def read_before_unscale(event: ReadsUsed | OfOptimizer | Ended, loop: Loop) -> Iterator[Line]:
+    """Read and scaled, and then used, or never made free of the scale (a cosine is)."""
+    if isinstance(event, ReadsUsed):
+        yield from [loop.scaled_reads[number] for number in event.numbers if number in loop.scaled_reads]
+    else:
+        yield from loop.scaled_reads.values()
 
 
 @rule(
@@ -120,3 +124,15 @@ def reduced_after_unscale(event: Reduced, loop: Loop) -> Iterator[Line]:
     gradients = loop.present(event.parameters)
     if any(gradient.condition is Condition.UNSCALED and not gradient.is_written for gradient in gradients):
         yield event.line
+
+
+@rule(
+    StepCalled,
+    mistake="gradients of a DDP model are not summed over ranks before the step: no_sync, or a call of its .module",
+    effect="each rank sees only its own overflow: one skips, the others step and keep their scale; replicas diverge",
+    change="model(x)  # the DDP model itself, and the last micro-batch outside of no_sync()",
+)
+def ddp_not_synced(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """Stepped by a scaler, and not summed since the last pass."""
+    if event.scaler is not None and event.enabled:
+        yield from {gradient.unsynced for gradient in loop.present(event.parameters) if gradient.unsynced is not None}

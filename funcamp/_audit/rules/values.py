@@ -36,7 +36,7 @@ def epsilon_below_float16(event: ConstantUsed, _loop: Loop) -> Iterator[Line]:
 
 @rule(
     Overflowed,
-    mistake="a float16 operation of the forward pass overflows: a sum, a product, a loss",
+    mistake="a float16 operation makes inf or NaN: a sum, a product, a loss, a division by an epsilon that is zero",
     effect="the loss is inf or NaN at every scale: each step is skipped, and the scale falls to zero",
     change="x.float()  # before the operation",
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from funcamp._audit.events import Backward, Form, StepCalled
-from funcamp._audit.lines import Line
+from funcamp._audit.lines import Line, are_in_one_loop
 from funcamp._audit.loop import Condition, Loop, Mixture
 from funcamp._audit.rules.rule import rule
 
@@ -33,16 +33,41 @@ def unscale_in_window(event: Backward, loop: Loop) -> Iterator[Line]:
     change="loss = loss / micro_batches  # before scaler.scale(loss).backward()",
 )
 def accumulation_not_divided(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped after several passes of one line, each of a mean, and nothing divided the gradients.
+    """Stepped in the loop of the passes: not in each iteration of it, so that the batches are micro-batches."""
+    window = _added_means(event, loop)
+    if window and are_in_one_loop(window[0].lines, event.lines):
+        yield window[0].line
 
-    Not with retained graphs, which several losses of one batch share.
+
+@rule(
+    StepCalled,
+    mistake="mean losses are added by an inner loop and not divided by their number",
+    effect="right for a sum over domains or tasks; of micro-batches, the gradient is larger by their number",
+    change="loss = loss / micro_batches  # before scaler.scale(loss).backward(), if they are micro-batches",
+    is_note=True,
+)
+def means_added(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """Stepped after the loop of the passes, or elsewhere."""
+    window = _added_means(event, loop)
+    if window and not are_in_one_loop(window[0].lines, event.lines):
+        yield window[0].line
+
+
+def _added_means(event: StepCalled, loop: Loop) -> list[Backward]:
+    """Return the passes of a step if they are of one line, each of a mean, and nothing divided the gradients.
+
+    Not with retained graphs, which several losses of one batch share; nor of different parameters, as those of tasks
+    with heads of their own.
     """
     window = loop.optimizer(event.optimizer).window
-    is_repeated = len(window) > 1 and len({one.caller for one in window}) == 1
+    stepped = set(event.parameters)
+    is_repeated = len(window) > 1 and len({one.lines for one in window}) == 1
     is_written = any(gradient.is_written for gradient in loop.present(event.parameters))
     is_shared = any(one.retains_graph for one in window)
-    if is_repeated and not is_written and not is_shared and all(one.form is Form.MEAN for one in window):
-        yield window[0].line
+    is_of_tasks = len({frozenset(stepped.intersection(one.parameters)) for one in window}) > 1
+    if not is_repeated or is_written or is_shared or is_of_tasks:
+        return []
+    return window if all(one.form is Form.MEAN for one in window) else []
 
 
 @rule(

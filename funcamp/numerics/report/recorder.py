@@ -385,17 +385,40 @@ class Recorder(_Mode):
         else:
             self.operands[path] = earlier._replace(input=earlier.input + counted_input)
 
-    def _leave(self, module: nn.Module, _: Args, outputs: object) -> Tree:
-        """After a module's forward pass: return its outputs, marked so that they and their gradients are counted."""
+    def _leave(self, module: nn.Module, inputs: Args, outputs: object) -> Tree:
+        """After a module's forward pass: count its outputs, now and in the backward pass their gradients."""
         path = self._call_sites.leave()
         is_wrapper = hasattr(module, "_orig_mod")  # of torch.compile: the module inside has the same outputs
         if path is None or self._is_left_out() or outputs is None or is_wrapper:
             return None
         leaves, spec = _tree.flatten(outputs)
         for index, leaf in enumerate(leaves):
-            if is_countable(leaf):
+            if not is_countable(leaf):
+                continue
+            # A copy is needed where hooks do not see the gradient: under torch.func, and of a tensor that is not the
+            # module's own.
+            if _upstream.transforms_active() or leaf.is_leaf or any(leaf is one for one in _tree.leaves(inputs)):
                 leaves[index] = mark(leaf, self, path)
+            else:
+                self._watch(leaf, path)
         return _tree.unflatten(leaves, spec)
+
+    def _watch(self, x: Tensor, path: str) -> None:
+        """Count a module's output, and its gradient by a hook, which leaves the graph as it is.
+
+        A copy would be a second tensor in the graph, at which gradients are added up in another order if the backward
+        pass is differentiated too (create_graph=True).
+        """
+        self._add_output(path, x, backward=False)
+        if x.requires_grad:
+            x.register_hook(  # type: ignore[no-untyped-call]
+                lambda gradient: self._add_output(path, gradient, backward=True)
+            )
+
+    def _add_output(self, path: str, x: Tensor, *, backward: bool) -> None:
+        """Count a module's output, or its gradient, if this phase is recorded."""
+        if not self._is_idle() and is_countable(x):
+            self._read(x, lambda values: self._add_counted(path, Stats(count(values)), backward=backward))
 
     def mark(self, x: Tensor, path: str, *, backward: bool) -> Tensor:
         """Copy and count a module's output or its gradient, also under vmap and torch.func."""
@@ -404,15 +427,18 @@ class Recorder(_Mode):
             if self._is_idle():
                 return
             self._call_sites.locate(_current_node())
-            counted = Stats(count(values))
-            empty = probe(values.device).forward
-            if backward:
-                _add(self.recording.gradients, path, counted.rescale(1 / self.loss_scale))
-                _add(self.recording.records, path, Record(empty, counted))
-            else:
-                _add(self.recording.records, path, Record(counted, empty))
+            self._add_counted(path, Stats(count(values)), backward=backward)
 
         return self._run_and_read(x.clone, add_to_records)
+
+    def _add_counted(self, path: str, counted: Stats, *, backward: bool) -> None:
+        """Add the counts of a module's output, or of its gradient, to the records."""
+        empty = probe(counted.row.device).forward
+        if backward:
+            _add(self.recording.gradients, path, counted.rescale(1 / self.loss_scale))
+            _add(self.recording.records, path, Record(empty, counted))
+        else:
+            _add(self.recording.records, path, Record(counted, empty))
 
 
 _Sum = TypeVar("_Sum", Record, Stats)

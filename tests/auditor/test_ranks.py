@@ -1,0 +1,115 @@
+"""Gradients that are summed over ranks, as one process sees it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+
+from funcamp._audit.audit import Auditor
+from tests.auditor.loops.parts import batches, model_and_optimizer, one_process, scaler_of
+
+distributed: Any = torch.distributed
+
+
+@pytest.fixture(autouse=True)
+def _one_process() -> Iterator[None]:
+    one_process()
+    yield
+    distributed.destroy_process_group()
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+
+def train(forward: Callable[[Any, Tensor], Tensor], reduce: Callable[[nn.Module], None], *, unscale: bool) -> list[str]:
+    """Steps of a DDP model whose gradients are reduced by hand, and what the auditor finds, with its lines."""
+    auditor = Auditor()
+    with auditor.watching():
+        plain_model, optimizer = model_and_optimizer()
+        model = nn.parallel.DistributedDataParallel(plain_model)
+        scaler = scaler_of()
+        for x, y in batches():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = mse_loss(forward(model, x), y)
+            scaler.scale(loss).backward()
+            if unscale:
+                scaler.unscale_(optimizer)
+            reduce(plain_model)
+            scaler.step(optimizer)
+            scaler.update()
+    return [f"{finding.rule.name}, {finding.line.text}" for finding in auditor.findings()]
+
+
+def of_ddp(model: Any, x: Tensor) -> Tensor:
+    output: Tensor = model(x)
+    return output
+
+
+def of_its_module(model: Any, x: Tensor) -> Tensor:
+    output: Tensor = model.module(x)
+    return output
+
+
+def reduce_nothing(_: nn.Module) -> None:
+    pass
+
+
+def reduce_each(model: nn.Module) -> None:
+    for gradient in gradients_of(model):
+        distributed.reduce(gradient, 0)
+
+
+def reduce_together(model: nn.Module) -> None:
+    gradients = gradients_of(model)
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    distributed.all_reduce(flat)
+    flat /= distributed.get_world_size()
+    parts = flat.split([gradient.numel() for gradient in gradients])
+    for gradient, part in zip(gradients, parts):
+        gradient.copy_(part.view_as(gradient))
+
+
+def reduce_copies(model: nn.Module) -> None:
+    gradients = gradients_of(model)
+    copies = [gradient.double() for gradient in gradients]
+    for copy in copies:
+        distributed.all_reduce(copy)
+    torch._foreach_copy_(gradients, copies)
+
+
+def reduce_and_replace(model: nn.Module) -> None:
+    flat = torch.cat([gradient.flatten() for gradient in gradients_of(model)])
+    distributed.all_reduce(flat)
+    parts = flat.split([parameter.numel() for parameter in model.parameters()])
+    for parameter, part in zip(model.parameters(), parts):
+        parameter.grad = part.view_as(parameter)
+
+
+def reduce_norm(model: nn.Module) -> None:
+    squares = torch.stack([gradient.square().sum() for gradient in gradients_of(model)]).sum()
+    distributed.all_reduce(squares)
+
+
+@pytest.mark.parametrize("reduce", [reduce_each, reduce_together, reduce_copies])
+def test_gradients_that_are_reduced_in_another_form_after_unscale(reduce: Callable[[nn.Module], None]) -> None:
+    (found,) = train(of_its_module, reduce, unscale=True)
+    assert found.startswith("reduced-after-unscale, distributed.")
+    assert train(of_its_module, reduce, unscale=False) == []
+
+
+def test_a_norm_that_is_reduced_after_unscale_is_no_finding() -> None:
+    assert train(of_ddp, reduce_norm, unscale=True) == []
+
+
+def test_a_ddp_model_that_is_not_called_itself() -> None:
+    (found,) = train(of_its_module, reduce_nothing, unscale=False)
+    assert found == "ddp-not-synced, scaler.scale(loss).backward()"
+    assert train(of_ddp, reduce_nothing, unscale=True) == []
+    assert train(of_its_module, reduce_and_replace, unscale=False) == []

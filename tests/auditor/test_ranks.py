@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ from funcamp._audit.audit import Auditor
 from tests.auditor.loops.parts import batches, model_and_optimizer, one_process, scaler_of
 
 distributed: Any = torch.distributed
+DDP: Any = nn.parallel.DistributedDataParallel
 
 
 @pytest.fixture(autouse=True)
@@ -27,12 +29,19 @@ def gradients_of(model: nn.Module) -> list[Tensor]:
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
-def train(forward: Callable[[Any, Tensor], Tensor], reduce: Callable[[nn.Module], None], *, unscale: bool) -> list[str]:
+def train(
+    forward: Callable[[Any, Tensor], Tensor],
+    reduce: Callable[[nn.Module], None],
+    *,
+    unscale: bool,
+    ignored: tuple[str, ...] = (),
+) -> list[str]:
     """Steps of a DDP model whose gradients are reduced by hand, and what the auditor finds, with its lines."""
     auditor = Auditor()
     with auditor.watching():
         plain_model, optimizer = model_and_optimizer()
-        model = nn.parallel.DistributedDataParallel(plain_model)
+        DDP._set_params_and_buffers_to_ignore_for_model(plain_model, ignored)
+        model = DDP(plain_model)
         scaler = scaler_of()
         for x, y in batches():
             optimizer.zero_grad()
@@ -55,6 +64,24 @@ def of_ddp(model: Any, x: Tensor) -> Tensor:
 def of_its_module(model: Any, x: Tensor) -> Tensor:
     output: Tensor = model.module(x)
     return output
+
+
+def of_checkpoints(model: Any, x: Tensor) -> Tensor:
+    """Its layers in checkpoints, each of which has a backward pass within the backward pass."""
+    layers = model.module
+    if not isinstance(layers[0], Checkpointed):
+        layers[0], layers[2] = Checkpointed(layers[0]), Checkpointed(layers[2])
+    output: Tensor = model(x.requires_grad_())
+    return output
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Any:
+        return torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True)
 
 
 def reduce_nothing(_: nn.Module) -> None:
@@ -113,3 +140,28 @@ def test_a_ddp_model_that_is_not_called_itself() -> None:
     assert found == "ddp-not-synced, scaler.scale(loss).backward()"
     assert train(of_ddp, reduce_nothing, unscale=True) == []
     assert train(of_its_module, reduce_and_replace, unscale=False) == []
+
+
+def test_a_parameter_that_ddp_is_to_ignore_is_none_of_its_own() -> None:
+    assert train(of_ddp, reduce_nothing, unscale=False, ignored=("0.weight",)) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*reentrant:UserWarning")
+def test_backward_passes_within_the_backward_pass_are_summed_too() -> None:
+    assert train(of_checkpoints, reduce_nothing, unscale=False) == []
+
+
+@pytest.mark.parametrize("last_is_synced", [True, False])
+def test_a_window_is_summed_if_its_last_pass_is(last_is_synced: bool) -> None:
+    auditor = Auditor()
+    with auditor.watching():
+        plain_model, optimizer = model_and_optimizer()
+        model, scaler = DDP(plain_model), scaler_of()
+        for number, (x, y) in enumerate(batches()):
+            with contextlib.nullcontext() if number % 2 == last_is_synced else model.no_sync():
+                scaler.scale(mse_loss(model(x), y) / 2).backward()
+            if number % 2:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+    assert [finding.rule.name for finding in auditor.findings()] == ["ddp-not-synced"] * (not last_is_synced)

@@ -61,8 +61,6 @@ class Observer:
         self._outer_scaling: Scaling | None = None
         """Of the backward pass that runs now."""
         self._replicas = Replicas(self._tracked)
-        self._outer_synced: frozenset[Key] = frozenset()
-        """The parameters whose gradients the backward pass that runs now sums over ranks."""
         self._is_quiet = False
         """Whether an observed call runs, whose inner calls are its own."""
         self._differentiates = False
@@ -334,12 +332,12 @@ class Observer:
             self._hooks_called.clear()
             self._tracked.drop_powers()  # what is left of earlier gradients may have been unscaled
         scaling = self._outer_scaling if is_nested else graph.scaling
-        synced = self._outer_synced if is_nested else self._replicas.synced()
+        synced = self._replicas.synced()
         leaves = graph.leaves if inputs is None else _tensors_in(inputs)
         keys = self._tracked.parameters(leaves)
         empty = frozenset(key for key, leaf in zip(keys, leaves) if _is_zero(leaf.grad))
         not_finite = "" if is_nested or self._passes else self._find_not_finite(outputs, leaves, graph.scaling)
-        with replaced(self, _outer_scaling=scaling, _outer_synced=synced, _differentiates=True):
+        with replaced(self, _outer_scaling=scaling, _differentiates=True):
             result = function(tensors, *args, inputs=inputs, **kwargs)
         self._passes += not is_nested
         self._tracked.note_gradients(leaves)

@@ -93,6 +93,11 @@ def reduce_each(model: nn.Module) -> None:
         distributed.reduce(gradient, 0)
 
 
+def reduce_all_but_first(model: nn.Module) -> None:
+    for gradient in gradients_of(model)[1:]:
+        distributed.all_reduce(gradient)
+
+
 def reduce_together(model: nn.Module) -> None:
     gradients = gradients_of(model)
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
@@ -143,7 +148,9 @@ def test_a_ddp_model_that_is_not_called_itself() -> None:
 
 
 def test_a_parameter_that_ddp_is_to_ignore_is_none_of_its_own() -> None:
-    assert train(of_ddp, reduce_nothing, unscale=False, ignored=("0.weight",)) == []
+    assert train(of_its_module, reduce_all_but_first, unscale=False, ignored=("0.weight",)) == []
+    (found,) = train(of_its_module, reduce_all_but_first, unscale=False)
+    assert found.startswith("ddp-not-synced")
 
 
 @pytest.mark.filterwarnings("ignore:.*reentrant:UserWarning")

@@ -259,6 +259,8 @@ def same(before: object, after: object) -> bool:
         return before == after or (before != before and after != after)
     if type(before) is type(after) and isinstance(before, _COMPARED):
         return bool(before == after)
+    if isinstance(before, types.MethodType) and isinstance(after, types.MethodType):
+        return before.__func__ is after.__func__
     if isinstance(before, types.FunctionType) and isinstance(after, types.FunctionType):
         return before.__code__ is after.__code__
     return before is after

@@ -105,6 +105,7 @@ class ClassStep:
         hyper: dict[str, Any],
         decisions: Decisions,
         form: Form | None = None,
+        look: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> StepRun:
         """Take one step along one path; from no state if it is None. A form is that of the state, if it is known."""
         if state is not None and form is None:
@@ -120,6 +121,7 @@ class ClassStep:
             decisions,
             writes_grads=self.writes_grads,
             wide=self.wide,
+            look=look,
         )
 
     def examples(self, device: str, values: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -170,7 +172,7 @@ class ClassStep:
 
         Args:
             params: the parameters.
-            grads: their gradients, at least one.
+            grads: their gradients.
             state: the state, as `first_state` gives it or the last step.
             hyper: the hyperparameters that are tensors.
 
@@ -186,8 +188,6 @@ class ClassStep:
         new_params, new_leaves, shared = list(params), list(state.leaves), state.shared
         with names_for_numbers(self.cls, None):  # once for all
             for index, grad in enumerate(grads):
-                if grad is None:
-                    continue
                 alone = self._step([params[index]], [grad], ClassState([state.leaves[index]], state.shared), hyper)
                 new_params[index], new_leaves[index] = alone.params[0], alone.state.leaves[0]
                 shared = alone.state.shared  # it comes to the same for each
@@ -349,8 +349,20 @@ def _select_stepped(condition: Tensor, one: Stepped, other: Stepped) -> Stepped:
 
 
 def _select(condition: Tensor, one: Tensor, other: Tensor) -> Tensor:
-    """Return one where a condition is true, else the other."""
-    return one if one is other else torch.where(condition, one, other.to(one.dtype))
+    """Return one where a condition is true, else the other.
+
+    Raises:
+        TypeError: they are tensors of other shapes or dtypes; a number may be of any dtype.
+    """
+    if one is other:
+        return one
+    if one.dim() and other.dim() and (one.shape != other.shape or one.dtype != other.dtype):
+        raise TypeError(
+            "stateless: the class cannot be made pure: on one path of its step a tensor of its state is of "
+            f"{one.dtype} and shape {tuple(one.shape)}, on another of {other.dtype} and shape {tuple(other.shape)}; "
+            "keep one shape and dtype, or use it in an ordinary loop with funcamp.GradScaler"
+        )
+    return torch.where(condition, one, other.to(one.dtype))
 
 
 def _select_entries(condition: Tensor, one: Entries, other: Entries) -> Entries:

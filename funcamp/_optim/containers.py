@@ -14,7 +14,10 @@ from torch import Tensor
 def mapped(fn: Callable[[str, Any], Any], value: Any, name: str) -> Any:
     """Return a container like value with fn(name, leaf) for each leaf; fn's result for what is no container."""
     if isinstance(value, (dict, collections.UserDict)):
-        return {key: mapped(fn, item, _inner(name, key)) for key, item in value.items()}
+        items_by_key = {key: mapped(fn, item, _inner(name, key)) for key, item in value.items()}
+        if isinstance(value, collections.defaultdict):
+            return collections.defaultdict(value.default_factory, items_by_key)
+        return collections.Counter(items_by_key) if isinstance(value, collections.Counter) else items_by_key
     if type(value) in (list, tuple):  # no named tuple: an `Entry` is a leaf
         return type(value)([mapped(fn, item, f"{name}[{index}]") for index, item in enumerate(value)])
     if type(value) is collections.deque:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dis
 import sys
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
@@ -112,6 +112,34 @@ class Decisions:
         self.questions.append(Question(is_true, answer, _place()))
         self._known[key] = answer
         return answer
+
+
+class OtherAnswers:
+    """The answers of further runs: each question of a run answered otherwise, also those that only such a run asks.
+
+    A question that only a further run asks is answered otherwise once for each place in the code.
+
+    Args:
+        questions: those of the first run.
+    """
+
+    def __init__(self, questions: list[Question]) -> None:
+        answers = tuple(question.answer for question in questions)
+        self._waiting = [(*answers[:number], not answers[number]) for number in range(len(answers))]
+        self._known = {(question.place, question.answer) for question in questions}
+
+    def __iter__(self) -> Iterator[tuple[bool, ...]]:
+        while self._waiting:
+            yield self._waiting.pop(0)
+
+    def note(self, answers: tuple[bool, ...], questions: list[Question]) -> None:
+        """Note the questions of a further run with these answers."""
+        taken = tuple(question.answer for question in questions)
+        self._known |= {(question.place, question.answer) for question in questions[: len(answers)]}
+        for number, question in enumerate(questions[len(answers) :], len(answers)):
+            if (question.place, not question.answer) not in self._known:
+                self._known.add((question.place, not question.answer))
+                self._waiting.append((*taken[:number], not question.answer))
 
 
 def _place() -> str:

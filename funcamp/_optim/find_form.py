@@ -14,7 +14,7 @@ from funcamp._optim.arguments import is_torchs
 from funcamp._optim.class_state import ClassState, Entries, Entry, Form, Held, entries_in, form_of, zero_of
 from funcamp._optim.containers import leaves_of
 from funcamp._optim.dataflow import Dataflow, followed
-from funcamp._optim.decisions import Decisions, every_path
+from funcamp._optim.decisions import Decisions, OtherAnswers, every_path
 from funcamp._optim.modes import without_modes
 from funcamp._optim.run import StepRun
 
@@ -60,7 +60,7 @@ def _with_entries_of_other_paths(step: ClassStep, form: Form, empty: list[Tensor
 
 
 def _keeps_apart_later(step: ClassStep, form: Form, empty: list[Tensor]) -> bool:
-    """Return whether each parameter depends on no other in a later step, whatever one question is answered.
+    """Return whether each parameter depends on no other in a later step, whatever its questions are answered.
 
     A class may couple parameters of some shapes only. Two of each kind show it.
     """
@@ -79,13 +79,15 @@ def _keeps_apart_later(step: ClassStep, form: Form, empty: list[Tensor]) -> bool
     natural = step.decisions()
     if not keeps_apart(natural):
         return False
-    answers = tuple(question.answer for question in natural.questions)
-    for number, answer in enumerate(answers):
+    others = OtherAnswers(natural.questions)
+    for answers in others:
+        decisions = step.decisions(answers)
         try:
-            if not keeps_apart(step.decisions((*answers[:number], not answer))):
+            if not keeps_apart(decisions):
                 return False
         except Exception:
             continue  # the class says that this does not happen
+        others.note(answers, decisions.questions)
     return True
 
 

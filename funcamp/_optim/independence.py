@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from funcamp._optim.arguments import impure, is_own_refusal
 from funcamp._optim.class_state import ClassState
 from funcamp._optim.class_step import ClassStep, Stepped, nothing
 from funcamp._optim.dataflow import Dataflow, followed
-from funcamp._optim.decisions import Decisions, Question
+from funcamp._optim.decisions import Decisions, OtherAnswers, Question
 from funcamp._optim.modes import without_modes
 from funcamp._optim.record import Record, is_same
 
@@ -36,17 +37,21 @@ def flow_of(step: ClassStep, record: Record) -> tuple[bool, bool, bool]:
     is_separable &= _is_separable(flow, natural)
     if len(questions) > _LARGEST_COUNT_OF_QUESTIONS:
         return False, False, True
-    answers = tuple(question.answer for question in questions)
     draws = flow.draws
-    for number, question in enumerate(questions):
-        askers = flow.sources(question.condition)
-        decisions = step.decisions((*answers[:number], not answers[number]), truthful=True)
+    others = OtherAnswers(questions)
+    for answers in others:
+        decisions = step.decisions(answers, truthful=True)
         try:
-            other_flow, (other, _) = _followed(step, first.params, grads, state, hyper, decisions)
+            other_flow, (other, other_questions) = _followed(step, first.params, grads, state, hyper, decisions)
         except Exception as error:
             if is_own_refusal(error):
                 raise
             continue  # that side never happens, or only with other numbers
+        others.note(answers, other_questions)
+        askers = frozenset[int]()
+        for question in other_questions[: len(answers)]:
+            if bool(question.condition) != question.answer:  # answered otherwise
+                askers |= other_flow.sources(question.condition)
         draws |= other_flow.draws
         writes_grads |= other_flow.wrote_gradients
         is_pointwise &= other_flow.is_pointwise
@@ -123,10 +128,12 @@ def operations_on(step: ClassStep, shapes: list[tuple[int, ...]], dtype: torch.d
             flows = [flow]
             flow, (_, questions) = _followed(step, first.params, params, first.state, hyper, step.decisions())
             flows.append(flow)
-            answers = tuple(question.answer for question in questions)
-            for number in range(min(len(answers), _LARGEST_COUNT_OF_QUESTIONS)):
-                decisions = step.decisions((*answers[:number], not answers[number]))
-                flows.append(_followed(step, first.params, params, first.state, hyper, decisions)[0])
+            others = OtherAnswers(questions)
+            for answers in itertools.islice(others, _LARGEST_COUNT_OF_QUESTIONS):
+                decisions = step.decisions(answers)
+                flow, (_, other_questions) = _followed(step, first.params, params, first.state, hyper, decisions)
+                flows.append(flow)
+                others.note(answers, other_questions)
         except Exception:
             return None
     if not all(flow.is_pointwise for flow in flows):

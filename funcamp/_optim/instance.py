@@ -245,6 +245,24 @@ def marks(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> dict[str, M
     return found
 
 
+def unfollowed(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Return what a step must leave as it is besides its state, by name."""
+    found: dict[str, object] = {}
+    for prefix, holder in holders_of(optimizer).items():
+        found[f"{prefix}param_groups"] = [list(map(id, group["params"])) for group in holder.param_groups]
+        found[f"{prefix}defaults"] = repr(holder.defaults)
+        hooks = [getattr(holder, name, ()) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
+        found[f"{prefix}hooks"] = [list(registered) for registered in hooks]
+        params = [param for group in holder.param_groups for param in group["params"]]
+        found[f"{prefix}attributes of a parameter"] = [sorted(vars(param)) for param in params]
+    shared = held_by(optimizer, []).shared
+    found["attributes that are no values"] = sorted(name for name, value in shared.items() if not is_plain(value))
+    for name, leaf in leaves_of(shared).items():
+        if isinstance(leaf, Tensor):
+            found[f"the memory of {name} ({id(leaf)})"] = id(leaf.untyped_storage())  # of this very tensor
+    return found
+
+
 def changed(before: dict[str, Mark], after: dict[str, Mark], form: Form | None) -> dict[str, tuple[Any, Any]]:
     """Return what has changed and is not in a form, by name: the value before, None for none, and after."""
     found: dict[str, tuple[Any, Any]] = {}

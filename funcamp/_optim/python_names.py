@@ -75,6 +75,15 @@ def _log(value: Any, base: Any = None) -> Any:
     return torch.log(value) / (torch.log(base) if isinstance(base, Tensor) else math.log(base))
 
 
+def _is_close(one: Any, other: Any, *, rel_tol: float = 1e-9, abs_tol: float = 0.0) -> Any:
+    """Return what `math.isclose` does, of numbers."""
+    if _as_numbers((one, other, rel_tol, abs_tol)) is None:
+        return math.isclose(one, other, rel_tol=rel_tol, abs_tol=abs_tol)
+    larger = _MATH.fabs(one), _MATH.fabs(other)
+    limit = _BUILTINS["max"](rel_tol * _BUILTINS["max"](*larger), abs_tol)
+    return _MATH.fabs(one - other) <= limit
+
+
 def _extreme(python: Callable[..., Any], is_before: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     """Return `min` or `max`, without a question where the operands are numbers.
 
@@ -177,6 +186,7 @@ def _math() -> types.ModuleType:
         if callable(python) and of_torch is not None and name not in _OTHER_MEANINGS:
             setattr(module, name, _on_numbers(python, _predicate(of_torch) if name.startswith("is") else of_torch))
     module.log = _on_numbers(math.log, _log)  # type: ignore[attr-defined]
+    module.isclose = _is_close  # type: ignore[attr-defined]
     return module
 
 
@@ -187,7 +197,7 @@ _INSTEAD |= {id(function): getattr(_MATH, name) for name, function in vars(math)
 _FLOAT = _type_of_numbers(float, _same)
 _INT = _type_of_numbers(int, torch.trunc)
 #: Names that are found in Python's own namespace, unless a module has them.
-_BUILTINS = {
+_BUILTINS: dict[str, Any] = {
     "min": _extreme(builtins.min, torch.lt),
     "max": _extreme(builtins.max, torch.gt),
     "float": _FLOAT,

@@ -51,8 +51,9 @@ class Record(NamedTuple):
 
 #: Steps of a trial. A class that rectifies, as RAdam does, takes another formula from the sixth on.
 _STEPS = 12
-#: Steps of a trial before the first parameter has a gradient.
+#: Steps of a trial before the first parameter has a gradient, and those in which the second has none.
 _LATENESS = 3
+_GAP = (6, 7)
 SEED = 0
 #: A class may take matrices only, and those of one shape together.
 _MATRICES = ((2, 3), (3, 2), (2, 3))
@@ -102,7 +103,7 @@ def _record_of(
     record = Record(params, [], [], snapshot(held_by(optimizer, own_params)), [], set())
     _refuse_memory_of_parameters(cls, arguments, params, record.constructed)
     step = step_of(optimizer)
-    before = _forms_of(optimizer)
+    before = forms_of(optimizer)
     for number in range(_STEPS):
         grads = [_numbers(tuple(param.shape), dtype, 10 * number + offset + 3) for offset, param in enumerate(params)]
         for param, grad in zip(own_params, grads):
@@ -114,7 +115,7 @@ def _record_of(
         held = held_by(optimizer, own_params)
         record.held.append(snapshot(held))
         record.aliases.update(aliases_in(held, own_params))
-    for path, form in _forms_of(optimizer).items():
+    for path, form in forms_of(optimizer).items():
         change = before[path].difference(path, form) if path in before else None
         if change is not None:
             raise ElsewhereError(f"its step changes {change[0]}, where it is not followed")
@@ -132,6 +133,8 @@ def _with_late_steps(cls: type[torch.optim.Optimizer], arguments: Mapping[str, A
         given: list[Tensor | None] = list(grads)
         if number < _LATENESS:
             given[0] = None
+        if number in _GAP:
+            given[1] = None
         for param, grad in zip(params, given):
             param.grad = None if grad is None else grad.clone()
         try:
@@ -148,7 +151,7 @@ class ElsewhereError(Exception):
     """A class keeps something where it cannot be followed, such as a variable of its module."""
 
 
-def _forms_of(optimizer: torch.optim.Optimizer) -> dict[str, PythonForm]:
+def forms_of(optimizer: torch.optim.Optimizer) -> dict[str, PythonForm]:
     """Return what the variables of a user's class and of its functions hold, and attributes that are no values."""
     cls = type(optimizer)
     roots: dict[str, object] = {cls.__name__: cls}

@@ -61,11 +61,12 @@ _TRUTHS: dict[str, Callable[..., Tensor]] = {
 }
 
 #: Methods by which Python reads a tensor's value as its own.
-_READS = {"__float__", "__int__", "__index__", "__complex__", "tolist"}
+_READS = {"__float__", "__int__", "__index__", "__complex__", "tolist", "__array__"}
 
 
 #: What reads `requires_grad` and `data`.
 _ASKS_FOR_GRADIENT = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_SETS_GRADIENT = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 _TAKES_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
 
@@ -106,8 +107,10 @@ class _Pure(TorchFunctionMode):
             return self._decisions.ask(self._decisions.new_key(), lambda: (args[0] != 0).reshape(()), True)
         if name in _TRUTHS:
             return self._decisions.ask(self._decisions.new_key(), lambda: _TRUTHS[name](*args, **kwargs), True)
-        if name in _READS:
+        if name in _READS or (name == "numpy" and args[0].dtype != torch.bool):  # `Decisions` reads a bool in a trial
             self._refuse_read(name)
+        if id(args[0] if args else None) in self._param_ids and (name == "requires_grad_" or func == _SETS_GRADIENT):
+            self._refuse_read("requires_grad of a parameter, which it sets")
         if name == "__get__" and func == _ASKS_FOR_GRADIENT and id(args[0]) in self._param_ids:
             return True  # as of a user's parameters; here they are tensors that nothing differentiates
         if name == "__get__" and func == _TAKES_DATA:
@@ -235,6 +238,7 @@ def run_step(
     writes_grads: bool = True,
     wide: bool = True,
     method: str | None = None,
+    look: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> StepRun:
     """Take one step of `cls(params, **arguments | hyper)` from a given state.
 
@@ -250,6 +254,7 @@ def run_step(
         writes_grads: whether the class writes into gradients, which are then cloned.
         wide: whether to use float64 step counters inside, on a CPU.
         method: the name of another method of the class to call, without arguments.
+        look: called with the instance before the step and after it: in a trial.
     """
     numbers, batched = _numbers(arguments, hyper, decisions)
     with torch.no_grad():
@@ -266,7 +271,11 @@ def run_step(
                 assert form is not None
                 put_state(optimizer, new_params, _clones_of(state, batched, wide=wide), form, decisions)
             before = marks(optimizer, new_params)
+            if look is not None:
+                look(optimizer)
             (step_of(optimizer) if method is None else getattr(optimizer, method))()
+            if look is not None:
+                look(optimizer)
             after = marks(optimizer, new_params)
     for param in new_params:
         param.grad = None

@@ -141,18 +141,19 @@ class StatelessOptimizer(Fixed):
         entries = self._flat_entries(params, opt_state)
         # The positions of the leaves that take a step: those with a gradient.
         active = [index for index, grad in enumerate(flat_grads) if grad is not None and flat[index] is not None]
-        if not active:
+        # A class of another package may count its steps, or go by its parameters: it gets all of them, always.
+        present = [index for index, param in enumerate(flat) if param is not None]
+        if not present or (not active and is_torchs(self._cls)):
             return stored_params, opt_state._replace(applied=opt_state.applied + 1)
-        if len(active) < len(flat) - sum(param is None for param in flat) and not self._traits.takes_late:
-            missing = next(index for index, param in enumerate(flat) if param is not None and flat_grads[index] is None)
+        if len(active) < len(present) and not self._traits.takes_late:
+            missing = next(index for index in present if flat_grads[index] is None)
             raise ValueError(
                 f"update: grads{_tree.path_of(grads, missing)} must be a tensor, as all gradients of "
                 f"{self._cls.__name__}, which a step as a function follows only if all parameters begin together; got "
                 "None: give zeros, or leave the parameter out"
             )
-        if not (is_torchs(self._cls) or self._traits.pointwise):
-            # A class may count its parameters, or go by their places: it gets those without a gradient, too.
-            active = [index for index, param in enumerate(flat) if param is not None]
+        if not is_torchs(self._cls):
+            active = present
         active_params: list[Any] = [flat[index] for index in active]
         active_grads = [flat_grads[index] for index in active]
         active_states: list[Entries] = [{} for _ in active]

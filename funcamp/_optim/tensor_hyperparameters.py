@@ -10,6 +10,7 @@ from funcamp._optim.class_state import kind_of, same
 from funcamp._optim.class_step import ClassStep
 from funcamp._optim.containers import leaves_of
 from funcamp._optim.hyperparameters import is_dynamic, map_items
+from funcamp._optim.number import Number
 from funcamp._optim.record import distance, key_of
 from funcamp._optim.run import constructed
 from funcamp._optim.trial import are_equal, inputs_on, precise_inputs, two_steps
@@ -26,6 +27,14 @@ def refuse_choices_of_constructor(step: ClassStep) -> None:
 
     if not step.dynamic:
         return
+    held = constructed(step.cls, step.arguments, step.examples("meta"), inputs_on("meta").params, step.decisions())
+    for name, leaf in leaves_of(held.shared).items():
+        if isinstance(leaf, Number) and (key_of(name) not in step.dynamic or not leaf.is_hyperparameter):
+            raise TypeError(
+                f"stateless: {', '.join(step.dynamic)} must be a number, because the constructor of "
+                f"{step.cls.__name__} keeps a number made of it as {name}, which a schedule of torch leaves as it is; "
+                "got a tensor or a schedule"
+            )
     leaves, labels = leaves_if(None)
     again, _ = leaves_if(None)
     comparable = {name for name in leaves.keys() & again.keys() if same(leaves[name], again[name])}

@@ -33,8 +33,9 @@ from funcamp._optim.decisions import every_path
 from funcamp._optim.first_state import CHUNK_SIZE, first_state
 from funcamp._optim.hyperparameters import is_dynamic, map_items, without_values
 from funcamp._optim.independence import flow_of, operations_on
+from funcamp._optim.instance import unfollowed
 from funcamp._optim.modes import without_modes
-from funcamp._optim.record import SEED, Record, changing_in, distance, key_of, recorded
+from funcamp._optim.record import SEED, Record, changing_in, distance, forms_of, key_of, recorded
 from funcamp._optim.tensor_hyperparameters import (
     refuse_choices_of_constructor,
     refuse_other_results,
@@ -44,6 +45,7 @@ from funcamp._optim.tensor_hyperparameters import (
 from funcamp._optim.trial import Inputs, are_equal, inputs_on, tensors_in
 from funcamp._optim.wrong_arguments import check_class
 from funcamp._trace.as_compiled import as_eager
+from funcamp._trace.python_state import Form as PythonForm
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
             raise TypeError(
                 f"stateless: {name} must be a number, because {cls.__name__} changes it; got a tensor or a schedule"
             )
-        _refuse_new_aliases(step, record)
+        _refuse_hidden_changes(step, record)
         refuse_caught_errors(cls)
         refuse_identity_of_flags(cls, step.changing)
         for name in dynamic:
@@ -201,21 +203,37 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
             takes_late = _follows(traits, record.params, record.late_grads, record.late_results)
         except Exception:
             takes_late = False
+        # A step runs with all parameters in one form: with late gradients they would have several.
+        takes_late = takes_late and not step.changing.forms
     return replace(traits, takes_late=takes_late)
 
 
-def _refuse_new_aliases(step: ClassStep, record: Record) -> None:
-    """Refuse a class that keeps one tensor under two names from some later step on: in a state they are two."""
+def _refuse_hidden_changes(step: ClassStep, record: Record) -> None:
+    """Refuse a class that in some later step changes what is not followed, or keeps one tensor under two names."""
     hyper = step.examples("meta")
-    for param in inputs_on("meta").params:
-        params, grads = [param], [torch.empty_like(param)]
+    inputs = inputs_on("meta")
+    for params, grads in inputs.one_by_one() if step.separate else [inputs]:
         first = step.along_paths(params, grads, None, nothing(params), hyper)
-        run = functools.partial(step.run, first.params, grads, first.state, hyper)
+        seen: list[tuple[dict[str, object], dict[str, PythonForm]]] = []
+
+        def look(optimizer: torch.optim.Optimizer, seen: list[Any] = seen) -> None:
+            seen.append((unfollowed(optimizer), forms_of(optimizer)))
+
+        run = functools.partial(step.run, first.params, grads, first.state, hyper, look=look)
         for step_run in every_path(run, step.decisions).values():
             for names in aliases_in(step_run.held, step_run.params) - record.aliases:
+                places = " and as ".join(sorted(names))
+                raise impure(step.cls, f"it keeps one tensor as {places} from some later step on; clone it")
+        for (before, forms), (after, later_forms) in zip(seen[::2], seen[1::2]):
+            changes = [name for name in before if name in after and before[name] != after[name]]
+            differences = [forms[path].difference(path, form) for path, form in later_forms.items() if path in forms]
+            changes += [difference[0] for difference in differences if difference is not None]
+            if changes:
+                place = changes[0].partition(" (")[0]
                 raise impure(
                     step.cls,
-                    f"it keeps one tensor as {' and as '.join(sorted(names))} from some later step on; clone it",
+                    f"some step of it changes {place}, where it is not followed; keep it in self.state[param], in "
+                    "the group or in an attribute, made by the first step",
                 )
 
 

@@ -110,7 +110,10 @@ class _Pure(TorchFunctionMode):
         if name in _READS or (name == "numpy" and args[0].dtype != torch.bool):  # `Decisions` reads a bool in a trial
             self._refuse_read(name)
         if id(args[0] if args else None) in self._param_ids and (name == "requires_grad_" or func == _SETS_GRADIENT):
-            self._refuse_read("requires_grad of a parameter, which it sets")
+            raise TypeError(
+                f"stateless: {self._decisions.class_name} cannot be made pure: its step sets requires_grad of a "
+                "parameter; use it in an ordinary loop with funcamp.GradScaler"
+            )
         if name == "__get__" and func == _ASKS_FOR_GRADIENT and id(args[0]) in self._param_ids:
             return True  # as of a user's parameters; here they are tensors that nothing differentiates
         if name == "__get__" and func == _TAKES_DATA:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import math
+import re
+import types
 from typing import Any
 
 import pytest
 import torch
 
-from funcamp import stateless
+from funcamp import make_train_step, stateless
 from tests.support.helpers import assert_close
 
 Params = dict[str, torch.Tensor]
@@ -197,3 +201,163 @@ def test_a_schedule_by_which_the_constructor_chooses_is_refused() -> None:
     assert stateless(ChoosesWhenMade, decay=0.1, lr=lambda count: 0.1 / (1 + count)) is not None
     with pytest.raises(TypeError, match="decay must be a number, because the constructor of ChoosesWhenMade chooses"):
         stateless(ChoosesWhenMade, decay=lambda count: 0.01 * count)
+
+
+class CountsAlways(Counting):
+    """Decays all parameters, with or without a gradient, by the count of its steps."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        k = self.count()
+        params: list[Any] = self.param_groups[0]["params"]
+        for p in params:
+            p.mul_(1 - 0.1 / k)
+            if p.grad is not None:
+                p.sub_(p.grad, alpha=0.1)
+
+
+class AsksWithinAQuestion(Counting):
+    """Normalizes in a branch within a branch, and counts there."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        k = self.count()
+        for p in self.each():
+            update = p.grad
+            if k > 6 and k > 8:
+                update = update / update.norm()
+            p.sub_(update, alpha=0.1)
+
+
+class CountsInADefaultDict(Counting):
+    """Counts in a `defaultdict` of the state, where a late key is no error."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        k = self.count()
+        for p in self.each():
+            counts = self.state[p].setdefault("counts", collections.defaultdict(int))
+            counts["late" if k > 6 else "early"] += 1
+            p.sub_(p.grad, alpha=0.1 / (1 + counts["early"] + counts["late"]))
+
+
+class AsksIfClose(Counting):
+    """Asks `math.isclose`, which reads floats in C."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        k = self.count()
+        for p in self.each():
+            p.sub_(p.grad, alpha=0.5 if math.isclose(k, 7, rel_tol=1e-3) else 0.1)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["per_tensor", "flat"])
+@pytest.mark.parametrize(
+    "cls", [CountsAlways, AsksWithinAQuestion, CountsInADefaultDict, AsksIfClose], ids=lambda cls: cls.__name__
+)
+def test_a_class_follows_itself_into_later_branches(cls: Any, flat: bool) -> None:
+    step = make_train_step(
+        lambda p, batch: sum((p[name] * batch[name]).sum() for name in p), stateless(cls), policy=None
+    )
+    params: Params = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    eager, state = cls(leaves.values()), step.init(params, flat=flat)
+    for _ in range(12):
+        grads = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        state, _ = step(state, grads)
+        for name, leaf in leaves.items():
+            leaf.grad = grads[name].clone()
+        eager.step()
+        assert_close(state.params.tree(), {name: leaf.detach() for name, leaf in leaves.items()}, 1e-5)
+
+
+def test_a_class_steps_without_any_gradient() -> None:
+    optimizer = stateless(CountsAlways)
+    params, leaf = {"w": torch.ones(2)}, torch.ones(2)
+    eager, state = CountsAlways([leaf]), optimizer.init(params)
+    for _ in range(3):
+        params, state = optimizer.update(params, {"w": None}, state)
+        eager.step()
+    assert_close(params["w"], leaf, 1e-6)
+
+
+class Keeper(Counting):
+    """Changes something in its fifteenth step, where it is not followed."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.kept, self.scale, self.fn = types.SimpleNamespace(factor=1.0), torch.ones(()), (lambda: 1.0)
+
+    def change(self) -> None:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        if self.count() == 15:
+            self.change()
+        for p in self.each():
+            p.sub_(p.grad, alpha=0.1)
+
+
+CHANGES: dict[str, Any] = {
+    "self.kept.factor": lambda self: setattr(self.kept, "factor", 0.1),
+    "defaults": lambda self: self.defaults.update(lr=0.2),
+    "hooks": lambda self: self.register_step_pre_hook(lambda *_: None),
+    "param_groups": lambda self: self.param_groups[0].update(params=self.param_groups[0]["params"][1:]),
+    "the memory of self.scale": lambda self: setattr(self.scale, "data", torch.tensor(0.1)),
+    "attributes of a parameter": lambda self: setattr(self.param_groups[0]["params"][0], "mine", 1),
+    "attributes that are no values": lambda self: setattr(self, "other", lambda: 0.1),
+}
+
+
+@pytest.mark.parametrize("place", CHANGES)
+def test_what_a_later_step_changes_elsewhere_is_refused(place: str) -> None:
+    cls = type("Changes", (Keeper,), {"change": CHANGES[place]})
+    with pytest.raises(TypeError, match=f"some step of it changes {re.escape(place)}, where it is not followed"):
+        stateless(cls)
+
+
+class FreezesLater(Keeper):
+    def change(self) -> None:
+        self.param_groups[0]["params"][0].requires_grad_(False)
+
+
+class ReshapesLater(Counting):
+    """Averages over rows from the fifteenth step on."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        k = self.count()
+        for p in self.each():
+            state = self.state[p]
+            state.setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.1)
+            if k == 15:
+                state["mean"] = state["mean"].mean(0, keepdim=True)
+            p.sub_(state["mean"], alpha=0.1)
+
+
+def test_a_parameter_that_a_later_step_freezes_is_refused() -> None:
+    with pytest.raises(TypeError, match="FreezesLater cannot be made pure: its step sets requires_grad of a parameter"):
+        stateless(FreezesLater)
+
+
+def test_a_state_of_two_shapes_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"on one path .* shape \(\d, \d\), on another of .* shape \(\d, \d\)"):
+        stateless(ReshapesLater)
+
+
+class KeepsTheRate(Counting):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.first_rate = 10 * lr
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.each():
+            p.sub_(p.grad, alpha=self.first_rate)
+
+
+def test_a_schedule_of_which_the_constructor_keeps_a_number_is_refused() -> None:
+    assert stateless(KeepsTheRate, lr=0.2) is not None
+    with pytest.raises(TypeError, match=r"lr must be a number, because the constructor .* as self.first_rate"):
+        stateless(KeepsTheRate, lr=lambda count: 0.1 / (1 + count))

@@ -11,7 +11,7 @@ import dis
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -34,6 +34,8 @@ class Question(NamedTuple):
     """What the run was told."""
     place: str
     """The file and line where the step asked."""
+    spot: tuple[object, int]
+    """The code and the instruction where it asked: there may be several on a line."""
 
 
 class Decisions:
@@ -109,48 +111,56 @@ class Decisions:
         else:
             # Not bool(is_true), which would be asked.
             answer = bool(is_true.numpy()) if self._truthful else proposal
-        self.questions.append(Question(is_true, answer, _place()))
+        self.questions.append(Question(is_true, answer, *_place()))
         self._known[key] = answer
         return answer
 
 
-class OtherAnswers:
+class OtherAnswers(Generic[_Result]):
     """The answers of further runs: each question of a run answered otherwise, also those that only such a run asks.
 
-    A question that only a further run asks is answered otherwise once for each place in the code.
+    A question that only a further run asks is answered otherwise once for each place in the code. Iteration yields the
+    answers of a run, of which the last one is another, and the result of the run that gave the same ones but for it.
 
     Args:
         questions: those of the first run.
+        result: its result.
     """
 
-    def __init__(self, questions: list[Question]) -> None:
+    def __init__(self, questions: list[Question], result: _Result) -> None:
+        self._waiting: list[tuple[tuple[bool, ...], _Result]] = []
         answers = tuple(question.answer for question in questions)
-        self._waiting = [(*answers[:number], not answers[number]) for number in range(len(answers))]
-        self._known = {(question.place, question.answer) for question in questions}
+        for number, answer in enumerate(answers):
+            self._waiting.append(((*answers[:number], not answer), result))
+        self._known = {(question.spot, question.answer) for question in questions}
 
-    def __iter__(self) -> Iterator[tuple[bool, ...]]:
+    def __iter__(self) -> Iterator[tuple[tuple[bool, ...], _Result]]:
         while self._waiting:
             yield self._waiting.pop(0)
 
-    def note(self, answers: tuple[bool, ...], questions: list[Question]) -> None:
-        """Note the questions of a further run with these answers."""
+    def note(self, answers: tuple[bool, ...], questions: list[Question], result: _Result) -> None:
+        """Note the questions and the result of a further run with these answers."""
         taken = tuple(question.answer for question in questions)
-        self._known |= {(question.place, question.answer) for question in questions[: len(answers)]}
+        self._known |= {(question.spot, question.answer) for question in questions[: len(answers)]}
         for number, question in enumerate(questions[len(answers) :], len(answers)):
-            if (question.place, not question.answer) not in self._known:
-                self._known.add((question.place, not question.answer))
-                self._waiting.append((*taken[:number], not question.answer))
+            other = question.spot, not question.answer
+            if other not in self._known:
+                self._known.add(other)
+                self._waiting.append(((*taken[:number], not question.answer), result))
 
 
-def _place() -> str:
-    """Return the file and line of the class's code that asks: the innermost frame that is not torch's or funcamp's."""
+def _place() -> tuple[str, tuple[object, int]]:
+    """Return the file and line of the class's code that asks, and the instruction.
+
+    It is the innermost frame that is not torch's or funcamp's.
+    """
     frame = sys._getframe(1)
     while frame.f_back is not None:
         name = frame.f_code.co_filename
         if _OPTIMIZERS in name or not name.startswith(_PACKAGES):
             break
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}", (frame.f_code, frame.f_lasti)
 
 
 def _is_raised_by_class(error: BaseException) -> bool:

@@ -79,15 +79,15 @@ def _keeps_apart_later(step: ClassStep, form: Form, empty: list[Tensor]) -> bool
     natural = step.decisions()
     if not keeps_apart(natural):
         return False
-    others = OtherAnswers(natural.questions)
-    for answers in others:
+    others = OtherAnswers(natural.questions, None)
+    for answers, _ in others:
         decisions = step.decisions(answers)
         try:
             if not keeps_apart(decisions):
                 return False
         except Exception:
             continue  # the class says that this does not happen
-        others.note(answers, decisions.questions)
+        others.note(answers, decisions.questions, None)
     return True
 
 

@@ -38,8 +38,8 @@ def flow_of(step: ClassStep, record: Record) -> tuple[bool, bool, bool]:
     if len(questions) > _LARGEST_COUNT_OF_QUESTIONS:
         return False, False, True
     draws = flow.draws
-    others = OtherAnswers(questions)
-    for answers in others:
+    others = OtherAnswers(questions, natural)
+    for answers, before in others:
         decisions = step.decisions(answers, truthful=True)
         try:
             other_flow, (other, other_questions) = _followed(step, first.params, grads, state, hyper, decisions)
@@ -47,22 +47,19 @@ def flow_of(step: ClassStep, record: Record) -> tuple[bool, bool, bool]:
             if is_own_refusal(error):
                 raise
             continue  # that side never happens, or only with other numbers
-        others.note(answers, other_questions)
-        askers = frozenset[int]()
-        for question in other_questions[: len(answers)]:
-            if bool(question.condition) != question.answer:  # answered otherwise
-                askers |= other_flow.sources(question.condition)
+        others.note(answers, other_questions, other)
+        askers = other_flow.sources(other_questions[len(answers) - 1].condition)
         draws |= other_flow.draws
         writes_grads |= other_flow.wrote_gradients
         is_pointwise &= other_flow.is_pointwise
         is_separable &= len(askers) <= 1 and _is_separable(other_flow, other)
         if askers:  # the others do not notice
             is_separable &= all(
-                is_same(*both) for both in zip(natural.state.shared.values(), other.state.shared.values())
+                is_same(*both) for both in zip(before.state.shared.values(), other.state.shared.values())
             )
             for index in {*range(len(params))} - askers:
-                is_separable &= is_same(natural.params[index], other.params[index])
-                both_leaves = natural.state.leaves[index].values(), other.state.leaves[index].values()
+                is_separable &= is_same(before.params[index], other.params[index])
+                both_leaves = before.state.leaves[index].values(), other.state.leaves[index].values()
                 is_separable &= all(is_same(*both) for both in zip(*both_leaves))
     if draws and questions:
         raise impure(
@@ -128,12 +125,12 @@ def operations_on(step: ClassStep, shapes: list[tuple[int, ...]], dtype: torch.d
             flows = [flow]
             flow, (_, questions) = _followed(step, first.params, params, first.state, hyper, step.decisions())
             flows.append(flow)
-            others = OtherAnswers(questions)
-            for answers in itertools.islice(others, _LARGEST_COUNT_OF_QUESTIONS):
+            others = OtherAnswers(questions, None)
+            for answers, _ in itertools.islice(others, _LARGEST_COUNT_OF_QUESTIONS):
                 decisions = step.decisions(answers)
                 flow, (_, other_questions) = _followed(step, first.params, params, first.state, hyper, decisions)
                 flows.append(flow)
-                others.note(answers, other_questions)
+                others.note(answers, other_questions, None)
         except Exception:
             return None
     if not all(flow.is_pointwise for flow in flows):

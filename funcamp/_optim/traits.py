@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
@@ -210,21 +211,24 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
 
 def _refuse_hidden_changes(step: ClassStep, record: Record) -> None:
     """Refuse a class that in some later step changes what is not followed, or keeps one tensor under two names."""
-    hyper = step.examples("meta")
-    inputs = inputs_on("meta")
+    # Not on meta tensors: a class may keep a tensor on the device where it was last used.
+    hyper = step.examples("cpu")
+    inputs = inputs_on("cpu")
     for params, grads in inputs.one_by_one() if step.separate else [inputs]:
         first = step.along_paths(params, grads, None, nothing(params), hyper)
-        seen: list[tuple[dict[str, object], dict[str, PythonForm]]] = []
+        seen: list[tuple[torch.optim.Optimizer, dict[str, object], dict[str, PythonForm]]] = []
 
         def look(optimizer: torch.optim.Optimizer, seen: list[Any] = seen) -> None:
-            seen.append((unfollowed(optimizer), forms_of(optimizer)))
+            seen.append((optimizer, unfollowed(optimizer), forms_of(optimizer)))
 
         run = functools.partial(step.run, first.params, grads, first.state, hyper, look=look)
         for step_run in every_path(run, step.decisions).values():
             for names in aliases_in(step_run.held, step_run.params) - record.aliases:
                 places = " and as ".join(sorted(names))
                 raise impure(step.cls, f"it keeps one tensor as {places} from some later step on; clone it")
-        for (before, forms), (after, later_forms) in zip(seen[::2], seen[1::2]):
+        for (optimizer, before, forms), (other, after, later_forms) in itertools.pairwise(seen):
+            if other is not optimizer:
+                continue  # another run; a run that raises is looked at once
             changes = [name for name in before if name in after and before[name] != after[name]]
             differences = [forms[path].difference(path, form) for path, form in later_forms.items() if path in forms]
             changes += [difference[0] for difference in differences if difference is not None]

@@ -44,17 +44,22 @@ class Way(NamedTuple):
     """Whether products are in bfloat16, with a scale."""
     at_once: bool = False
     """Whether one call gets all minibatches of a sweep."""
-    from_python: bool = False
-    """Whether the loop over them is left in Python."""
     without: str = ""
     """The pass that is left out; "" for none."""
+
+    @property
+    def from_python(self) -> bool:
+        """Whether the loop over the minibatches is left in Python."""
+        return self.without == "steps_in_cpp"
 
     @property
     def name(self) -> str:
         """As in the table."""
         precision = "bfloat16" if self.low else "float32"
         loop = f", {UPDATES} in a call" * self.at_once + " from Python" * self.from_python
-        return f"{self.library} {precision}{loop}" + (f", without {self.without}" if self.without else "")
+        return f"{self.library} {precision}{loop}" + (
+            f", without {self.without}" if self.without and not self.from_python else ""
+        )
 
 
 EAGER = "torch eager"
@@ -66,7 +71,7 @@ ONE_BY_ONE = [
     *(Way(library, low=True) for library in (EAGER, JITTED, JAX)),
 ]
 AT_ONCE = [Way(library, low, at_once=True) for low in (False, True) for library in (JITTED, JAX)]
-FROM_PYTHON = [Way(JITTED, low, at_once=True, from_python=True) for low in (False, True)]
+FROM_PYTHON = [Way(JITTED, low, at_once=True, without="steps_in_cpp") for low in (False, True)]
 WAYS = {way.name: way for way in ONE_BY_ONE + AT_ONCE + FROM_PYTHON}
 #: The passes of a program on a CPU for its time, each left out by itself.
 TRICKS = [
@@ -106,7 +111,7 @@ def make(way: Way, size: Size) -> Variant:
         learner, wait = _jax_rl.learner(size, low=way.low, at_once=way.at_once)
         return Variant(Sweep(way, learner, [_jax_rl.arrays(batch) for batch in batches]), wait)
     if way.library == JITTED:
-        left_out = ["steps_in_cpp"] if way.from_python else [way.without] if way.without else []
+        left_out = [way.without] if way.without else []
         learner = funcamp_learner(size, low=way.low, at_once=way.at_once, without=left_out)
     else:
         learner = torch_learner(size, low=way.low, compiled=way.library == COMPILED)
@@ -128,7 +133,7 @@ def measure(name: str, size: Size, ways: list[Way], rounds: int) -> Iterator[Row
     makers = {way.name: functools.partial(make, way, size) for way in ways}
     bases = {
         "over_eager": {way.name: Way(EAGER, way.low).name for way in ways},
-        "over_jax": {way.name: way._replace(library=JAX, from_python=False, without="").name for way in ways},
+        "over_jax": {way.name: way._replace(library=JAX, without="").name for way in ways},
     }
 
     def inspect(variant: Variant) -> Row:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcamp._audit.lines import Line
-from funcamp._audit.proposals import Call, mapped, result_of, with_number
+from funcamp._audit.proposals import Call, copied, mapped, result_of, with_number
 
 #: So many results are followed.
 _FOLLOWED = 16
@@ -33,11 +33,11 @@ class LostEpsilons:
 
     def note(self, call: Call, epsilon: float, line: Line, result: Tensor) -> None:
         """Remember the result of an addition."""
-        copied = _copied(call)
+        copy = copied(call)
 
         def run(other_epsilon: float, change: Callable[[Any], Any]) -> Any:
             replaced = with_number(epsilon, other_epsilon)
-            return result_of(copied, lambda argument: change(replaced(argument)))
+            return result_of(copy, lambda argument: change(replaced(argument)))
 
         self._follow(result, LostEpsilon(epsilon, line, run))
 
@@ -65,24 +65,15 @@ def _has(call: Call, tensor: Tensor) -> bool:
 
 def _after(lost: LostEpsilon, call: Call, tensor: Tensor) -> Callable[[float, Callable[[Any], Any]], Any]:
     """Return what runs a call on the result of a lost epsilon's own."""
-    copied = _copied(call)
+    copy = copied(call)
     places = [index for index, argument in enumerate(call.arguments) if argument is tensor]
 
     def run(epsilon: float, change: Callable[[Any], Any]) -> Any:
         value = lost.run(epsilon, change)
         if value is None:
             return None
-        arguments = [value if index in places else change(one) for index, one in enumerate(copied.arguments)]
-        changed = Call(call.function, tuple(arguments), mapped(change, copied.keywords))
+        arguments = [value if index in places else change(one) for index, one in enumerate(copy.arguments)]
+        changed = Call(call.function, tuple(arguments), mapped(change, copy.keywords))
         return result_of(changed, lambda argument: argument)
 
     return run
-
-
-def _copied(call: Call) -> Call:
-    """Return a call whose tensors are copies without a graph: what follows may write into them."""
-
-    def copy(argument: Any) -> Any:
-        return argument.detach().clone() if isinstance(argument, Tensor) else argument
-
-    return Call(call.function, *mapped(copy, (call.arguments, call.keywords)))

@@ -81,18 +81,23 @@ def recorded(function: Any, arguments: Any, keywords: Any) -> Call:
     in_float16 = any(getattr(one, "dtype", None) == torch.float16 for one in (*arguments, *keywords.values()))
     if not in_float16 or not function._schema.is_mutable:
         return Call(function, arguments, keywords)
+    return copied(Call(function, arguments, keywords))
+
+
+def copied(call: Call) -> Call:
+    """Return a call whose tensors are copies without a graph: what follows may write into them."""
+
+    def copy(argument: Any) -> Any:
+        return argument.detach().clone() if isinstance(argument, Tensor) else argument
+
     with _without_modes(), torch.no_grad():
-        return Call(function, *mapped(_copied, (arguments, keywords)))
+        return Call(call.function, *mapped(copy, (call.arguments, call.keywords)))
 
 
 def mapped(change: _Change, nested: Any) -> Any:
     """Return nested arguments with each one changed."""
     leaves, spec = _tree.flatten(nested)
     return _tree.unflatten([change(leaf) for leaf in leaves], spec)
-
-
-def _copied(argument: Any) -> Any:
-    return argument.detach().clone() if isinstance(argument, Tensor) else argument
 
 
 def range_of(tensors: Iterable[Tensor]) -> Range:
@@ -117,11 +122,11 @@ def run_again(call: Call, change: _Change) -> Range | None:
 def result_of(call: Call, change: _Change) -> Any:
     """Return the result of an operation on changed arguments; None if it does not take them. Nothing else changes."""
     with _without_modes(), torch.no_grad(), _own_random_numbers(call):
-        arguments, keywords = mapped(change, (call.arguments, call.keywords))
+        changed = Call(call.function, *mapped(change, (call.arguments, call.keywords)))
         if call.function._schema.is_mutable:
-            arguments, keywords = mapped(_copied, (arguments, keywords))
+            changed = copied(changed)
         try:
-            return call.function(*arguments, **keywords)
+            return changed.function(*changed.arguments, **changed.keywords)
         except (RuntimeError, TypeError, ValueError):  # two dtypes in a product, a dtype without this operation
             return None
 

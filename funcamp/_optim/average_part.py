@@ -24,6 +24,8 @@ class Average(NamedTuple):
 
 @dataclass(frozen=True)
 class Averaging:
+    """What `average` returns."""
+
     decay: float
 
     def __repr__(self) -> str:

@@ -86,7 +86,7 @@ class ClassStep:
         truthful: bool = False,
         flipped: int | None = None,
     ) -> Decisions:
-        """Return what a run is told."""
+        """Return the answers of a run to what the class asks."""
         return Decisions(
             self.cls.__name__,
             answers,
@@ -143,14 +143,19 @@ class ClassStep:
 
         def at_stage(stage: int) -> Stepped:
             def run(decisions: Decisions) -> Stepped:
-                return Stepped(
-                    run_step(
-                        *(self.cls, self.arguments, hyper, params, params, own_state, form.at(stage), decisions),
-                        wide=self.wide,
-                        method="eval",
-                    ).params,
+                step_run = run_step(
+                    self.cls,
+                    self.arguments,
+                    hyper,
+                    params,
+                    params,
                     own_state,
+                    form.at(stage),
+                    decisions,
+                    wide=self.wide,
+                    method="eval",
                 )
+                return Stepped(step_run.params, own_state)
 
             return along_paths(run, _select_stepped, self.decisions)
 

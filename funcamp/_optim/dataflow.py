@@ -5,7 +5,7 @@ A trial on a few numbers does not show it: a norm that is clipped at 1 has no ef
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -73,6 +73,10 @@ class Dataflow:
     def sources(self, tensor: Tensor) -> frozenset[int]:
         """Return the numbers of the parameters on which a tensor depends; -1 stands for others."""
         return self._sources.get(_memory(tensor), frozenset()) if self._is_known else frozenset([-1])
+
+    def keeps_apart(self, groups: Iterable[Iterable[Tensor]]) -> bool:
+        """Return whether the tensors of each parameter, in order, depend on no other parameter."""
+        return not any(self.sources(tensor) - {number} for number, group in enumerate(groups) for tensor in group)
 
     def _add(self, tensor: Tensor, sources: frozenset[int]) -> None:
         self._kept.append(tensor)

@@ -31,7 +31,7 @@ class Question(NamedTuple):
     condition: Tensor
     """bool, shape ()."""
     answer: bool
-    """What the run was told."""
+    """The answer that the run got."""
     place: str
     """The file and line where the step asked."""
     spot: tuple[object, int]
@@ -39,7 +39,7 @@ class Question(NamedTuple):
 
 
 class Decisions:
-    """What one run of a class's step is told where it asks.
+    """The answers that one run of a class's step gets if it asks.
 
     Args:
         class_name: the name of the optimizer's class, for errors.

@@ -34,6 +34,8 @@ class Every(NamedTuple):
 
 @dataclass(frozen=True)
 class Delayed:
+    """What `every` returns."""
+
     interval: int
     part: Part
 

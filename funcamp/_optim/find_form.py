@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from funcamp import _tree
 from funcamp._optim.arguments import is_torchs
 from funcamp._optim.class_state import ClassState, Entries, Entry, Form, Held, entries_in, form_of, zero_of
 from funcamp._optim.containers import leaves_of
@@ -138,11 +139,8 @@ def _two_of_each(form: Form, params: list[Tensor]) -> tuple[Form, list[Tensor]]:
 
 def _keeps_apart(flow: Dataflow, step_run: StepRun) -> bool:
     """Return whether what a run made of each parameter depends on no other."""
-    for number, (param, leaf) in enumerate(zip(step_run.params, step_run.held.leaves)):
-        tensors = [param, *[value for value in leaves_of(leaf).values() if isinstance(value, Tensor)]]
-        if any(flow.sources(tensor) - {number} for tensor in tensors):
-            return False
-    return True
+    states = [_tree.tensors_in(list(leaves_of(leaf).values())) for leaf in step_run.held.leaves]
+    return flow.keeps_apart([[param, *state] for param, state in zip(step_run.params, states)])
 
 
 def _examples(entries: Mapping[str, Entry], like: Tensor) -> Entries:

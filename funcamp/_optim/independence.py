@@ -106,10 +106,8 @@ def _followed(
 
 def _is_separable(flow: Dataflow, stepped: Stepped) -> bool:
     """Return whether each parameter and its state depend on no other, and what all share on none."""
-    for number, (param, entries) in enumerate(zip(stepped.params, stepped.state.leaves)):
-        if any(flow.sources(tensor) - {number} for tensor in (param, *entries.values())):
-            return False
-    return not any(flow.sources(tensor) for tensor in stepped.state.shared.values())
+    groups = [[param, *entries.values()] for param, entries in zip(stepped.params, stepped.state.leaves)]
+    return flow.keeps_apart(groups) and not any(map(flow.sources, stepped.state.shared.values()))
 
 
 def operations_on(step: ClassStep, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Any] | None:

@@ -183,41 +183,31 @@ def put_state(
     _replace_states(optimizer, lambda _: defaultdict(dict))
     holders = holders_of(optimizer)
     for name, value in filled(form.shared, state.shared, decisions, "its group's").items():
-        _put(holders, name, value)
+        container, key = _place_of(holders, name)
+        container[key] = value
     for param, leaf_form, entries in zip(params, form.leaves, state.leaves):
         if not entries and entries_in(leaf_form):  # it has not taken a step
             continue
         for name, value in filled(leaf_form, entries, decisions, "state").items():
-            if name.endswith(BY_PARAM):
-                _held_as(holders, name.removesuffix(BY_PARAM).replace("/", "."))[param] = value
-            elif name.endswith(BY_ID):
-                _held_as(holders, name.removesuffix(BY_ID).replace("/", "."))[id(param)] = value
+            is_by_param = name.endswith(BY_PARAM)
+            if is_by_param or name.endswith(BY_ID):
+                shared_name = name.removesuffix(BY_PARAM if is_by_param else BY_ID).replace("/", ".")
+                container, key = _place_of(holders, shared_name)
+                container[key][param if is_by_param else id(param)] = value
             else:
                 prefix = _holder_of(name, holders)
                 holders[prefix].state[param][name.removeprefix(prefix)] = value
 
 
-def _put(holders: dict[str, torch.optim.Optimizer], name: str, value: object) -> None:
-    """Set something that all parameters share."""
+def _place_of(holders: dict[str, torch.optim.Optimizer], name: str) -> tuple[Any, str]:
+    """Return the container of something that all parameters share, and its key there."""
     prefix = _holder_of(name, holders)
-    own_name = name.removeprefix(prefix)
+    holder, own_name = holders[prefix], name.removeprefix(prefix)
     if own_name.startswith(STATE):
-        holders[prefix].state[own_name.removeprefix(STATE)] = value  # type: ignore[index]  # a key that is no parameter
-    elif own_name.startswith(ATTRIBUTE):
-        setattr(holders[prefix], own_name.removeprefix(ATTRIBUTE), value)
-    else:
-        holders[prefix].param_groups[0][own_name] = value
-
-
-def _held_as(holders: dict[str, torch.optim.Optimizer], name: str) -> Any:
-    """Return something that all parameters share."""
-    prefix = _holder_of(name, holders)
-    own_name = name.removeprefix(prefix)
-    if own_name.startswith(STATE):
-        return holders[prefix].state[own_name.removeprefix(STATE)]  # type: ignore[index]
+        return holder.state, own_name.removeprefix(STATE)
     if own_name.startswith(ATTRIBUTE):
-        return getattr(holders[prefix], own_name.removeprefix(ATTRIBUTE))
-    return holders[prefix].param_groups[0][own_name]
+        return vars(holder), own_name.removeprefix(ATTRIBUTE)
+    return holder.param_groups[0], own_name
 
 
 def _holder_of(name: str, holders: dict[str, torch.optim.Optimizer]) -> str:

@@ -9,6 +9,7 @@ from funcamp._optim.arguments import first_line, is_own_refusal
 from funcamp._optim.class_state import kind_of, same
 from funcamp._optim.class_step import ClassStep
 from funcamp._optim.containers import leaves_of
+from funcamp._optim.decisions import Decisions
 from funcamp._optim.hyperparameters import is_dynamic, map_items
 from funcamp._optim.number import Number
 from funcamp._optim.record import distance, key_of
@@ -17,37 +18,45 @@ from funcamp._optim.trial import are_equal, inputs_on, precise_inputs, two_steps
 
 
 def refuse_choices_of_constructor(step: ClassStep) -> None:
-    """Refuse a tensor or a schedule by whose value the constructor chooses: it would be by the example for ever."""
+    """Refuse a tensor or a schedule that the constructor uses otherwise than to put it into the parameter group.
 
-    def leaves_if(flipped: int | None) -> tuple[dict[str, Any], list[str]]:
-        decisions = step.decisions(flipped=flipped)
-        held = constructed(step.cls, step.arguments, step.examples("meta"), inputs_on("meta").params, decisions)
-        leaves = {name: repr(leaf) if kind_of(leaf) else leaf for name, leaf in leaves_of(held.shared).items()}
-        return leaves, decisions.compared_in_constructor
-
+    It may choose by the value, which here is the example for ever, or keep a number made of it, which a schedule of
+    torch leaves as it is.
+    """
     if not step.dynamic:
         return
-    held = constructed(step.cls, step.arguments, step.examples("meta"), inputs_on("meta").params, step.decisions())
-    for name, leaf in leaves_of(held.shared).items():
+    decisions = step.decisions()
+    leaves = _constructed_leaves(step, decisions)
+    for name, leaf in leaves.items():
         if isinstance(leaf, Number) and (key_of(name) not in step.dynamic or not leaf.is_hyperparameter):
             raise TypeError(
                 f"stateless: {', '.join(step.dynamic)} must be a number, because the constructor of "
                 f"{step.cls.__name__} keeps a number made of it as {name}, which a schedule of torch leaves as it is; "
                 "got a tensor or a schedule"
             )
-    leaves, labels = leaves_if(None)
-    again, _ = leaves_if(None)
-    comparable = {name for name in leaves.keys() & again.keys() if same(leaves[name], again[name])}
-    for number, label in enumerate(labels):
+    again = _constructed_leaves(step, step.decisions())
+    comparable = [name for name in leaves.keys() & again.keys() if _is_as_before(leaves[name], again[name])]
+    for number, label in enumerate(decisions.compared_in_constructor):
         try:
-            others, _ = leaves_if(number)
+            others = _constructed_leaves(step, step.decisions(flipped=number))
         except Exception:
             continue  # it allows no such value
-        if any(name not in others or not same(leaves[name], others[name]) for name in comparable):
+        if not all(name in others and _is_as_before(leaves[name], others[name]) for name in comparable):
             raise TypeError(
                 f"stateless: {key_of(label)} must be a number, because the constructor of {step.cls.__name__} chooses "
                 "by its value; got a tensor or a schedule: make another optimizer for another value"
             )
+
+
+def _constructed_leaves(step: ClassStep, decisions: Decisions) -> dict[str, Any]:
+    """Return what all parameters share in a new instance."""
+    held = constructed(step.cls, step.arguments, step.examples("meta"), inputs_on("meta").params, decisions)
+    return leaves_of(held.shared)
+
+
+def _is_as_before(one: object, other: object) -> bool:
+    """Return whether a leaf is the same in two instances; numbers and tensors are compared by their text."""
+    return repr(one) == repr(other) if kind_of(one) and kind_of(other) else same(one, other)
 
 
 def refuse_reads_of(step: ClassStep, name: str) -> None:

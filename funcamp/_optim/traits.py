@@ -129,8 +129,6 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
 
 #: The traits of classes with hyperparameters: a trial takes as long as some hundred steps.
 _known_traits: dict[Any, Traits] = {}
-
-
 _LARGEST_COUNT_OF_TRAITS = 256
 
 

@@ -73,4 +73,5 @@ def tensors_in(params: list[Tensor], state: ClassState) -> list[Tensor]:
 
 
 def are_equal(tensors: list[Tensor], others: list[Tensor]) -> bool:
+    """Return whether two lists of tensors are equal; NaN equals NaN."""
     return len(tensors) == len(others) and all(map(is_same, tensors, others))

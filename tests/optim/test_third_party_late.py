@@ -286,10 +286,10 @@ class Keeper(Counting):
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
-        self.kept, self.scale, self.fn = types.SimpleNamespace(factor=1.0), torch.ones(()), (lambda: 1.0)
+        self.kept, self.scale = types.SimpleNamespace(factor=1.0), torch.ones(())
 
     def change(self) -> None:
-        raise NotImplementedError
+        """Change it."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -139,7 +139,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "scheduler": (lambda: stateless(torch.optim.SGD, lr=COSINE), TypeError, "stateless: lr must be a number, a tensor or a schedule, a function of the count of applied steps; got a CosineAnnealingLR"),
     "scheduler class": (lambda: stateless(torch.optim.SGD, lr=SCHEDULE.CosineAnnealingLR), TypeError, "stateless: lr must be a number, a tensor or a schedule.*; got the class CosineAnnealingLR"),
     "LambdaLR": (lambda: SCHEDULE.LambdaLR(SGD, lambda n: 1.0), AttributeError, "has no 'param_groups', as it is no torch.optim.Optimizer.*lr= a function of the count of applied steps"),
-    "step of stateless": (lambda: SGD.step(), AttributeError, r"stateless\(.*\): has no 'step', as it is no torch.optim.Optimizer: .*update\(params, grads, opt_state\)"),  # type: ignore[attr-defined]
+    "step of stateless": (lambda: SGD.step(), AttributeError, r"stateless\(.*\).*: has no 'step', as it is no torch.optim.Optimizer: .*update\(params, grads, opt_state\)"),  # type: ignore[attr-defined]
     # checkpoints
     "module's dict": (lambda: STEP.load_state_dict(MODEL.state_dict(), START), ValueError, r"it has unknown '0.bias'.*: .*from_torch\(step.init\(\), optimizer=..., scaler=...\)"),
     "module's dict, not strict": (lambda: STEP.load_state_dict(MODEL.state_dict(), START, strict=False), ValueError, r"at least one parameter of like.*: .*from_torch"),

@@ -142,7 +142,7 @@ class Observer:
             for name in ("all_reduce", "all_reduce_coalesced", "reduce"):
                 yield torch.distributed, name, self._reduce
             yield nn.parallel.DistributedDataParallel, "__init__", self._make_replica
-            yield torch.distributed.Reducer, "prepare_for_backward", self._prepare_reducer
+            yield torch.distributed.Reducer, "prepare_for_backward", self._prepare_reducer  # type: ignore[attr-defined]
 
     def _observed(self, function: Callable[..., Any], handler: _Handler) -> Callable[..., Any]:
         """Wrap a function: its handler gets each call that is not made by an observed one."""

@@ -1,0 +1,123 @@
+"""How much longer does a training loop take while the auditor watches it?
+
+Three ways to run torch's AMP loop in float16, interleaved in one process: as it is; under the auditor; and under all that
+`python -m funcamp report` runs, with its recorder, which has recorded its pass. In loops of small operations the
+Python around each operation is most of the time, in loops of large ones the operations are.
+
+    python benchmarks/auditor.py [--rounds 9] [--sizes "4 layers of 64 units"] [--out DIR]
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from _timing import Report, Variant, about, arguments, chosen, measured, torch_variant
+from torch import nn
+
+from funcamp._audit.audit import Auditor
+from funcamp.numerics.report.recorder import Recorder
+
+#: Steps in a call, which a watcher begins and ends once.
+STEPS = 20
+
+
+class Size(NamedTuple):
+    """A loop to watch."""
+
+    layers: int
+    units: int
+    rows: int
+    calls: int
+    """Calls in one timing."""
+
+
+SIZES = {
+    "4 layers of 64 units": Size(layers=4, units=64, rows=32, calls=3),
+    "6 layers of 1,024 units": Size(layers=6, units=1024, rows=32, calls=1),
+}
+
+
+def loop(size: Size) -> Callable[[], None]:
+    """Return a function that takes some steps of an AMP loop."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(size.units, size.units), nn.ReLU()) for _ in range(size.layers)]
+    model = nn.Sequential(*layers, nn.Linear(size.units, 1))
+    x = torch.randn(size.rows, size.units)
+    y = torch.randn(size.rows, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = nn.functional.mse_loss(model(x), y)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+    return steps
+
+
+def plain(size: Size) -> Variant:
+    """The loop as it is."""
+    return torch_variant(loop(size), "cpu")
+
+
+def audited(size: Size) -> Variant:
+    """The loop under the auditor."""
+    steps = loop(size)
+
+    def call() -> None:
+        with Auditor().watching():
+            steps()
+
+    return torch_variant(call, "cpu")
+
+
+def reported(size: Size) -> Variant:
+    """The loop under the command's two watchers."""
+    steps = loop(size)
+
+    def call() -> None:
+        recorder = Recorder(None, 1, 1, None)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(recorder.watching())
+            stack.enter_context(Auditor().watching())
+            steps()
+
+    return torch_variant(call, "cpu")
+
+
+VARIANTS = {"as it is": plain, "under the auditor": audited, "under the command": reported}
+
+
+def main() -> None:
+    """Measure, print, and write the result files where asked."""
+    parser = arguments(__doc__)
+    args = parser.parse_args()
+    if args.device != "cpu":
+        parser.error("--device must be cpu")
+    columns = {
+        "loop": "size",
+        "run": "variant",
+        "ms a step": "step_ms",
+        "time over as it is": "ratio",
+        "quartiles": "ratio_quartiles",
+    }
+    facts = about("cpu", rounds=args.rounds, steps=STEPS)
+    report = Report(args.out, "auditor-cpu", "A loop under the auditor", facts, columns)
+    for name, size in chosen(parser, args, SIZES).items():
+        makers = {label: functools.partial(make, size) for label, make in VARIANTS.items()}
+        for row in measured(name, makers, size.calls, args.rounds, "cpu"):
+            if "median_ms" in row:
+                row["step_ms"] = round(row["median_ms"] / STEPS, 3)
+            report.add([row])
+
+
+if __name__ == "__main__":
+    main()

@@ -100,6 +100,7 @@ bench: $(VENV)/installed $(VENV)/models/installed
 	$(BIN)/python benchmarks/gpu_program.py --out $(RESULTS)
 	$(BIN)/python benchmarks/overhead.py --out $(RESULTS)
 	$(BIN)/python benchmarks/grad_scaler.py --out $(RESULTS)
+	$(BIN)/python benchmarks/auditor.py --out $(RESULTS)
 	$(BIN)/python benchmarks/warm_start.py --out $(RESULTS)
 	$(BIN)/python benchmarks/float8.py --out $(RESULTS)
 	$(BIN)/python benchmarks/float16_rl.py --out $(RESULTS)

@@ -21,7 +21,7 @@ from funcamp._optim.class_state import (
     entries_of,
 )
 from funcamp._optim.containers import leaves_of
-from funcamp._optim.decisions import Decisions, TooManyPathsError, along_paths
+from funcamp._optim.decisions import Answers, Decisions, TooManyPathsError, along_paths
 from funcamp._optim.find_form import find_form
 from funcamp._optim.hyperparameters import stand_in
 from funcamp._optim.python_names import names_for_numbers
@@ -59,7 +59,7 @@ class ClassStep:
     """Names of the hyperparameters that are tensors or schedules."""
     changing: Changing
     """Its numbers that change from step to step."""
-    in_use: frozenset[str] = frozenset()
+    treated_as_nonzero: frozenset[str] = frozenset()
     """Labels of hyperparameters whose comparison with 0 is no question (`Decisions`)."""
     asks_divisors: bool = False
     """Whether it catches `ZeroDivisionError` (`Decisions`)."""
@@ -80,21 +80,21 @@ class ClassStep:
 
     def decisions(
         self,
-        answers: tuple[bool, ...] = (),
-        zeros: frozenset[str] = frozenset(),
+        answers: Answers = (),
+        treated_as_zero: frozenset[str] = frozenset(),
         *,
         truthful: bool = False,
-        flipped: int | None = None,
+        flipped_comparison: int | None = None,
     ) -> Decisions:
-        """Return the answers of a run to what the class asks."""
+        """Return the decisions of a run of the class; arguments as in `Decisions`."""
         return Decisions(
             self.cls.__name__,
             answers,
-            self.in_use,
-            zeros,
+            self.treated_as_nonzero,
+            treated_as_zero,
             asks_divisors=self.asks_divisors,
             truthful=truthful,
-            flipped=flipped,
+            flipped_comparison=flipped_comparison,
         )
 
     def run(

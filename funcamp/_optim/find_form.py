@@ -15,7 +15,7 @@ from funcamp._optim.arguments import is_torchs
 from funcamp._optim.class_state import ClassState, Entries, Entry, Form, Held, entries_in, form_of, zero_of
 from funcamp._optim.containers import leaves_of
 from funcamp._optim.dataflow import Dataflow, followed
-from funcamp._optim.decisions import Decisions, OtherAnswers, every_path
+from funcamp._optim.decisions import Decisions, OtherAnswers, results_of_paths
 from funcamp._optim.modes import without_modes
 from funcamp._optim.run import StepRun
 
@@ -55,7 +55,7 @@ def _with_entries_of_other_paths(step: ClassStep, form: Form, empty: list[Tensor
 
     shared = dict(form.shared)
     with without_modes():
-        for other in every_path(run, step.decisions).values():
+        for other in results_of_paths(run, step.decisions):
             shared = other.shared | shared
     return form._replace(shared=shared)
 
@@ -103,7 +103,7 @@ def _with_later_forms(step: ClassStep, form: Form, empty: list[Tensor]) -> Form:
             return form_of(step_run.held, Held([], {}), step.changing)
 
         with without_modes():
-            for after in every_path(run, step.decisions).values():
+            for after in results_of_paths(run, step.decisions):
                 form = _with_forms(form, after)
         return form
 

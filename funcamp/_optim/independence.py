@@ -64,8 +64,8 @@ def flow_of(step: ClassStep, record: Record) -> tuple[bool, bool, bool]:
     if draws and questions:
         raise impure(
             step.cls,
-            f"its step draws random numbers, and branches ({questions[0].place}): each side would draw; use it in an "
-            "ordinary loop with funcamp.GradScaler",
+            f"its step draws random numbers, and branches ({questions[0].location}): each side would draw; use "
+            "it in an ordinary loop with funcamp.GradScaler",
         )
     return is_pointwise, is_separable, writes_grads
 

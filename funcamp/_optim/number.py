@@ -130,14 +130,14 @@ class Number(float):
         proposal = bool(compare(self.example, other_example))
         decisions = self.decisions
         if decisions.is_constructing:
-            return decisions.in_constructor(self.label, proposal)
+            return decisions.answer_in_constructor(self.label, proposal)
         # What holds for 0 says nothing of numbers below it.
         asks_for_zero = compare in (operator.eq, operator.ne) and not isinstance(other, Number) and other == 0
         if self.is_hyperparameter and asks_for_zero:
             decisions.compared_with_zero.add(self.label)
-            if self.label in decisions.zeros:
+            if self.label in decisions.treated_as_zero:
                 return compare(0.0, 0.0)
-            if self.label in decisions.in_use:
+            if self.label in decisions.treated_as_nonzero:
                 return proposal
         # Two numbers that are computed alike may be compared the other way round.
         key = decisions.key((compare.__name__, self.key, _key_of(other, decisions)))

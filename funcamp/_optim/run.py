@@ -2,7 +2,7 @@
 
 The class's own constructor and `step` run on clones, in an instance created for the call, with the state put into it.
 Numbers that change in training are tensors that the class takes for numbers (`Number`). Where it reads a tensor
-(`step.item()`) it gets such a number, and where it branches on one the run is told which way to go (`Decisions`).
+(`step.item()`) it gets such a number, and if it branches on one, the run gets an answer (`Decisions`).
 `_Pure` does this, for the current thread only.
 """
 
@@ -253,7 +253,7 @@ def run_step(
         grads: their gradients, of the same shapes, or None; cast to the parameter's dtype.
         state: the state; None to start without one and record the first values.
         form: how the class stores it.
-        decisions: what the step is told where it asks.
+        decisions: the answers to its questions.
         writes_grads: whether the class writes into gradients, which are then cloned.
         wide: whether to use float64 step counters inside, on a CPU.
         method: the name of another method of the class to call, without arguments.

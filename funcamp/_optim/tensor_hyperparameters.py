@@ -38,7 +38,7 @@ def refuse_choices_of_constructor(step: ClassStep) -> None:
     comparable = [name for name in leaves.keys() & again.keys() if _is_as_before(leaves[name], again[name])]
     for number, label in enumerate(decisions.compared_in_constructor):
         try:
-            others = _constructed_leaves(step, step.decisions(flipped=number))
+            others = _constructed_leaves(step, step.decisions(flipped_comparison=number))
         except Exception:
             continue  # it allows no such value
         if not all(name in others and _is_as_before(leaves[name], others[name]) for name in comparable):
@@ -134,7 +134,7 @@ def with_known_comparisons(step: ClassStep) -> ClassStep:
     in_use: set[str] = set()
     for label in sorted(decisions.compared_with_zero):
         values = _with_zero(step, label)
-        for_others = replace(step, in_use=frozenset([label]))
+        for_others = replace(step, treated_as_nonzero=frozenset([label]))
         try:
             with_zero = two_steps(step, inputs, values, frozenset([label]))
             is_same = are_equal(two_steps(for_others, inputs, values), with_zero)
@@ -142,7 +142,7 @@ def with_known_comparisons(step: ClassStep) -> ClassStep:
             continue
         if is_same:
             in_use.add(label)
-    return replace(step, in_use=frozenset(in_use))
+    return replace(step, treated_as_nonzero=frozenset(in_use))
 
 
 def _with_zero(step: ClassStep, zero_label: str) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from funcamp._optim.class_state import (
     aliases_in,
 )
 from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, Grads, nothing
-from funcamp._optim.decisions import every_path
+from funcamp._optim.decisions import results_of_paths
 from funcamp._optim.first_state import CHUNK_SIZE, first_state
 from funcamp._optim.hyperparameters import is_dynamic, map_items, without_values
 from funcamp._optim.independence import flow_of, operations_on
@@ -220,7 +220,7 @@ def _refuse_hidden_changes(step: ClassStep, record: Record) -> None:
             seen.append((optimizer, unfollowed(optimizer), forms_of(optimizer)))
 
         run = functools.partial(step.run, first.params, grads, first.state, hyper, look=look)
-        for step_run in every_path(run, step.decisions).values():
+        for step_run in results_of_paths(run, step.decisions):
             for names in aliases_in(step_run.held, step_run.params) - record.aliases:
                 places = " and as ".join(sorted(names))
                 raise impure(step.cls, f"it keeps one tensor as {places} from some later step on; clone it")

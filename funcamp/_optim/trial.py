@@ -43,7 +43,10 @@ def precise_inputs(step: ClassStep) -> Inputs:
 
 
 def two_steps(
-    step: ClassStep, inputs: Inputs, values: Mapping[str, Any] | None = None, zeros: frozenset[str] = frozenset()
+    step: ClassStep,
+    inputs: Inputs,
+    values: Mapping[str, Any] | None = None,
+    treated_as_zero: frozenset[str] = frozenset(),
 ) -> list[Tensor]:
     """Return the parameters and the state after two steps along the path that the numbers of the trial propose.
 
@@ -52,14 +55,15 @@ def two_steps(
         inputs: those of the first step; the second has other gradients, so that it changes all of the state.
         values: of the hyperparameters that are tensors; the others are Python numbers. By default all dynamic ones are
             tensors, with their examples as values.
-        zeros: as in `Decisions`.
+        treated_as_zero: as in `Decisions`.
     """
     if step.separate and len(inputs.params) > 1:
-        return [tensor for alone in inputs.one_by_one() for tensor in two_steps(step, alone, values, zeros)]
+        return [tensor for alone in inputs.one_by_one() for tensor in two_steps(step, alone, values, treated_as_zero)]
     hyper = step.examples(inputs.params[0].device.type, values)
     first = step.along_paths(inputs.params, inputs.grads, None, nothing(inputs.params), hyper)
     other_grads = [grad.cos() for grad in inputs.grads]
-    second_run = step.run(first.params, other_grads, first.state, hyper, step.decisions(zeros=zeros))
+    decisions = step.decisions(treated_as_zero=treated_as_zero)
+    second_run = step.run(first.params, other_grads, first.state, hyper, decisions)
     second = step.stepped(second_run, step.form(first.params), other_grads, first.state, first.state)
     return tensors_in(second.params, second.state)
 

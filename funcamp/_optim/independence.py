@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcamp._optim.arguments import impure, is_own_refusal
 from funcamp._optim.class_state import ClassState
-from funcamp._optim.class_step import ClassStep, Stepped, nothing
+from funcamp._optim.class_step import ClassStep, Stepped, empty_state
 from funcamp._optim.dataflow import Dataflow, followed
 from funcamp._optim.decisions import Decisions, OtherAnswers, Question
 from funcamp._optim.modes import without_modes
@@ -59,7 +59,7 @@ def flow_of(step: ClassStep, record: Record) -> tuple[bool, bool, bool]:
             )
             for index in {*range(len(params))} - askers:
                 is_separable &= is_same(before.params[index], other.params[index])
-                both_leaves = before.state.leaves[index].values(), other.state.leaves[index].values()
+                both_leaves = before.state.per_param[index].values(), other.state.per_param[index].values()
                 is_separable &= all(is_same(*both) for both in zip(*both_leaves))
     if draws and questions:
         raise impure(
@@ -83,14 +83,14 @@ def _followed(
     decisions: Decisions,
 ) -> tuple[Dataflow, tuple[Stepped, list[Question]]]:
     """Return the flow of one run of a step, its results and its questions."""
-    leaves = [{} for _ in params] if state is None else state.leaves
+    leaves = [{} for _ in params] if state is None else state.per_param
     grads = [grad.clone() for grad in grads]
     groups = [[param, grad, *entries.values()] for param, grad, entries in zip(params, grads, leaves)]
     form = step.form(params)  # it takes a step of its own, which is not followed
 
     def run() -> tuple[Stepped, list[Question]]:
         step_run = step.run(params, grads, state, hyper, decisions)
-        stepped = step.stepped(step_run, form, grads, state, nothing(params) if state is None else state)
+        stepped = step.stepped(step_run, form, grads, state, empty_state(params) if state is None else state)
         return stepped, decisions.questions
 
     flow, results = followed(groups, run)
@@ -106,8 +106,8 @@ def _followed(
 
 def _is_separable(flow: Dataflow, stepped: Stepped) -> bool:
     """Return whether each parameter and its state depend on no other, and what all share on none."""
-    groups = [[param, *entries.values()] for param, entries in zip(stepped.params, stepped.state.leaves)]
-    return flow.keeps_apart(groups) and not any(map(flow.sources, stepped.state.shared.values()))
+    groups = [[param, *entries.values()] for param, entries in zip(stepped.params, stepped.state.per_param)]
+    return flow.is_separable(groups) and not any(map(flow.sources, stepped.state.shared.values()))
 
 
 def operations_on(step: ClassStep, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Any] | None:

@@ -9,21 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from funcamp._optim.arguments import first_line, impure, is_own_refusal, is_torchs
-from funcamp._optim.class_state import (
+from funcamp._optim.class_state import Changing
+from funcamp._optim.containers import leaves_of
+from funcamp._optim.instance import instance_of, step_of
+from funcamp._optim.instance_state import (
     ATTRIBUTE,
-    Changing,
-    Held,
+    InstanceState,
     Kind,
     aliases_in,
-    held_by,
     is_plain,
     kind_of,
+    read_state,
     same,
     snapshot,
     wider,
 )
-from funcamp._optim.containers import leaves_of
-from funcamp._optim.instance import instance_of, step_of
 from funcamp._trace.python_state import Form as PythonForm
 from funcamp._trace.python_state import survey
 
@@ -37,9 +37,9 @@ class Record(NamedTuple):
     """Those of each step."""
     results: list[list[Tensor]]
     """The parameters after each step."""
-    constructed: Held
+    constructed: InstanceState
     """What the instance holds before the first step."""
-    held: list[Held]
+    held: list[InstanceState]
     """What it holds after each step."""
     aliases: set[frozenset[str]]
     """What it holds in one memory after these steps, as in `aliases_in`."""
@@ -100,7 +100,7 @@ def _record_of(
     own_params: list[Tensor] = [nn.Parameter(param.clone()) for param in params]
     torch.manual_seed(SEED)
     optimizer = instance_of(cls, own_params, dict(arguments))
-    record = Record(params, [], [], snapshot(held_by(optimizer, own_params)), [], set())
+    record = Record(params, [], [], snapshot(read_state(optimizer, own_params)), [], set())
     _refuse_memory_of_parameters(cls, arguments, params, record.constructed)
     step = step_of(optimizer)
     before = forms_of(optimizer)
@@ -112,7 +112,7 @@ def _record_of(
             step()
         record.grads.append(grads)
         record.results.append([param.detach().clone() for param in own_params])
-        held = held_by(optimizer, own_params)
+        held = read_state(optimizer, own_params)
         record.held.append(snapshot(held))
         record.aliases.update(aliases_in(held, own_params))
     for path, form in forms_of(optimizer).items():
@@ -155,18 +155,18 @@ def forms_of(optimizer: torch.optim.Optimizer) -> dict[str, PythonForm]:
     """Return what the variables of a user's class and of its functions hold, and attributes that are no values."""
     cls = type(optimizer)
     roots: dict[str, object] = {cls.__name__: cls}
-    for name, value in held_by(optimizer, []).shared.items():
+    for name, value in read_state(optimizer, []).shared.items():
         if name.startswith(ATTRIBUTE) and not is_plain(value):
             roots[name] = value
     return {path: PythonForm(slot.value) for path, slot in survey(roots).items()}
 
 
 def _refuse_memory_of_parameters(
-    cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], params: list[Tensor], constructed: Held
+    cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], params: list[Tensor], constructed: InstanceState
 ) -> None:
     """Refuse a class whose constructor keeps values of its parameters, which an instance for one step has not."""
     others: list[Tensor] = [nn.Parameter(param + 1) for param in params]
-    leaves = leaves_of(snapshot(held_by(instance_of(cls, others, dict(arguments)), others)).shared)
+    leaves = leaves_of(snapshot(read_state(instance_of(cls, others, dict(arguments)), others)).shared)
     for name, leaf in leaves_of(constructed.shared).items():
         if kind_of(leaf) is not None and not same(leaf, leaves.get(name)):
             raise ElsewhereError(f"{name} holds values of the parameters that the constructor got")
@@ -184,7 +184,7 @@ def changing_in(record: Record) -> Changing:
     shared: dict[str, Kind] = {}
     names = {key_of(name) for held in record.held for name in held.shared.keys() - record.constructed.shared.keys()}
     for before, after in zip(record.held, record.held[1:]):
-        for former, held in zip(before.leaves, after.leaves):
+        for former, held in zip(before.per_param, after.per_param):
             _note_changes(leaves, leaves_of(former), leaves_of(held))
     for before, after in zip([record.constructed, *record.held], record.held):
         names |= {key_of(name) for name in _note_changes(shared, leaves_of(before.shared), leaves_of(after.shared))}

@@ -17,10 +17,19 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from funcamp import _upstream
-from funcamp._optim.class_state import ClassState, Entries, Form, Held, held_by
+from funcamp._optim.class_state import ClassState, Entries, Form
 from funcamp._optim.decisions import Decisions
 from funcamp._optim.hyperparameters import map_items
-from funcamp._optim.instance import begin_recording, changed, first_values, instance_of, marks, put_state, step_of
+from funcamp._optim.instance import (
+    begin_recording,
+    changes_between,
+    first_values,
+    instance_of,
+    put_state,
+    step_of,
+    versions_of,
+)
+from funcamp._optim.instance_state import InstanceState, read_state
 from funcamp._optim.number import Number, as_number, has_number, numbers_to_tensors
 from funcamp._optim.python_names import names_for_numbers
 from funcamp._optim.scalar_arguments import call_on_tensors, tensor_of
@@ -117,7 +126,7 @@ class _Pure(TorchFunctionMode):
         if name == "__get__" and func == _ASKS_FOR_GRADIENT and id(args[0]) in self._param_ids:
             return True  # as of a user's parameters; here they are tensors that nothing differentiates
         if name == "__get__" and func == _TAKES_DATA:
-            return args[0].detach()  # the same, but writing into it shows (`marks`)
+            return args[0].detach()  # the same, but writing into it shows (`versions_of`)
         if name in ("tensor", "as_tensor") and has_number(args[0]):
             return tensor_of(numbers_to_tensors(args[0]), **kwargs)
         if name in _COMPARISONS and args[0].is_floating_point() and isinstance(args[1], Number):
@@ -220,11 +229,11 @@ class StepRun(NamedTuple):
 
     params: list[Tensor]
     """The new parameters."""
-    held: Held
-    """What the instance holds after the step."""
-    first: Held
-    """The first value of each part of that; of the parameters nothing if a state was given."""
-    changed: dict[str, tuple[Any, Any]]
+    state: InstanceState
+    """What the instance keeps after the step."""
+    first_values: InstanceState
+    """The first value of each part of that; nothing if a state was given."""
+    changed: dict[str, tuple[object, object]]
     """What the step has changed of what all share and is not in the form, by name: the value before and after."""
 
 
@@ -239,9 +248,9 @@ def run_step(
     decisions: Decisions,
     *,
     writes_grads: bool = True,
-    wide: bool = True,
+    wide_counters: bool = True,
     method: str | None = None,
-    look: Callable[[torch.optim.Optimizer], None] | None = None,
+    observe: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> StepRun:
     """Take one step of `cls(params, **arguments | hyper)` from a given state.
 
@@ -255,9 +264,9 @@ def run_step(
         form: how the class stores it.
         decisions: the answers to its questions.
         writes_grads: whether the class writes into gradients, which are then cloned.
-        wide: whether to use float64 step counters inside, on a CPU.
+        wide_counters: whether to use float64 step counters inside, on a CPU.
         method: the name of another method of the class to call, without arguments.
-        look: called with the instance before the step and after it: in a trial.
+        observe: called with the instance before the step and after it: in a trial.
     """
     numbers, batched = _numbers(arguments, hyper, decisions)
     with torch.no_grad():
@@ -272,32 +281,33 @@ def run_step(
                 begin_recording(optimizer)
             else:
                 assert form is not None
-                put_state(optimizer, new_params, _clones_of(state, batched, wide=wide), form, decisions)
-            before = marks(optimizer, new_params)
-            if look is not None:
-                look(optimizer)
+                state_to_change = _clones_of(state, batched, wide_counters=wide_counters)
+                put_state(optimizer, new_params, state_to_change, form, decisions)
+            before = versions_of(optimizer, new_params)
+            if observe is not None:
+                observe(optimizer)
             (step_of(optimizer) if method is None else getattr(optimizer, method))()
-            if look is not None:
-                look(optimizer)
-            after = marks(optimizer, new_params)
+            if observe is not None:
+                observe(optimizer)
+            after = versions_of(optimizer, new_params)
     for param in new_params:
         param.grad = None
-    first = first_values(optimizer, new_params) if state is None else Held([], {})
-    return StepRun(new_params, held_by(optimizer, new_params), first, changed(before, after, form))
+    first = first_values(optimizer, new_params) if state is None else InstanceState([], {})
+    return StepRun(new_params, read_state(optimizer, new_params), first, changes_between(before, after, form))
 
 
-def constructed(
+def constructed_state(
     cls: type[torch.optim.Optimizer],
     arguments: dict[str, Any],
     hyper: dict[str, Any],
     params: list[Tensor],
     decisions: Decisions,
-) -> Held:
-    """Return what a new instance holds. Arguments as in `run_step`."""
+) -> InstanceState:
+    """Return what a new instance keeps. Arguments as in `run_step`."""
     numbers, batched = _numbers(arguments, hyper, decisions)
     pure = _Pure(_settles_scalars(params), params, batched, decisions)
     with torch.no_grad(), names_for_numbers(cls, decisions), pure, as_eager():
-        return held_by(instance_of(cls, params, arguments | numbers), params)
+        return read_state(instance_of(cls, params, arguments | numbers), params)
 
 
 def _clones_with_grads(
@@ -313,14 +323,14 @@ def _clones_with_grads(
     return clones
 
 
-def _clones_of(state: ClassState, batched: list[Tensor], *, wide: bool) -> ClassState:
+def _clones_of(state: ClassState, batched: list[Tensor], *, wide_counters: bool) -> ClassState:
     """Return a state that a class may write into."""
 
     def clones(entries: Entries) -> Entries:
         copies = {name: _batched_like(batched, value.clone()) for name, value in entries.items()}
-        return {name: _widened_counter(name, value) for name, value in copies.items()} if wide else copies
+        return {name: _widened_counter(name, value) for name, value in copies.items()} if wide_counters else copies
 
-    return ClassState(list(map(clones, state.leaves)), clones(state.shared))
+    return ClassState(list(map(clones, state.per_param)), clones(state.shared))
 
 
 def _widened_counter(name: str, value: Tensor) -> Tensor:

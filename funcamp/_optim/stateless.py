@@ -145,7 +145,7 @@ class StatelessOptimizer(Fixed):
         present = [index for index, param in enumerate(flat) if param is not None]
         if not present or (not active and is_torchs(self._cls)):
             return stored_params, opt_state._replace(applied=opt_state.applied + 1)
-        if len(active) < len(present) and not self._traits.takes_late:
+        if len(active) < len(present) and not self._traits.takes_late_gradients:
             missing = next(index for index in present if flat_grads[index] is None)
             raise ValueError(
                 f"update: grads{_tree.path_of(grads, missing)} must be a tensor, as all gradients of "
@@ -417,7 +417,7 @@ def _nonstrict_functions() -> tuple[Any, Any, Any]:
 def _first_state(key: str, params: list[Tensor], hyper: dict[str, Any]) -> tuple[list[Entries], Entries]:
     """Return the entries of each parameter before the first step, and those that all share."""
     state = _registry[key]._traits.first_state(params, hyper)
-    return state.leaves, state.shared
+    return state.per_param, state.shared
 
 
 def _step(
@@ -431,7 +431,7 @@ def _step(
     """Return the parameters, their entries and the shared ones after a step."""
     refuse_differentiation([*params, *[grad for grad in grads if grad is not None]])
     stepped = _registry[key]._traits.step(params, grads, ClassState(states, shared), hyper)
-    return stepped.params, stepped.state.leaves, stepped.state.shared
+    return stepped.params, stepped.state.per_param, stepped.state.shared
 
 
 def _evaluated(

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from funcamp._optim.arguments import first_line, is_own_refusal
-from funcamp._optim.class_state import kind_of, same
 from funcamp._optim.class_step import ClassStep
 from funcamp._optim.containers import leaves_of
 from funcamp._optim.decisions import Decisions
-from funcamp._optim.hyperparameters import is_dynamic, map_items
+from funcamp._optim.hyperparameters import Hyper, is_dynamic, map_items
+from funcamp._optim.instance_state import kind_of, same
 from funcamp._optim.number import Number
 from funcamp._optim.record import distance, key_of
-from funcamp._optim.run import constructed
+from funcamp._optim.run import constructed_state
 from funcamp._optim.trial import are_equal, inputs_on, precise_inputs, two_steps
 
 
@@ -48,21 +48,21 @@ def refuse_choices_of_constructor(step: ClassStep) -> None:
             )
 
 
-def _constructed_leaves(step: ClassStep, decisions: Decisions) -> dict[str, Any]:
+def _constructed_leaves(step: ClassStep, decisions: Decisions) -> dict[str, object]:
     """Return what all parameters share in a new instance."""
-    held = constructed(step.cls, step.arguments, step.examples("meta"), inputs_on("meta").params, decisions)
-    return leaves_of(held.shared)
+    state = constructed_state(step.cls, step.arguments, step.examples("meta"), inputs_on("meta").params, decisions)
+    return leaves_of(state.shared)
 
 
-def _is_as_before(one: object, other: object) -> bool:
+def _is_as_before(leaf: object, other: object) -> bool:
     """Return whether a leaf is the same in two instances; numbers and tensors are compared by their text."""
-    return repr(one) == repr(other) if kind_of(one) and kind_of(other) else same(one, other)
+    return repr(leaf) == repr(other) if kind_of(leaf) and kind_of(other) else same(leaf, other)
 
 
 def refuse_reads_of(step: ClassStep, name: str) -> None:
     """Refuse one hyperparameter by name if steps fail when it is a tensor and do not fail when it is a number."""
 
-    def error_with(values: dict[str, Any]) -> Exception | None:
+    def error_with(values: Mapping[str, object]) -> Exception | None:
         # Forms are of hyperparameters that are all tensors, or none.
         trial = replace(step, dynamic=tuple(values), _forms={})
         try:
@@ -112,7 +112,7 @@ def refuse_other_results(step: ClassStep, name: str) -> None:
         )
 
 
-def _multiplied(step: ClassStep, name: str, factor: float) -> Any:
+def _multiplied(step: ClassStep, name: str, factor: float) -> object:
     """Return the example of a hyperparameter times a factor; of a tuple only the items that are dynamic."""
 
     def multiply(_: str, item: object, number: float) -> float:
@@ -121,8 +121,8 @@ def _multiplied(step: ClassStep, name: str, factor: float) -> Any:
     return map_items(multiply, name, step.hyperparameters[name], step.arguments[name])
 
 
-def with_known_comparisons(step: ClassStep) -> ClassStep:
-    """Return the class with the hyperparameters whose value 0 is no other formula, though it compares them with 0.
+def without_needless_questions(step: ClassStep) -> ClassStep:
+    """Return the class with the hyperparameters whose comparison with 0 needs no question (`Decisions`).
 
     For such a hyperparameter a step with the tensor 0 in the formula for other values equals a step in which the
     comparison with 0 is true.
@@ -131,21 +131,21 @@ def with_known_comparisons(step: ClassStep) -> ClassStep:
     hyper = step.examples("cpu")
     decisions = step.decisions()
     step.run(inputs.params, inputs.grads, None, hyper, decisions)
-    in_use: set[str] = set()
+    treated_as_nonzero: set[str] = set()
     for label in sorted(decisions.compared_with_zero):
         values = _with_zero(step, label)
-        for_others = replace(step, treated_as_nonzero=frozenset([label]))
+        step_of_others = replace(step, treated_as_nonzero=frozenset([label]))
         try:
             with_zero = two_steps(step, inputs, values, frozenset([label]))
-            is_same = are_equal(two_steps(for_others, inputs, values), with_zero)
+            is_same = are_equal(two_steps(step_of_others, inputs, values), with_zero)
         except TypeError:  # with 0 the class keeps other entries
             continue
         if is_same:
-            in_use.add(label)
-    return replace(step, treated_as_nonzero=frozenset(in_use))
+            treated_as_nonzero.add(label)
+    return replace(step, treated_as_nonzero=frozenset(treated_as_nonzero))
 
 
-def _with_zero(step: ClassStep, zero_label: str) -> dict[str, Any]:
+def _with_zero(step: ClassStep, zero_label: str) -> Hyper:
     """Return the examples of the dynamic hyperparameters, with 0 for the one with this label."""
 
     def value_of(label: str, number: float) -> float:

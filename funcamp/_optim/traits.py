@@ -23,25 +23,23 @@ from funcamp._optim.arguments import (
     is_torchs,
     refuse_closure,
 )
-from funcamp._optim.changing_numbers import taken_on_every_path
+from funcamp._optim.changing_numbers import with_changing_numbers
 from funcamp._optim.class_code import catches_zero_divisions, refuse_caught_errors, refuse_identity_of_flags
-from funcamp._optim.class_state import (
-    ClassState,
-    aliases_in,
-)
-from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, Grads, nothing
+from funcamp._optim.class_state import ClassState
+from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, Grads, empty_state
 from funcamp._optim.decisions import results_of_paths
 from funcamp._optim.first_state import CHUNK_SIZE, first_state
 from funcamp._optim.hyperparameters import is_dynamic, map_items, without_values
 from funcamp._optim.independence import flow_of, operations_on
-from funcamp._optim.instance import unfollowed
+from funcamp._optim.instance import fixed_parts
+from funcamp._optim.instance_state import aliases_in
 from funcamp._optim.modes import without_modes
 from funcamp._optim.record import SEED, Record, changing_in, distance, forms_of, key_of, recorded
 from funcamp._optim.tensor_hyperparameters import (
     refuse_choices_of_constructor,
     refuse_other_results,
     refuse_reads_of,
-    with_known_comparisons,
+    without_needless_questions,
 )
 from funcamp._optim.trial import Inputs, are_equal, inputs_on, tensors_in
 from funcamp._optim.wrong_arguments import check_class
@@ -63,7 +61,7 @@ class Traits:
     ones: see `elementwise`."""
     entries: frozenset[str]
     """The names of its state entries for a matrix."""
-    takes_late: bool = True
+    takes_late_gradients: bool = True
     """Whether its step as a function follows it where the first gradient of a parameter comes later than others'."""
     _operations: dict[Any, list[Any] | None] = field(default_factory=dict, compare=False)
 
@@ -96,7 +94,7 @@ class Traits:
         def by_chunks(param: Tensor) -> bool:
             return self.elementwise([Kind(tuple(param.shape), param.dtype, CHUNK_SIZE)])
 
-        return first_state(self.step, params, hyper, starts_at_zero=self.starts_at_zero, by_chunks=by_chunks)
+        return first_state(self.step, params, hyper, starts_at_zero=self.starts_at_zero, can_split=by_chunks)
 
 
 class Kind(NamedTuple):
@@ -172,7 +170,7 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
         refuse_choices_of_constructor(step)
         for name in dynamic:
             refuse_reads_of(step, name)
-        step = taken_on_every_path(step)
+        step = with_changing_numbers(step)
         for name in {key_of(name) for name in step.changing.shared_names} & set(dynamic):
             raise TypeError(
                 f"stateless: {name} must be a number, because {cls.__name__} changes it; got a tensor or a schedule"
@@ -182,7 +180,7 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
         refuse_identity_of_flags(cls, step.changing)
         for name in dynamic:
             refuse_other_results(step, name)
-        step = with_known_comparisons(step)
+        step = without_needless_questions(step)
         is_pointwise, separable, writes_grads = flow_of(step, record)
         # torch's classes do the same for every dtype; others may write for narrow ones only.
         writes_grads = writes_grads or not is_torchs(cls)
@@ -191,20 +189,20 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
         starts_at_zero = not starts_as_recorded and _reproduces_first_step(step, starts_at_zero=True)
         if not (starts_as_recorded or starts_at_zero):
             step = replace(step, first_step_differs=True)
-        if step.changing.forms:  # two steps do not show what it does in later ones
+        if step.changing.form_changes:  # two steps do not show what it does in later ones
             step = replace(step, separable=False)
         is_pointwise = is_pointwise and step.separable and _has_no_places(step, record)
         if not is_torchs(cls):
-            step = replace(step, known_beginnings=_beginnings(step, record))
+            step = replace(step, known_first_operations=_beginnings(step, record))
         traits = Traits(step, starts_at_zero, is_pointwise, _entries(step))
         _refuse_other_numbers(traits, record)
         try:
-            takes_late = _follows(traits, record.params, record.late_grads, record.late_results)
+            takes_late_gradients = _follows(traits, record.params, record.late_grads, record.late_results)
         except Exception:
-            takes_late = False
+            takes_late_gradients = False
         # A step runs with all parameters in one form: with late gradients they would have several.
-        takes_late = takes_late and not step.changing.forms
-    return replace(traits, takes_late=takes_late)
+        takes_late_gradients = takes_late_gradients and not step.changing.form_changes
+    return replace(traits, takes_late_gradients=takes_late_gradients)
 
 
 def _refuse_hidden_changes(step: ClassStep, record: Record) -> None:
@@ -212,16 +210,16 @@ def _refuse_hidden_changes(step: ClassStep, record: Record) -> None:
     # Not on meta tensors: a class may keep a tensor on the device where it was last used.
     hyper = step.examples("cpu")
     inputs = inputs_on("cpu")
-    for params, grads in inputs.one_by_one() if step.separate else [inputs]:
-        first = step.along_paths(params, grads, None, nothing(params), hyper)
+    for params, grads in inputs.one_by_one() if step.steps_separately else [inputs]:
+        first = step.along_paths(params, grads, None, empty_state(params), hyper)
         seen: list[tuple[torch.optim.Optimizer, dict[str, object], dict[str, PythonForm]]] = []
 
-        def look(optimizer: torch.optim.Optimizer, seen: list[Any] = seen) -> None:
-            seen.append((optimizer, unfollowed(optimizer), forms_of(optimizer)))
+        def observe(optimizer: torch.optim.Optimizer, seen: list[Any] = seen) -> None:
+            seen.append((optimizer, fixed_parts(optimizer), forms_of(optimizer)))
 
-        run = functools.partial(step.run, first.params, grads, first.state, hyper, look=look)
+        run = functools.partial(step.run, first.params, grads, first.state, hyper, observe=observe)
         for step_run in results_of_paths(run, step.decisions):
-            for names in aliases_in(step_run.held, step_run.params) - record.aliases:
+            for names in aliases_in(step_run.state, step_run.params) - record.aliases:
                 places = " and as ".join(sorted(names))
                 raise impure(step.cls, f"it keeps one tensor as {places} from some later step on; clone it")
         for (optimizer, before, forms), (other, after, later_forms) in itertools.pairwise(seen):
@@ -242,13 +240,13 @@ def _refuse_hidden_changes(step: ClassStep, record: Record) -> None:
 def _reproduces_first_step(step: ClassStep, *, starts_at_zero: bool) -> bool:
     """Return whether a step from the state that `init` would give equals the first step without state."""
     inputs = inputs_on("cpu")
-    trials = inputs.one_by_one() if step.separate else [inputs]
+    trials = inputs.one_by_one() if step.steps_separately else [inputs]
     return all(_reproduces_first_step_of(step, trial, starts_at_zero=starts_at_zero) for trial in trials)
 
 
 def _reproduces_first_step_of(step: ClassStep, inputs: Inputs, *, starts_at_zero: bool) -> bool:
     """Return this for parameters that begin together, and for those that begin when others have taken a few steps."""
-    step = replace(step, wide=False)
+    step = replace(step, wide_counters=False)
     hyper = step.examples("cpu")
     torch.manual_seed(SEED)
     state = first_state(step, inputs.params, hyper, starts_at_zero=starts_at_zero)
@@ -269,7 +267,7 @@ def _reproduces_first_step_of(step: ClassStep, inputs: Inputs, *, starts_at_zero
         later = step.along_paths(inputs.params, inputs.grads, later, later, hyper).state
     without_leaves = ClassState([{} for _ in inputs.params], later.shared)
     try:
-        return is_reproduced(without_leaves, ClassState(state.leaves, later.shared))
+        return is_reproduced(without_leaves, ClassState(state.per_param, later.shared))
     except Exception as error:
         if is_own_refusal(error):
             raise
@@ -296,7 +294,7 @@ def _beginnings(step: ClassStep, record: Record) -> frozenset[tuple[object, ...]
 def _entries(step: ClassStep) -> frozenset[str]:
     """Return the names of the entries of a matrix's state."""
     params = inputs_on("cpu").params
-    leaves = first_state(step, params, step.examples("cpu"), starts_at_zero=False).leaves
+    leaves = first_state(step, params, step.examples("cpu"), starts_at_zero=False).per_param
     return frozenset(name for entries in leaves for name in entries if name != APPLIED_ENTRY)
 
 

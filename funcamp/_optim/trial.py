@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcamp._optim.class_state import ClassState
-from funcamp._optim.class_step import ClassStep, nothing
+from funcamp._optim.class_step import ClassStep, empty_state
 from funcamp._optim.record import is_same
 
 
@@ -45,7 +45,7 @@ def precise_inputs(step: ClassStep) -> Inputs:
 def two_steps(
     step: ClassStep,
     inputs: Inputs,
-    values: Mapping[str, Any] | None = None,
+    values: Mapping[str, object] | None = None,
     treated_as_zero: frozenset[str] = frozenset(),
 ) -> list[Tensor]:
     """Return the parameters and the state after two steps along the path that the numbers of the trial propose.
@@ -57,10 +57,10 @@ def two_steps(
             tensors, with their examples as values.
         treated_as_zero: as in `Decisions`.
     """
-    if step.separate and len(inputs.params) > 1:
-        return [tensor for alone in inputs.one_by_one() for tensor in two_steps(step, alone, values, treated_as_zero)]
+    if step.steps_separately and len(inputs.params) > 1:
+        return [tensor for single in inputs.one_by_one() for tensor in two_steps(step, single, values, treated_as_zero)]
     hyper = step.examples(inputs.params[0].device.type, values)
-    first = step.along_paths(inputs.params, inputs.grads, None, nothing(inputs.params), hyper)
+    first = step.along_paths(inputs.params, inputs.grads, None, empty_state(inputs.params), hyper)
     other_grads = [grad.cos() for grad in inputs.grads]
     decisions = step.decisions(treated_as_zero=treated_as_zero)
     second_run = step.run(first.params, other_grads, first.state, hyper, decisions)
@@ -71,7 +71,7 @@ def two_steps(
 def tensors_in(params: list[Tensor], state: ClassState) -> list[Tensor]:
     """Return parameters and a state in one list."""
     tensors = list(params)
-    for entries in (*state.leaves, state.shared):
+    for entries in (*state.per_param, state.shared):
         tensors += [entries[name] for name in sorted(entries)]
     return tensors
 

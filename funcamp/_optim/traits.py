@@ -30,7 +30,7 @@ from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, Grads, empty_sta
 from funcamp._optim.decisions import results_of_paths
 from funcamp._optim.first_state import CHUNK_SIZE, first_state
 from funcamp._optim.hyperparameters import is_dynamic, map_items, without_values
-from funcamp._optim.independence import flow_of, operations_on
+from funcamp._optim.independence import independence_of, operations_on
 from funcamp._optim.instance import fixed_parts
 from funcamp._optim.instance_state import aliases_in
 from funcamp._optim.modes import without_modes
@@ -181,7 +181,7 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
         for name in dynamic:
             refuse_other_results(step, name)
         step = without_needless_questions(step)
-        is_pointwise, separable, writes_grads = flow_of(step, record)
+        is_pointwise, separable, writes_grads = independence_of(step, record)
         # torch's classes do the same for every dtype; others may write for narrow ones only.
         writes_grads = writes_grads or not is_torchs(cls)
         step = replace(step, separable=separable, writes_grads=writes_grads)

@@ -20,7 +20,7 @@ from funcamp._optim.class_step import APPLIED_ENTRY
 from funcamp._optim.dataflow import can_follow
 from funcamp._optim.hyperparameters import ANOTHER, evaluate
 from funcamp._optim.run import refuse_differentiation
-from funcamp._optim.traits import Kind, Traits, probe
+from funcamp._optim.traits import StoredParam, Traits, probe
 from funcamp._optim.wrong_arguments import check_class, missing, refuse_positional
 from funcamp._storage.params import Params, collapse, expand
 from funcamp._types import Tree
@@ -246,13 +246,13 @@ class StatelessOptimizer(Fixed):
 
         Also where nothing is stored in groups.
         """
-        kinds: dict[Kind, None] = {}
+        kinds: dict[StoredParam, None] = {}
         is_sliced = False
 
         def note(stored: Params) -> Params:
             nonlocal is_sliced
             is_sliced = is_sliced or stored.ranks is not None
-            kinds.update(dict.fromkeys(starmap(Kind, stored.kinds())))
+            kinds.update(dict.fromkeys(starmap(StoredParam, stored.kinds())))
             return stored
 
         _tree.map_nodes(Params, note, params)

@@ -58,7 +58,7 @@ class Chain(Fixed):
                 new_states.append(new_state)
         return update, self._packed(new_states)
 
-    def learning_rate(self, opt_state: Tree) -> Any:
+    def learning_rate(self, opt_state: Tree) -> Tree:
         """Return the learning rate of the next step, of the first part that has one; `()` if none has."""
         for part, state in zip(self._with_state, self._unpacked(opt_state)):
             rate = learning_rate_of(part, state)

@@ -61,7 +61,7 @@ class Delayed:
         new_state = Every(updates, _select(is_due, "state", part_state, state.state))
         return update._replace(params=params, gradients=gradients), new_state
 
-    def learning_rate(self, state: Every) -> Any:
+    def learning_rate(self, state: Every) -> Tree:
         """Return the part's learning rate; `()` if it has none."""
         return learning_rate_of(self.part, state.state)
 

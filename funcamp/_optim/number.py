@@ -11,13 +11,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Hashable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
 from funcamp._optim.decisions import Decisions
 from funcamp._scaler.precision import widen
+
+#: An operator of Python or a function of torch, on numbers or on tensors.
+Compute: TypeAlias = Callable[..., Any]
 
 #: How the label of a computed number begins.
 _FROM = "what it computes from "
@@ -36,22 +39,22 @@ def _refusal(number: Number, reason: str) -> TypeError:
     )
 
 
-def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
+def _comparison(compare: Compute) -> Any:
     """Return the method of `Number` for one comparison operator."""
     return lambda self, other: self._compare(compare, other)
 
 
-def _arithmetic(compute: Callable[[Any, Any], Any]) -> Any:
+def _arithmetic(compute: Compute) -> Any:
     """Return the method of `Number` for one operator, such as __add__."""
     return lambda self, other: _computed(compute, self, other)
 
 
-def _reflected(compute: Callable[[Any, Any], Any]) -> Any:
+def _reflected(compute: Compute) -> Any:
     """Return the method of `Number` for one operator whose left operand is another value, such as __radd__."""
     return lambda self, other: _computed(compute, other, self)
 
 
-def _unary(compute: Callable[[Any], Any]) -> Any:
+def _unary(compute: Compute) -> Any:
     """Return the method of `Number` for one operator without another operand."""
     return lambda self: _computed(compute, self)
 
@@ -121,7 +124,7 @@ class Number(float):
     def __bool__(self) -> bool:
         return bool(self._compare(operator.ne, 0.0))
 
-    def _compare(self, compare: Callable[[Any, Any], Any], other: object) -> Any:
+    def _compare(self, compare: Compute, other: object) -> Any:
         if isinstance(other, Tensor):
             return compare(self.tensor, other)
         if not isinstance(other, (int, float)):
@@ -201,7 +204,7 @@ def _key_of(value: object, decisions: Decisions) -> Hashable:
     return value.key if isinstance(value, Number) else decisions.key(("constant", value))
 
 
-def _computed(compute: Callable[..., Any], *operands: Any) -> Any:
+def _computed(compute: Compute, *operands: Any) -> Any:
     """Return the result of an operator: a number if the operands are numbers, else a tensor."""
     if any(isinstance(operand, Tensor) for operand in operands):
         return compute(*map(numbers_to_tensors, operands))
@@ -223,7 +226,7 @@ def _ask_divisor(divisor: float) -> None:
         raise ZeroDivisionError
 
 
-def computed(compute: Callable[..., Any], *operands: float, **options: Any) -> Number:
+def computed(compute: Compute, *operands: float, **options: Any) -> Number:
     """Return what a function of torch, or an operator, makes of numbers: another number."""
     number = next(operand for operand in operands if isinstance(operand, Number))
     decisions = number.decisions
@@ -258,7 +261,7 @@ def _is_integral(operand: float) -> bool:
     return operand.is_integral if isinstance(operand, Number) else float(operand).is_integer()
 
 
-def _example(compute: Callable[..., Any], operands: list[float]) -> float:
+def _example(compute: Compute, operands: list[float]) -> float:
     """Return the result of an operator for examples; NaN for a function of torch, and where Python has no result."""
     if compute.__module__ != "_operator":
         return math.nan

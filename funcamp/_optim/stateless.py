@@ -162,7 +162,7 @@ class StatelessOptimizer(Fixed):
             new_tree = collapse(stored_params, new_tree)
         return new_tree, OptState(opt_state.applied + 1, new_entries, shared)
 
-    def learning_rate(self, opt_state: OptState) -> Any:
+    def learning_rate(self, opt_state: OptState) -> Tree:
         """Return the learning rate of the next step, a float32 tensor of shape (); `()` if there is none.
 
         A schedule is evaluated at `opt_state.applied`; a tensor is copied. Pure; no sync. The step's metrics contain

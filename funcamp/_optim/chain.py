@@ -112,7 +112,7 @@ def _parts_of(optimizer: object) -> tuple[Part, ...]:
 
 
 def only_optimizer_of(optimizer: Any) -> Any:
-    """Return the optimizer of a chain that besides only clips or averages; any other optimizer as it is."""
+    """Return the optimizer of a chain whose other parts only clip or average; any other optimizer as it is."""
     if not isinstance(optimizer, Chain):
         return optimizer
     optimizers = [part for part in optimizer.parts if not is_function(part) and not _averages(part)]

@@ -72,9 +72,9 @@ class ClassStep:
     """The operations of first steps in the trial of the class. A parameter with others begins as if its first step
     differed, because a class may begin large ones otherwise. Empty in the trial."""
     separable: bool = False
-    """Whether the step of each parameter depends on no other, besides what all share, which depends on none."""
+    """Whether the step of each parameter depends only on it and on what all share, which depends on no parameter."""
     steps_separately: bool = False
-    """Whether each parameter has questions that only it asks, and so steps alone: all together have too many paths."""
+    """Whether each parameter asks separate questions, and so steps separately: together they have too many paths."""
     writes_grads: bool = True
     """Whether it writes into gradients (Muon does)."""
     wide_counters: bool = True
@@ -110,7 +110,7 @@ class ClassStep:
         form: Form | None = None,
         observe: Callable[[torch.optim.Optimizer], None] | None = None,
     ) -> StepRun:
-        """Take one step along one path; from no state if it is None. A form is that of the state, if it is known."""
+        """Take one step along one path. A state of None is a first step; a form is that of the state, if known."""
         if state is not None and form is None:
             form = self.form(params)
         return run_step(

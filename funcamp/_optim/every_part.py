@@ -67,7 +67,7 @@ class Delayed:
 
 
 def _select(condition: Tensor, name: str, new: Tree, old: Tree) -> Tree:
-    """Return the new tree where the condition holds, else the old one; the old one itself if the new one is the same.
+    """Return the new tree if the condition holds, else the old one; the old one itself if the new one is the same.
 
     Raises:
         ValueError: they differ in structure, or in a None.

@@ -21,7 +21,7 @@ from funcamp._optim.record import Record, is_same
 
 
 class Independence(NamedTuple):
-    """What a step keeps apart, as far as a trial shows."""
+    """What a step computes independently of what, as far as a trial shows."""
 
     is_pointwise: bool
     """Whether no operation mixes the elements of a tensor."""
@@ -52,7 +52,7 @@ class _FollowedRun(NamedTuple):
 
 
 def independence_of(step: ClassStep, record: Record) -> Independence:
-    """Return what a step keeps apart.
+    """Return what a step computes independently of what.
 
     Two steps are followed, the second also along each other side of its questions.
 
@@ -98,7 +98,7 @@ def independence_of(step: ClassStep, record: Record) -> Independence:
 
 
 def _is_same_without(asking_params: Iterable[int], before: Stepped, after: Stepped) -> bool:
-    """Return whether the other side of a question of some parameters leaves all others, and what all share, alone."""
+    """Return whether the answer to a question of some parameters changes no other parameter, and nothing shared."""
     if not all(map(is_same, before.state.shared.values(), after.state.shared.values())):
         return False
     for index in set(range(len(before.params))).difference(asking_params):
@@ -125,7 +125,7 @@ def _followed(
     per_param = [{} for _ in params] if state is None else state.per_param
     grads = [grad.clone() for grad in grads]
     groups = [[param, grad, *entries.values()] for param, grad, entries in zip(params, grads, per_param)]
-    form = step.form(params)  # it takes a step of its own, which is not followed
+    form = step.form(params)  # here, because finding a form takes a step, which must not be followed
 
     def run() -> Stepped:
         step_run = step.run(params, grads, state, hyper, decisions)

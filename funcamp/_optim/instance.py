@@ -174,7 +174,7 @@ def first_values(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> Inst
         group: Any = each_optimizer.param_groups[0]
         shared |= {_prefixed(prefix, name): value for name, value in group.first_values.items()}
         for param, contents in zip(params, per_param):
-            # A class may have put a dict of its own there, of which only the last values are known.
+            # A class may have replaced the recording state by a dict, of which only the last values are known.
             first = getattr(each_optimizer.state.get(param), "first_values", {})
             contents |= {f"{prefix}{name}": value for name, value in first.items()}
     return InstanceState(per_param, shared)
@@ -265,7 +265,7 @@ def changes_between(before: dict[str, Version], after: dict[str, Version], form:
 
 
 def fixed_parts(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Return what a step must leave as it is besides its state, by name: no step as a function could follow it."""
+    """Return what a step must not change, by name, because it is no state that a step as a function could follow."""
     parts: dict[str, object] = {}
     for prefix, each_optimizer in with_wrapped(optimizer).items():
         parts[f"{prefix}param_groups"] = [list(map(id, group["params"])) for group in each_optimizer.param_groups]

@@ -2,8 +2,12 @@
 
 A class checks its hyperparameters (`0.0 <= lr`), branches on them (`if weight_decay != 0`), counts its steps
 (`group["step"] += 1`), and passes numbers where torch takes no tensors (`alpha=-lr`). A `Number` is a float for all of
-that code, as torch's parser of arguments wants it, and its arithmetic is that of a tensor, so that the class needs no
-branch of its own for tensors, and takes none. C takes the float out of it without asking: NaN, which a trial finds.
+that code, because torch's parser of arguments accepts nothing else, and its arithmetic is that of a tensor. So the
+class needs no branch for tensors, and takes none.
+
+C code reads the float without a call of a method. That of a number in a state is NaN, which a trial finds
+(`Dataflow.has_nan`). That of a hyperparameter is an example, and a trial compares the effects of example and tensor
+(`refuse_other_results`).
 """
 
 from __future__ import annotations
@@ -62,7 +66,7 @@ def _unary(compute: Compute) -> Any:
 class Number(float):
     """A number that changes in training: a hyperparameter, a count, or what is computed from them; it is a tensor.
 
-    The float is an example of its value; NaN where none is known. The constructor compares the example. A comparison in
+    The float is an example of its value; NaN if none is known. The constructor compares the example. A comparison in
     the step is a question (`Decisions`), and so is the truth of the number. Reading the value raises TypeError. The
     tensor is float64, as Python's numbers are.
 
@@ -221,7 +225,7 @@ _DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
 
 
 def _ask_divisor(divisor: float) -> None:
-    """Raise ZeroDivisionError if a number is 0, where the class catches that; a tensor would give inf or NaN."""
+    """Raise ZeroDivisionError if a number is 0 and the class catches that error; a tensor would give inf or NaN."""
     if isinstance(divisor, Number) and divisor.decisions.asks_divisors and divisor == 0:
         raise ZeroDivisionError
 
@@ -238,7 +242,7 @@ def computed(compute: Compute, *operands: float, **options: Any) -> Number:
     return Number(label, example, tensor, decisions, decisions.key(key), is_integral=is_integral)
 
 
-#: What makes whole numbers of whole numbers.
+#: Functions whose result is a whole number if their operands are.
 _INTEGRAL = {
     "add",
     "sub",
@@ -262,7 +266,7 @@ def _is_integral(operand: float) -> bool:
 
 
 def _example(compute: Compute, operands: list[float]) -> float:
-    """Return the result of an operator for examples; NaN for a function of torch, and where Python has no result."""
+    """Return the result of an operator for examples; NaN for a function of torch, or if Python raises an error."""
     if compute.__module__ != "_operator":
         return math.nan
     try:

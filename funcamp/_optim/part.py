@@ -28,7 +28,7 @@ class Update(NamedTuple):
 
 
 class Transform(Protocol):
-    """A part of a chain with a state of its own."""
+    """A part of a chain that has a state."""
 
     def init(self, params: Tree) -> Tree:
         """Return the state before the first step."""

@@ -1,7 +1,8 @@
 """The names of Python by which a class's code computes with numbers, such as `math.sqrt`: made to take a `Number`, too.
 
-`math.sqrt(x)` reads a float in C, where no method of `Number` is asked. So while a step runs, the modules of its class
-find other functions under these names. They do what Python's do for everything else, so other threads may call them.
+`math.sqrt(x)` reads a float in C, without a call of a method of `Number`. So while a step runs, the modules of its
+class find other functions under these names. They do what Python's do for everything else, so other threads may call
+them.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def _is_close(value: float, other: float, *, rel_tol: float = 1e-9, abs_tol: flo
 
 
 def _extreme(python: Compute, is_before: Callable[[Tensor, Tensor], Tensor]) -> Compute:
-    """Return `min` or `max`, without a question where the operands are numbers.
+    """Return `min` or `max`, which ask no question if the operands are numbers.
 
     As in Python the other operand is taken if it comes before the first; NaN comes before nothing.
     """

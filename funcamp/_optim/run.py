@@ -234,7 +234,7 @@ def refuse_differentiation(tensors: Iterable[Tensor]) -> None:
 
 
 def _settles_scalars(params: list[Tensor]) -> bool:
-    """Return whether scalars are computed once, each in a buffer, instead of where they are used."""
+    """Return whether scalars are computed once, each in a buffer, instead of at each use."""
     if len(params) <= _FEW_TENSORS:
         return True
     element_count = sum(param.numel() for param in params)

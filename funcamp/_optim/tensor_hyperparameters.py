@@ -1,4 +1,4 @@
-"""What a class does with its hyperparameters if they are tensors: whether it reads them, and where it asks for 0."""
+"""What a class does with its hyperparameters if they are tensors: whether it reads them, and compares them with 0."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from funcamp._optim.trial import are_equal, inputs_on, precise_inputs, two_steps
 def refuse_choices_of_constructor(step: ClassStep) -> None:
     """Refuse a tensor or a schedule that the constructor uses otherwise than to put it into the parameter group.
 
-    It may choose by the value, which here is the example for ever, or keep a number made of it, which a schedule of
-    torch leaves as it is.
+    It may choose by the value, but a step always constructs with the example. Or it may keep a number made of it, which
+    a schedule of torch does not change.
     """
     if not step.dynamic:
         return
@@ -86,8 +86,8 @@ def refuse_reads_of(step: ClassStep, name: str) -> None:
 def refuse_other_results(step: ClassStep, name: str) -> None:
     """Refuse a hyperparameter if a tensor with a value does not do what the number does.
 
-    The value is not the example, which a class uses where it takes the float out of a `Number` in C. The inputs are
-    float64 if they can be, so that a rounding is small beside the effect of the value.
+    The value is not the example, because a class that reads the float of a `Number` in C gets the example. The inputs
+    are float64 if they can be, so that a rounding is small beside the effect of the value.
     """
     inputs = precise_inputs(step)
     with_numbers = replace(step, dynamic=(), _forms={})
@@ -100,7 +100,7 @@ def refuse_other_results(step: ClassStep, name: str) -> None:
             continue  # the class does not allow this value
         with_example = two_steps(with_numbers, inputs, values={})
         with_tensor = two_steps(replace(step, dynamic=(name,), _forms={}), inputs, values={name: other_value})
-        # If the step used the example in place of the tensor, it would miss the whole effect of the value. The limit
+        # If the step used the example in place of the tensor, it would miss the full effect of the value. The limit
         # 1e-6 is for a value without effect.
         effect_of_value = distance(with_example, expected)
         if distance(with_tensor, expected) <= max(1e-6, 0.1 * effect_of_value):

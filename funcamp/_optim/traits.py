@@ -1,7 +1,7 @@
 """The trial of a class: it runs on a few numbers, and is refused if its steps as a function come to other numbers.
 
-`probe` is the list of all trials, in their order; most are in files of their own. A class is refused where a trial
-fails, with a text that names the class or the hyperparameter. `arguments.impure` makes the error of most refusals.
+`_probe` is the list of all trials, in their order; most are in separate files. A trial that fails refuses the class,
+with a text that names the class or the hyperparameter. `arguments.impure` makes the error of most refusals.
 """
 
 from __future__ import annotations
@@ -249,7 +249,7 @@ def _refuse_hidden_changes(step: ClassStep, record: Record) -> None:
 
 
 class _Observation(NamedTuple):
-    """What an instance keeps besides its state, before a step or after it."""
+    """What no step may change in an instance, as it is before a step or after it."""
 
     optimizer: torch.optim.Optimizer
     fixed_parts: dict[str, object]
@@ -268,7 +268,7 @@ class _Observation(NamedTuple):
 
 
 def _with_independence(step: ClassStep, record: Record) -> tuple[ClassStep, bool]:
-    """Return the class with what its step keeps apart, and whether the step is pointwise."""
+    """Return the class with what its step computes independently, and whether the step is pointwise."""
     independence = independence_of(step, record)
     # torch's classes do the same for every dtype; others may write for narrow ones only.
     writes_grads = independence.writes_grads or not is_torchs(step.cls)

@@ -20,7 +20,7 @@ class Inputs(NamedTuple):
     grads: list[Tensor]
 
     def one_by_one(self) -> list[Inputs]:
-        """Return those of a step of each parameter alone."""
+        """Return the arguments of a separate step for each parameter."""
         return [Inputs([param], [grad]) for param, grad in zip(self.params, self.grads)]
 
 

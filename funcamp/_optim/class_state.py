@@ -194,16 +194,16 @@ def entries_of(
     return entries
 
 
-def _entry_tensor(name: str, entry: Entry, leaf: object, like: Tensor, former: Tensor | None) -> Tensor:
-    """Return an entry after a step, whose tensor before it was `former`.
+def _entry_tensor(name: str, entry: Entry, leaf: object, like: Tensor, before: Tensor | None) -> Tensor:
+    """Return an entry after a step; `before` is its tensor before the step.
 
     Raises:
         ChangedConstantError: it is no tensor and no number any more, or a whole number has become a fraction.
     """
     # Numbers keep their dtype, and so does torch's counter, which is wider inside of a step.
-    is_counter = name == "step" and former is not None and former.dim() == 0
+    is_counter = name == "step" and before is not None and before.dim() == 0
     keeps_dtype = entry.kind != "tensor" or is_counter
-    dtype = former.dtype if former is not None and keeps_dtype else None
+    dtype = before.dtype if before is not None and keeps_dtype else None
     tensor = as_tensor(leaf, entry.kind, like, dtype)
     is_fraction = entry.kind in ("int", "bool") and isinstance(leaf, Number) and not leaf.is_integral
     if tensor is None or is_fraction:

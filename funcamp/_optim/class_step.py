@@ -234,10 +234,10 @@ class ClassStep:
         """Return the later step, but the first one for each parameter that has not applied any."""
         new_params: list[Tensor] = []
         new_entries: list[Entries] = []
-        for index, former in enumerate(state.per_param):
+        for index, entries_before in enumerate(state.per_param):
             new_param, entries = later.params[index], later.state.per_param[index]
-            if APPLIED_ENTRY in former:
-                count = former[APPLIED_ENTRY]
+            if APPLIED_ENTRY in entries_before:
+                count = entries_before[APPLIED_ENTRY]
                 is_first = count == 0
                 new_param = _select(is_first, first.params[index], new_param)
                 entries = _select_entries(is_first, first.state.per_param[index], entries)

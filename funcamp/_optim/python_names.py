@@ -259,7 +259,7 @@ def names_for_numbers(cls: type, decisions: Decisions | None) -> Iterator[None]:
         cls: the class.
         decisions: those of the run; None around several.
     """
-    former = _this_thread.decisions
+    outer_decisions = _this_thread.decisions
     _this_thread.decisions = decisions
     namespaces = _namespaces_of(cls)
     with _lock:
@@ -273,7 +273,7 @@ def names_for_numbers(cls: type, decisions: Decisions | None) -> Iterator[None]:
     try:
         yield
     finally:
-        _this_thread.decisions = former
+        _this_thread.decisions = outer_decisions
         with _lock:
             for namespace in namespaces:
                 names = _names[id(namespace)]

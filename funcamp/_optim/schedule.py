@@ -132,8 +132,9 @@ def _scheduled(optimizers: Mapping[str, StatelessOptimizer], make: _Make, steps:
             continue
         hyperparameters = dict(optimizer._hyperparameters)
         for name, values in values_by_name.items():
-            given = hyperparameters.get(name, group_numbers[name])
-            hyperparameters[name] = _with_tables(given, group_numbers[name], name, values, type(scheduler).__name__)
+            hyperparameter = hyperparameters.get(name, group_numbers[name])
+            source = type(scheduler).__name__
+            hyperparameters[name] = _with_tables(hyperparameter, group_numbers[name], name, values, source)
         scheduled[label] = stateless(optimizer._cls, **hyperparameters)
     return scheduled
 
@@ -277,11 +278,11 @@ def _as_number(name: str, value: object, count: int, scheduler: _Scheduler) -> o
     return float(value)
 
 
-def _with_tables(given: object, first_number: object, name: str, values: list[Any], source: str) -> object:
+def _with_tables(hyperparameter: object, first_number: object, name: str, values: list[Any], source: str) -> object:
     """Return a table for a number that changes; for a tuple, one for each of its items that does.
 
     Args:
-        given: the hyperparameter, as it was given to `stateless`.
+        hyperparameter: what `stateless` got.
         first_number: its number before the scheduler was made, an example if it is a tensor or a schedule.
         name: its name.
         values: what the scheduler sets, one for each step.
@@ -291,20 +292,20 @@ def _with_tables(given: object, first_number: object, name: str, values: list[An
         TypeError: the scheduler changes a tensor or a schedule.
     """
     if isinstance(first_number, (tuple, list)):
-        given_items = given if isinstance(given, (tuple, list)) else first_number
+        items_before = hyperparameter if isinstance(hyperparameter, (tuple, list)) else first_number
         values_of_items = [list(item_values) for item_values in zip(*values)]
         items = []
         for index, (item, first_item, item_values) in enumerate(
-            zip(given_items, first_number, values_of_items, strict=True)
+            zip(items_before, first_number, values_of_items, strict=True)
         ):
             items.append(_with_tables(item, first_item, f"{name}[{index}]", item_values, source))
         return tuple(items)
     if all(value == first_number for value in values):
-        return given
-    if is_dynamic(given):
+        return hyperparameter
+    if is_dynamic(hyperparameter):
         raise TypeError(
-            f"schedule: optimizer must have a number as {name}, because {source} sets it; got {_tree.brief(given)}: "
-            "give stateless the number from which the scheduler starts"
+            f"schedule: optimizer must have a number as {name}, because {source} sets it; got "
+            f"{_tree.brief(hyperparameter)}: give stateless the number from which the scheduler starts"
         )
     return Table(values, source)
 

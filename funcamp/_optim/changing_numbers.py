@@ -14,8 +14,7 @@ from funcamp._optim.arguments import first_line, impure, is_own_refusal
 from funcamp._optim.class_state import ChangedConstantError, ClassState, Entry
 from funcamp._optim.class_step import ClassStep, empty_state
 from funcamp._optim.hyperparameters import Hyper
-from funcamp._optim.instance_state import Kind, kind_of, wider
-from funcamp._optim.record import key_of
+from funcamp._optim.instance_state import Kind, container_of, kind_of, wider
 from funcamp._optim.trial import inputs_on
 
 
@@ -90,7 +89,7 @@ def _is_change_of_number(changed: ChangedConstantError) -> bool:
 def _with_change(step: ClassStep, changed: ChangedConstantError) -> ClassStep:
     """Return the class with one number more that changes."""
     if changed.is_shared:
-        names = step.changing.shared_names | {key_of(changed.name)}
+        names = step.changing.shared_names | {container_of(changed.name)}
         step = replace(step, changing=step.changing._replace(shared_names=names), _forms={})
         if not _is_change_of_number(changed):
             return step

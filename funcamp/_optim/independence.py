@@ -17,7 +17,8 @@ from funcamp._optim.dataflow import Dataflow, OperationCall, followed
 from funcamp._optim.decisions import Decisions, OtherAnswers, Question
 from funcamp._optim.hyperparameters import Hyper
 from funcamp._optim.modes import without_modes
-from funcamp._optim.record import Record, is_same
+from funcamp._optim.record import Record
+from funcamp._optim.trial import is_equal
 
 
 class Independence(NamedTuple):
@@ -82,7 +83,7 @@ def independence_of(step: ClassStep, record: Record) -> Independence:
         asking_params = other.flow.sources(other.questions[len(answers) - 1].condition)
         is_separable &= len(asking_params) <= 1 and other.is_separable()
         if asking_params:
-            is_separable &= _is_same_without(asking_params, stepped_before, other.stepped)
+            is_separable &= _changes_only(asking_params, stepped_before, other.stepped)
     if second.questions and any(run.flow.draws for run in later_runs):
         raise impure(
             step.cls,
@@ -97,14 +98,14 @@ def independence_of(step: ClassStep, record: Record) -> Independence:
     )
 
 
-def _is_same_without(asking_params: Iterable[int], before: Stepped, after: Stepped) -> bool:
+def _changes_only(asking_params: Iterable[int], before: Stepped, after: Stepped) -> bool:
     """Return whether the answer to a question of some parameters changes no other parameter, and nothing shared."""
-    if not all(map(is_same, before.state.shared.values(), after.state.shared.values())):
+    if not all(map(is_equal, before.state.shared.values(), after.state.shared.values())):
         return False
     for index in set(range(len(before.params))).difference(asking_params):
         entries_before, entries_after = before.state.per_param[index], after.state.per_param[index]
-        is_same_param = is_same(before.params[index], after.params[index])
-        if not (is_same_param and all(map(is_same, entries_before.values(), entries_after.values()))):
+        is_param_equal = is_equal(before.params[index], after.params[index])
+        if not (is_param_equal and all(map(is_equal, entries_before.values(), entries_after.values()))):
             return False
     return True
 

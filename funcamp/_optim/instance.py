@@ -25,6 +25,7 @@ from funcamp._optim.instance_state import (
     STATE,
     Contents,
     InstanceState,
+    container_of,
     is_plain,
     read_state,
     with_wrapped,
@@ -194,7 +195,7 @@ def put_state(
     _replace_states(optimizer, lambda _: defaultdict(dict))
     optimizers = with_wrapped(optimizer)
     for name, value in filled(form.shared, state.shared, decisions, "its group's").items():
-        container, key = _container_of(name, optimizers)
+        container, key = _dict_and_key(name, optimizers)
         container[key] = value
     for param, param_form, entries in zip(params, form.per_param, state.per_param):
         if not entries and entries_in(param_form):  # it has not taken a step
@@ -203,14 +204,14 @@ def put_state(
             is_by_param = name.endswith(BY_PARAM)
             if is_by_param or name.endswith(BY_ID):
                 shared_name = name.removesuffix(BY_PARAM if is_by_param else BY_ID).replace("/", ".")
-                container, key = _container_of(shared_name, optimizers)
+                container, key = _dict_and_key(shared_name, optimizers)
                 container[key][param if is_by_param else id(param)] = value
             else:
                 prefix = _prefix_of(name, optimizers)
                 optimizers[prefix].state[param][name.removeprefix(prefix)] = value
 
 
-def _container_of(name: str, optimizers: dict[str, torch.optim.Optimizer]) -> tuple[_States, str]:
+def _dict_and_key(name: str, optimizers: dict[str, torch.optim.Optimizer]) -> tuple[_States, str]:
     """Return the dict that has something that all parameters share, and its key there."""
     prefix = _prefix_of(name, optimizers)
     optimizer, unprefixed_name = optimizers[prefix], name.removeprefix(prefix)
@@ -258,7 +259,7 @@ def changes_between(before: dict[str, Version], after: dict[str, Version], form:
     changes: dict[str, Change] = {}
     for name in {**before, **after}:
         old, new = before.get(name), after.get(name)
-        is_in_form = form is not None and name.partition("[")[0] in form.shared
+        is_in_form = form is not None and container_of(name) in form.shared
         if not is_in_form and (old is None or new is None or old.key != new.key):
             changes[name] = (None if old is None else old.leaf, None if new is None else new.leaf)
     return changes

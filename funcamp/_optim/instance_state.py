@@ -136,6 +136,11 @@ def aliases_in(state: InstanceState, params: list[Tensor]) -> set[frozenset[str]
     return {frozenset(pair) for names in names_in.values() for pair in itertools.combinations(names, 2)}
 
 
+def container_of(name: str) -> str:
+    """Return the name of the container that has a leaf: of "factors[0]" it is "factors"; of no container the name."""
+    return name.partition("[")[0]
+
+
 # Comparisons.
 
 

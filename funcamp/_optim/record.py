@@ -17,6 +17,7 @@ from funcamp._optim.instance_state import (
     InstanceState,
     Kind,
     aliases_in,
+    container_of,
     is_plain,
     kind_of,
     read_state,
@@ -196,13 +197,14 @@ def changing_in(record: Record) -> Changing:
     per_param: dict[str, Kind] = {}
     shared: dict[str, Kind] = {}
     initial = record.initial_state
-    names = {key_of(name) for state in record.states for name in state.shared.keys() - initial.shared.keys()}
+    names = {container_of(name) for state in record.states for name in state.shared.keys() - initial.shared.keys()}
     # The first step makes the state of a parameter, so that only the changes of later ones count.
     for before, after in zip(record.states, record.states[1:]):
         for old_contents, contents in zip(before.per_param, after.per_param):
             _note_changes(per_param, leaves_of(old_contents), leaves_of(contents))
     for before, after in zip([initial, *record.states], record.states):
-        names |= {key_of(name) for name in _note_changes(shared, leaves_of(before.shared), leaves_of(after.shared))}
+        changed_names = _note_changes(shared, leaves_of(before.shared), leaves_of(after.shared))
+        names |= set(map(container_of, changed_names))
     names = {name for name in names if all(is_plain(state.shared.get(name)) for state in record.states)}
     return Changing(per_param, shared, frozenset(names))
 
@@ -216,35 +218,3 @@ def _note_changes(kinds: dict[str, Kind], before: Mapping[str, object], after: M
             if kind is not None and kind != "tensor":
                 kinds[name] = wider(kinds.get(name), kind)
     return changed
-
-
-def key_of(name: str) -> str:
-    """Return the key of the container in which an entry is."""
-    return name.partition("[")[0]
-
-
-# Comparisons of results.
-
-
-def distance(tensors: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest difference of two lists of tensors, relative to the tensor's largest element."""
-    if len(tensors) != len(expected):
-        return float("inf")
-    distances = [0.0]
-    for tensor, reference in zip(tensors, expected):
-        if reference.numel() == 0:
-            continue
-        reference = reference.double()
-        tensor = tensor.double()
-        largest = reference.abs().max().clamp(min=1e-30)
-        distance = float((tensor - reference).abs().max() / largest)
-        distances.append(float("inf") if distance != distance else distance)
-    return max(distances)
-
-
-def is_same(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether tensors are equal; NaN equals NaN, of which a path that is not taken may be full."""
-    if tensor.shape != other.shape:
-        return False
-    are_nan = (tensor != tensor) & (other != other)
-    return bool(((tensor == other) | are_nan).all())

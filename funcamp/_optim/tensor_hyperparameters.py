@@ -10,11 +10,10 @@ from funcamp._optim.class_step import ClassStep
 from funcamp._optim.containers import leaves_of
 from funcamp._optim.decisions import Decisions
 from funcamp._optim.hyperparameters import Hyper, is_dynamic, map_items
-from funcamp._optim.instance_state import kind_of, same
+from funcamp._optim.instance_state import container_of, kind_of, same
 from funcamp._optim.number import Number
-from funcamp._optim.record import distance, key_of
 from funcamp._optim.run import constructed_state
-from funcamp._optim.trial import are_equal, inputs_on, precise_inputs, two_steps
+from funcamp._optim.trial import are_equal, distance, inputs_on, precise_inputs, two_steps
 
 
 def refuse_choices_of_constructor(step: ClassStep) -> None:
@@ -28,7 +27,7 @@ def refuse_choices_of_constructor(step: ClassStep) -> None:
     decisions = step.decisions()
     leaves = _constructed_leaves(step, decisions)
     for name, leaf in leaves.items():
-        if isinstance(leaf, Number) and (key_of(name) not in step.dynamic or not leaf.is_hyperparameter):
+        if isinstance(leaf, Number) and (container_of(name) not in step.dynamic or not leaf.is_hyperparameter):
             raise TypeError(
                 f"stateless: {', '.join(step.dynamic)} must be a number, because the constructor of "
                 f"{step.cls.__name__} keeps a number made of it as {name}, which a schedule of torch leaves as it is; "
@@ -43,8 +42,8 @@ def refuse_choices_of_constructor(step: ClassStep) -> None:
             continue  # it allows no such value
         if not all(name in others and _is_as_before(leaves[name], others[name]) for name in comparable):
             raise TypeError(
-                f"stateless: {key_of(label)} must be a number, because the constructor of {step.cls.__name__} chooses "
-                "by its value; got a tensor or a schedule: make another optimizer for another value"
+                f"stateless: {container_of(label)} must be a number, because the constructor of {step.cls.__name__} "
+                "chooses by its value; got a tensor or a schedule: make another optimizer for another value"
             )
 
 

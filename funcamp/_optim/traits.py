@@ -37,16 +37,16 @@ from funcamp._optim.first_state import CHUNK_SIZE, first_state
 from funcamp._optim.hyperparameters import Hyper, Signature, is_dynamic, map_items, without_values
 from funcamp._optim.independence import independence_of, operations_on
 from funcamp._optim.instance import fixed_parts
-from funcamp._optim.instance_state import aliases_in
+from funcamp._optim.instance_state import aliases_in, container_of
 from funcamp._optim.modes import without_modes
-from funcamp._optim.record import SEED, Record, changing_in, distance, forms_of, key_of, recorded
+from funcamp._optim.record import SEED, Record, changing_in, forms_of, recorded
 from funcamp._optim.tensor_hyperparameters import (
     refuse_choices_of_constructor,
     refuse_other_results,
     refuse_reads_of,
     without_needless_questions,
 )
-from funcamp._optim.trial import Inputs, are_equal, inputs_on, tensors_in
+from funcamp._optim.trial import Inputs, are_equal, distance, inputs_on, tensors_in
 from funcamp._optim.wrong_arguments import check_class
 from funcamp._trace.as_compiled import as_eager
 from funcamp._trace.python_state import Form as PythonForm
@@ -214,7 +214,7 @@ def _checked_names(
 
 def _refuse_changes_of_hyperparameters(step: ClassStep) -> None:
     """Refuse a tensor or a schedule for a number that the class itself changes."""
-    for name in {key_of(name) for name in step.changing.shared_names} & set(step.dynamic):
+    for name in {container_of(name) for name in step.changing.shared_names} & set(step.dynamic):
         raise TypeError(
             f"stateless: {name} must be a number, because {step.cls.__name__} changes it; got a tensor or a schedule"
         )

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from funcamp._optim.class_state import ClassState
 from funcamp._optim.class_step import ClassStep, empty_state
-from funcamp._optim.record import is_same
 
 
 class Inputs(NamedTuple):
@@ -78,4 +77,28 @@ def tensors_in(params: list[Tensor], state: ClassState) -> list[Tensor]:
 
 def are_equal(tensors: list[Tensor], others: list[Tensor]) -> bool:
     """Return whether two lists of tensors are equal; NaN equals NaN."""
-    return len(tensors) == len(others) and all(map(is_same, tensors, others))
+    return len(tensors) == len(others) and all(map(is_equal, tensors, others))
+
+
+def distance(tensors: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest difference of two lists of tensors, relative to the tensor's largest element."""
+    if len(tensors) != len(expected):
+        return float("inf")
+    distances = [0.0]
+    for tensor, reference in zip(tensors, expected):
+        if reference.numel() == 0:
+            continue
+        reference = reference.double()
+        tensor = tensor.double()
+        largest = reference.abs().max().clamp(min=1e-30)
+        distance = float((tensor - reference).abs().max() / largest)
+        distances.append(float("inf") if distance != distance else distance)
+    return max(distances)
+
+
+def is_equal(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether tensors are equal; NaN equals NaN, of which a path that is not taken may be full."""
+    if tensor.shape != other.shape:
+        return False
+    are_nan = (tensor != tensor) & (other != other)
+    return bool(((tensor == other) | are_nan).all())

@@ -390,6 +390,13 @@ class ChangesText(Refused):
             state["mode"] = "warm" if "mode" not in state or state["mode"] == "cold" else "cold"
 
 
+class SortsIntoGroups(torch.optim.SGD):
+    """Makes two parameter groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__([{"params": list(params)}, {"params": []}], lr)
+
+
 class DrawsNumbers(Refused):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -659,6 +666,10 @@ def test_optimizer_that_writes_into_gradients_leaves_the_callers_alone() -> None
         (
             DrawsNumbers,
             "DrawsNumbers cannot be made pure: its steps .* come to other numbers than its own.* draws random",
+        ),
+        (
+            SortsIntoGroups,
+            "SortsIntoGroups cannot be made pure: it sorts .* into 2 groups; .*by_group\\({...}, group=...\\)",
         ),
         (torch.optim.LBFGS, "LBFGS cannot be made pure: its step needs closure, .*use it in an ordinary float32 loop"),
         (torch.optim.SparseAdam, ".*does not support dense gradients.*; use it in an ordinary loop with"),

@@ -99,11 +99,11 @@ def _step(
     for param, state in zip(params, states):
         if not state:
             first = traits.first_state([param], hyper)
-            state = first.leaves[0]
+            state = first.per_param[0]
         old_states.append(state)
     later_step = dataclasses.replace(traits.step, first_step_differs=False)
     stepped = later_step(params, grads, ClassState(old_states, {}), hyper)
-    return stepped.params, old_states, stepped.state.leaves
+    return stepped.params, old_states, stepped.state.per_param
 
 
 def _encoded(value: object) -> object:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 
 from funcamp import _tree, _upstream
-from funcamp._optim.hyperparameters import example_of, is_dynamic
+from funcamp._optim.hyperparameters import Signature, example_of, is_dynamic
 from funcamp._optim.instance import instance_of
 from funcamp._optim.wrong_arguments import refuse_parameters, refuse_schedulers
+from funcamp._types import Kwargs
 
 
 def is_torchs(cls: type) -> bool:
@@ -34,9 +34,7 @@ def first_line(error: BaseException) -> str:
     return str(error).splitlines()[0] if str(error) else ""
 
 
-def check_names(
-    cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any], accepted: Mapping[str, inspect.Parameter]
-) -> None:
+def check_names(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, object], accepted: Signature) -> None:
     """Raise TypeError for what is no hyperparameter of the class, and for torch's parameters and schedulers."""
     takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     for name, value in hyperparameters.items():
@@ -47,7 +45,7 @@ def check_names(
             raise TypeError(f"stateless: {cls.__name__} has no hyperparameter {name}; got {name}={value!r}")
 
 
-def check_implementation(hyperparameters: dict[str, Any]) -> None:
+def check_implementation(hyperparameters: Mapping[str, object]) -> None:
     """Raise ValueError for arguments that choose another implementation of the same step."""
     for name in ("fused", "foreach", "differentiable"):
         value = hyperparameters.get(name)
@@ -70,7 +68,7 @@ def refuse_closure(cls: type[torch.optim.Optimizer]) -> None:
         )
 
 
-def check_is_no_choice(name: str, value: object, accepted: Mapping[str, inspect.Parameter]) -> None:
+def check_is_no_choice(name: str, value: object, accepted: Signature) -> None:
     """Raise TypeError if a tensor or a schedule is given for an argument that chooses the algorithm."""
     default = accepted[name].default if name in accepted else None
     if isinstance(default, (bool, str)):
@@ -80,7 +78,7 @@ def check_is_no_choice(name: str, value: object, accepted: Mapping[str, inspect.
         )
 
 
-def constructor_arguments(hyperparameters: dict[str, Any], accepted: Mapping[str, inspect.Parameter]) -> dict[str, Any]:
+def constructor_arguments(hyperparameters: Mapping[str, object], accepted: Signature) -> Kwargs:
     """Return Python values for the class's constructor, with examples for tensors and schedules."""
     arguments = {name: example_of(name, value, accepted) for name, value in hyperparameters.items()}
     for name, value in (("foreach", False), ("fused", None)):
@@ -94,8 +92,8 @@ def constructor_arguments(hyperparameters: dict[str, Any], accepted: Mapping[str
 
 def check_constructor(
     cls: type[torch.optim.Optimizer],
-    hyperparameters: Mapping[str, Any],
-    arguments: Mapping[str, Any],
+    hyperparameters: Mapping[str, object],
+    arguments: Mapping[str, object],
     dynamic: Iterable[str],
 ) -> None:
     """Raise if the class refuses its hyperparameters.

@@ -20,11 +20,11 @@ from funcamp._types import Tree
 class PureOptimizer(Protocol):
     """What `check_optimizer` takes: the result of `stateless`, `by_group` or `chain`, or the user's own object."""
 
-    def init(self, params: Tree) -> Any:
+    def init(self, params: Tree) -> Tree:
         """Return the state before the first step."""
         ...
 
-    def update(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
+    def update(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
         """Return the new parameters and the next state."""
         ...
 
@@ -52,7 +52,7 @@ class GroupedOptimizer(Fixed):
             states[label] = optimizer.init(_group_of(params, labels, label))
         return states
 
-    def update(self, params: Tree, grads: Tree, opt_state: Any) -> tuple[Tree, Any]:
+    def update(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
         """Take one step with every optimizer on its group; see `StatelessOptimizer.update`."""
         _tree.same_structure("update", ("params", "grads"), (params, grads))
         if not isinstance(opt_state, dict) or opt_state.keys() != self.optimizers.keys():
@@ -71,7 +71,7 @@ class GroupedOptimizer(Fixed):
             flat_params = [old if new is None else new for old, new in zip(flat_params, new_leaves)]
         return _tree.unflatten(flat_params, spec), states
 
-    def learning_rate(self, opt_state: Any) -> dict[str, Any]:
+    def learning_rate(self, opt_state: Tree) -> dict[str, Tree]:
         """Return the learning rates of the next step, by label; see `StatelessOptimizer.learning_rate`."""
         rates = {}
         for label, optimizer in self.optimizers.items():
@@ -143,7 +143,7 @@ def by_group(
     return GroupedOptimizer(optimizers, group)
 
 
-def check_optimizer(call: str, name: str, optimizer: Any) -> None:
+def check_optimizer(call: str, name: str, optimizer: object) -> None:
     """Raise TypeError if a value has no init and update."""
     if isinstance(optimizer, torch.optim.Optimizer):
         per_group = "" if len(optimizer.param_groups) == 1 else ", one for each of its groups in by_group({...})"

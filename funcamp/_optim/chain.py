@@ -58,7 +58,7 @@ class Chain(Fixed):
                 new_states.append(new_state)
         return update, self._packed(new_states)
 
-    def learning_rate(self, opt_state: Tree) -> Any:
+    def learning_rate(self, opt_state: Tree) -> Tree:
         """Return the learning rate of the next step, of the first part that has one; `()` if none has."""
         for part, state in zip(self._with_state, self._unpacked(opt_state)):
             rate = learning_rate_of(part, state)
@@ -112,7 +112,7 @@ def _parts_of(optimizer: object) -> tuple[Part, ...]:
 
 
 def only_optimizer_of(optimizer: Any) -> Any:
-    """Return the optimizer of a chain that besides only clips or averages; any other optimizer as it is."""
+    """Return the optimizer of a chain whose other parts only clip or average; any other optimizer as it is."""
     if not isinstance(optimizer, Chain):
         return optimizer
     optimizers = [part for part in optimizer.parts if not is_function(part) and not _averages(part)]

@@ -63,7 +63,7 @@ def refuse_caught_errors(cls: type) -> None:
 
 def refuse_identity_of_flags(cls: type, changing: Changing) -> None:
     """Refuse a class that keeps a bool which changes, and compares something with `is True` or `is False`."""
-    flags = [name for kinds in (changing.leaves, changing.shared) for name, kind in kinds.items() if kind == "bool"]
+    flags = [name for kinds in (changing.per_param, changing.shared) for name, kind in kinds.items() if kind == "bool"]
     if not flags:
         return
     for code in _code_around(cls):

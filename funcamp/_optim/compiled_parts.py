@@ -1,6 +1,6 @@
 """Parts of an optimizer's class that `torch.compile` made, as they were before.
 
-A part that is compiled by itself takes no part in a step that is compiled as a whole.
+A step is traced as one program; a part that is compiled separately would not be in it.
 """
 
 from __future__ import annotations

@@ -6,19 +6,23 @@ A trial on a few numbers does not show it: a norm that is clipped at 1 has no ef
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
+from funcamp._types import Args, Kwargs
 
 if TYPE_CHECKING:
+    from torch._ops import OpOverload
     from torch.utils._python_dispatch import TorchDispatchMode
 else:
     TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
 
 _Result = TypeVar("_Result")
+#: An operation, and its arguments that are no tensors and no sizes.
+OperationCall: TypeAlias = tuple[object, ...]
 
 #: Operations that torch does not call pointwise, though each element of their result is of the same element of theirs.
 _ALSO_POINTWISE = frozenset(
@@ -58,8 +62,8 @@ class Dataflow:
         """Whether an operation draws random numbers."""
         self.has_nan = False
         """Whether an argument is NaN: what C takes out of a `Number`."""
-        self.operations: list[tuple[Any, ...]] = []
-        """The operations with their arguments that are no tensors and no sizes, in order."""
+        self.operations: list[OperationCall] = []
+        """The operations, in order."""
         self.wrote_gradients = not is_known
         """Whether the step wrote into the gradients that it was given."""
         self._is_known = is_known
@@ -74,7 +78,7 @@ class Dataflow:
         """Return the numbers of the parameters on which a tensor depends; -1 stands for others."""
         return self._sources.get(_memory(tensor), frozenset()) if self._is_known else frozenset([-1])
 
-    def keeps_apart(self, groups: Iterable[Iterable[Tensor]]) -> bool:
+    def is_separable(self, groups: Iterable[Iterable[Tensor]]) -> bool:
         """Return whether the tensors of each parameter, in order, depend on no other parameter."""
         return not any(self.sources(tensor) - {number} for number, group in enumerate(groups) for tensor in group)
 
@@ -82,7 +86,7 @@ class Dataflow:
         self._kept.append(tensor)
         self._sources[_memory(tensor)] = self.sources(tensor) | sources
 
-    def note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: object) -> None:
+    def note(self, func: OpOverload, args: Args, kwargs: Kwargs, result: object) -> None:
         """Note an operation."""
         arguments = _tree.tensors_in((args, kwargs))
         sources: frozenset[int] = frozenset().union(*map(self.sources, arguments))
@@ -103,12 +107,12 @@ class Dataflow:
         if is_list:
             self._add_of_lists(args, _tree.tensors_in(result))
 
-    def _add_of_lists(self, args: tuple[Any, ...], results: list[Tensor]) -> None:
+    def _add_of_lists(self, args: Args, results: list[Tensor]) -> None:
         """Follow a function of lists: the numbers in each list belong together."""
         lists = [arg for arg in args if isinstance(arg, (list, tuple)) and arg and isinstance(arg[0], Tensor)]
         others = frozenset[int]().union(*[self.sources(arg) for arg in args if isinstance(arg, Tensor)])
         for index, tensor in enumerate(lists[0]):
-            sources = others.union(*[self.sources(one[index]) for one in lists if index < len(one)])
+            sources = others.union(*[self.sources(tensors[index]) for tensors in lists if index < len(tensors)])
             self._add(tensor, sources)
             if index < len(results):
                 self._add(results[index], sources)
@@ -121,7 +125,7 @@ def _memory(tensor: Tensor) -> int:
         return id(tensor)
 
 
-def _constants(value: Any) -> list[Any]:
+def _constants(value: object) -> list[object]:
     """Return the arguments that are no tensors and no sizes, dtypes and devices: what distinguishes two equal calls."""
     if isinstance(value, dict):
         return [constant for item in value.values() for constant in _constants(item)]
@@ -132,7 +136,7 @@ def _constants(value: Any) -> list[Any]:
     return [value] if isinstance(value, (bool, int, float, complex, str, type(None))) else []
 
 
-def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
+def _written(func: OpOverload, args: Args) -> list[Tensor]:
     """Return the arguments that an operation writes into."""
     names = zip(func._schema.arguments, args)
     return [
@@ -142,21 +146,21 @@ def _written(func: Any, args: tuple[Any, ...]) -> list[Tensor]:
     ]
 
 
-def _is_pointwise(func: Any, name: str) -> bool:
+def _is_pointwise(func: OpOverload, name: str) -> bool:
     if name.startswith("_foreach_"):
         return not name.startswith(_FOREACH_REDUCTIONS)
     return name in _ALSO_POINTWISE or torch.Tag.pointwise in func.tags
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Tells a flow every operation."""
+    """Notes every operation in a flow."""
 
     def __init__(self, flow: Dataflow) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._flow = flow
 
     def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self, func: OpOverload, types: object, args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
         result = func(*args, **(kwargs or {}))
         self._flow.note(func, args, kwargs or {}, result)
@@ -164,12 +168,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def can_follow() -> bool:
-    """Return whether this torch has what tells the operations."""
+    """Return whether this torch has the mode that sees every operation."""
     return _upstream.usable(TorchDispatchMode)
 
 
 def followed(groups: list[list[Tensor]], run: Callable[[], _Result]) -> tuple[Dataflow, _Result]:
-    """Return the flow in a call, and its result."""
+    """Return the flow of data in a call, and its result. Groups as in `Dataflow`."""
     if not can_follow():
         return Dataflow(groups, is_known=False), run()
     flow = Dataflow(groups)

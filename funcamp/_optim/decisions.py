@@ -1,8 +1,16 @@
-"""Branches of an optimizer's step on numbers that change in training: each side runs, and the condition selects.
+"""Branches of an optimizer's step on values that change in training: each side runs, and the condition selects.
 
-A step may ask in Python whether a number or a tensor is true: `if step > warmup_steps`. No program can ask that without
-reading a tensor on the host. So the step runs once for each way to answer its questions, and `torch.where` takes the
-results of the way that the values go.
+Three words of this room:
+
+- A *question* is a test by Python of a number or a tensor whose value changes in training: `if step > warmup_steps`. A
+  program cannot answer it without reading a tensor on the host.
+- An *answer* is what Python gets in one run of the step: True or False. A run without given answers gets the *proposed*
+  ones: a number proposes what is true of its example, a tensor proposes True.
+- A *path* is the way through the step that a sequence of answers takes.
+
+So the step runs once along every path, and `torch.where` selects the results of the path that the values take
+(`along_paths`). `Decisions` is one run's side of this: it answers, and records the questions. A trial that needs the
+other side of every branch, but not all combinations of them, uses `OtherAnswers`.
 """
 
 from __future__ import annotations
@@ -11,162 +19,140 @@ import dis
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
-#: How many runs of a step there may be. Each is computed in every step, and two questions make up to four.
+#: The largest number of runs of a step. Each is computed in every step, and two questions make up to four.
 LARGEST_PATH_COUNT = 16
-#: Files whose lines are no class's: torch's own modes and functions, and this package.
+#: Folders whose code is no optimizer's: torch's modes and functions, and this package. torch.optim is in the first.
 _PACKAGES = (str(Path(torch.__file__).parent), str(Path(__file__).parent.parent))
 _OPTIMIZERS = str(Path("torch") / "optim")
 
+#: The answers to the first questions of a run, in order.
+Answers: TypeAlias = tuple[bool, ...]
+#: An instruction of Python: its code and its offset there. One line may have several that ask.
+_Instruction: TypeAlias = tuple[object, int]
 _Result = TypeVar("_Result")
 
 
 class Question(NamedTuple):
-    """A number or a tensor that a step asked for its truth."""
+    """A number or a tensor whose truth a step asked for."""
 
     condition: Tensor
     """bool, shape ()."""
     answer: bool
     """The answer that the run got."""
-    place: str
-    """The file and line where the step asked."""
-    spot: tuple[object, int]
-    """The code and the instruction where it asked: there may be several on a line."""
+    location: str
+    """The file and line that asked."""
+    instruction: _Instruction
+    """The instruction that asked."""
 
 
 class Decisions:
-    """The answers that one run of a class's step gets if it asks.
+    """The answers that one run of a class's step gets, and the questions that it asks.
 
     Args:
         class_name: the name of the optimizer's class, for errors.
-        answers: the answers to the first questions. Later ones are answered with what they propose.
-        in_use: labels of hyperparameters of which it is known that a comparison with 0 needs no question: the formula
-            for other values holds for 0, too.
-        zeros: labels of hyperparameters that are 0 in this run.
+        answers: the answers to the first questions. Later questions get the proposed answer.
+        treated_as_nonzero: labels of hyperparameters whose comparison with 0 is no question, because the formula for
+            other values holds for 0 too.
+        treated_as_zero: labels of hyperparameters that are 0 in this run.
         asks_divisors: whether a division by a number asks if it is 0, because the class catches `ZeroDivisionError`.
-        truthful: whether later questions are answered with what is true, which reads it: in a trial.
-        flipped: the number of the comparison in the constructor that gets the other answer: in a trial.
+        truthful: whether later questions get the true answer instead, which reads the tensor: in a trial.
+        flipped_comparison: the number of the comparison in the constructor that gets the other answer: in a trial.
     """
 
     def __init__(
         self,
         class_name: str,
-        answers: tuple[bool, ...] = (),
-        in_use: frozenset[str] = frozenset(),
-        zeros: frozenset[str] = frozenset(),
+        answers: Answers = (),
+        treated_as_nonzero: frozenset[str] = frozenset(),
+        treated_as_zero: frozenset[str] = frozenset(),
         *,
         asks_divisors: bool = False,
         truthful: bool = False,
-        flipped: int | None = None,
+        flipped_comparison: int | None = None,
     ) -> None:
         self.class_name = class_name
-        self.in_use = in_use
-        self.zeros = zeros
+        self.treated_as_nonzero = treated_as_nonzero
+        self.treated_as_zero = treated_as_zero
         self.asks_divisors = asks_divisors
         self._truthful = truthful
         self.is_constructing = True
         """Whether the constructor runs, which checks the ranges of its arguments; later the step."""
         self.compared_in_constructor: list[str] = []
         """The labels of the hyperparameters that the constructor compared, in order."""
-        self._flipped = flipped
+        self._flipped_comparison = flipped_comparison
         self.compared_with_zero: set[str] = set()
         """Labels of the hyperparameters that the step compared with 0."""
         self.questions: list[Question] = []
-        self._answers = answers
-        self._known: dict[Hashable, bool] = {}
-        self._keys: dict[Hashable, int] = {}
+        self._first_answers = answers
+        self._answer_of_key: dict[Hashable, bool] = {}
+        self._key_of_expression: dict[Hashable, int] = {}
 
     def key(self, expression: Hashable) -> int:
-        """Return the number of an expression: equal expressions are asked once in a run."""
-        return self._keys.setdefault(expression, len(self._keys))
+        """Return the number that stands for an expression: the same for equal ones, so that each is asked once."""
+        return self._key_of_expression.setdefault(expression, len(self._key_of_expression))
 
     def new_key(self) -> int:
-        """Return the number of a value that is known by nothing else."""
-        return self.key(("value", len(self._keys)))
+        """Return the number of a value that equals no earlier expression."""
+        return self.key(("value", len(self._key_of_expression)))
 
-    def in_constructor(self, label: str, proposal: bool) -> bool:
-        """Return the answer to a comparison in the constructor: that of the example, in all runs but a trial."""
-        is_flipped = len(self.compared_in_constructor) == self._flipped
+    def answer_in_constructor(self, label: str, proposal: bool) -> bool:
+        """Return the answer to a comparison of a hyperparameter in the constructor.
+
+        It is what is true of the example, because a constructor that checks a range must pass. A trial flips one answer
+        to find a constructor that chooses by it.
+        """
+        is_flipped = len(self.compared_in_constructor) == self._flipped_comparison
         self.compared_in_constructor.append(label)
         return proposal != is_flipped
 
     def ask(self, key: Hashable, condition: Callable[[], Tensor], proposal: bool) -> bool:
-        """Return the answer to a question.
+        """Return the answer to a question, and record the question.
 
         Args:
             key: what is asked: the same key gets the same answer.
             condition: returns a bool tensor of shape ().
-            proposal: the answer, unless this run is to take the other way.
+            proposal: the answer, unless this run is to take the other side.
         """
-        if key in self._known:
-            return self._known[key]
+        if key in self._answer_of_key:
+            return self._answer_of_key[key]
         number = len(self.questions)
         is_true = condition()
-        if number < len(self._answers):
-            answer = self._answers[number]
+        if number < len(self._first_answers):
+            answer = self._first_answers[number]
+        elif self._truthful:
+            answer = bool(is_true.numpy())  # not bool(is_true), which would be a question
         else:
-            # Not bool(is_true), which would be asked.
-            answer = bool(is_true.numpy()) if self._truthful else proposal
-        self.questions.append(Question(is_true, answer, *_place()))
-        self._known[key] = answer
+            answer = proposal
+        self.questions.append(Question(is_true, answer, *_asking_code()))
+        self._answer_of_key[key] = answer
         return answer
 
 
-class OtherAnswers(Generic[_Result]):
-    """The answers of further runs: each question of a run answered otherwise, also those that only such a run asks.
-
-    A question that only a further run asks is answered otherwise once for each place in the code. Iteration yields the
-    answers of a run, of which the last one is another, and the result of the run that gave the same ones but for it.
-
-    Args:
-        questions: those of the first run.
-        result: its result.
-    """
-
-    def __init__(self, questions: list[Question], result: _Result) -> None:
-        self._waiting: list[tuple[tuple[bool, ...], _Result]] = []
-        answers = tuple(question.answer for question in questions)
-        for number, answer in enumerate(answers):
-            self._waiting.append(((*answers[:number], not answer), result))
-        self._known = {(question.spot, question.answer) for question in questions}
-
-    def __iter__(self) -> Iterator[tuple[tuple[bool, ...], _Result]]:
-        while self._waiting:
-            yield self._waiting.pop(0)
-
-    def note(self, answers: tuple[bool, ...], questions: list[Question], result: _Result) -> None:
-        """Note the questions and the result of a further run with these answers."""
-        taken = tuple(question.answer for question in questions)
-        self._known |= {(question.spot, question.answer) for question in questions[: len(answers)]}
-        for number, question in enumerate(questions[len(answers) :], len(answers)):
-            other = question.spot, not question.answer
-            if other not in self._known:
-                self._known.add(other)
-                self._waiting.append(((*taken[:number], not question.answer), result))
-
-
-def _place() -> tuple[str, tuple[object, int]]:
+def _asking_code() -> tuple[str, _Instruction]:
     """Return the file and line of the class's code that asks, and the instruction.
 
-    It is the innermost frame that is not torch's or funcamp's.
+    It is that of the innermost frame outside of torch and funcamp.
     """
     frame = sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_code.co_filename
-        if _OPTIMIZERS in name or not name.startswith(_PACKAGES):
-            break
+    while frame.f_back is not None and not _is_code_of_class(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}", (frame.f_code, frame.f_lasti)
 
 
-def _is_raised_by_class(error: BaseException) -> bool:
-    """Return whether a class fails on a path in its own loop, too, so that the path is not taken.
+def _is_code_of_class(file_name: str) -> bool:
+    """Return whether a file is that of an optimizer: of torch.optim, or no part of torch and funcamp."""
+    return _OPTIMIZERS in file_name or not file_name.startswith(_PACKAGES)
 
-    Its code raises the error by `raise` or `assert`, divides by 0, finds no such key, or uses what is None.
+
+def _is_raised_by_class(error: BaseException) -> bool:
+    """Return whether the class's own code fails on a path: its loop would fail too, so the values never take the path.
+
+    Such code raises the error by `raise` or `assert`, divides by 0, finds no such key, or uses what is None.
     """
     if isinstance(error, ZeroDivisionError):
         return True
@@ -176,7 +162,7 @@ def _is_raised_by_class(error: BaseException) -> bool:
     if traceback is None:
         return False
     code = traceback.tb_frame.f_code
-    if not (_OPTIMIZERS in code.co_filename or not code.co_filename.startswith(_PACKAGES)):
+    if not _is_code_of_class(code.co_filename):
         return False
     uses_none = isinstance(error, AttributeError) and error.obj is None
     raises = dis.opname[code.co_code[traceback.tb_lasti]] == "RAISE_VARARGS"
@@ -187,14 +173,14 @@ class TooManyPathsError(TypeError):
     """A step asks so much that it would run more than `LARGEST_PATH_COUNT` times.
 
     Args:
-        told: the decisions of the runs so far.
+        runs: the decisions of the runs so far.
     """
 
-    def __init__(self, told: list[Decisions]) -> None:
-        places = dict.fromkeys(question.place for decisions in told for question in decisions.questions)
+    def __init__(self, runs: list[Decisions]) -> None:
+        locations = dict.fromkeys(question.location for decisions in runs for question in decisions.questions)
         super().__init__(
-            f"stateless: {told[0].class_name} cannot be made pure: its step branches on numbers that change in "
-            f"training in more than {LARGEST_PATH_COUNT} ways ({', '.join(places)}); compute with min, max or "
+            f"stateless: {runs[0].class_name} cannot be made pure: its step branches on numbers that change in "
+            f"training in more than {LARGEST_PATH_COUNT} ways ({', '.join(locations)}); compute with min, max or "
             "torch.where instead, or use the optimizer in an ordinary loop with funcamp.GradScaler"
         )
 
@@ -202,71 +188,92 @@ class TooManyPathsError(TypeError):
 def along_paths(
     run: Callable[[Decisions], _Result],
     select: Callable[[Tensor, _Result, _Result], _Result],
-    decisions: Callable[[tuple[bool, ...]], Decisions],
+    decisions_for: Callable[[Answers], Decisions],
 ) -> _Result:
-    """Run a step along every path through its questions, and select.
+    """Run a step along every path, and select the result of the path that the values take.
 
     Args:
-        run: one run.
-        select: from a condition, the result if it is true, and the other one.
-        decisions: makes those of a run from the answers to its first questions.
+        run: one run of the step.
+        select: returns the second argument if the condition is true, else the third.
+        decisions_for: returns the decisions of a run whose first answers are given.
 
     Raises:
         TooManyPathsError: there are more than `LARGEST_PATH_COUNT` paths.
     """
-    all_told: list[Decisions] = []
+    runs: list[Decisions] = []
 
-    def result_from(answers: tuple[bool, ...]) -> _Result:
-        """Return what a step gives that begins with these answers."""
-        if len(all_told) == LARGEST_PATH_COUNT:
-            raise TooManyPathsError(all_told)
-        told = decisions(answers)
-        all_told.append(told)
-        result = run(told)
-        taken = tuple(question.answer for question in told.questions)
-        # From the last question back: where its answer is another one, the other way's result.
-        for number in range(len(taken) - 1, len(answers) - 1, -1):
+    def result_after(answers: Answers) -> _Result:
+        """Return the selected result of all paths that begin with these answers."""
+        if len(runs) == LARGEST_PATH_COUNT:
+            raise TooManyPathsError(runs)
+        decisions = decisions_for(answers)
+        runs.append(decisions)
+        result = run(decisions)
+        path = tuple([question.answer for question in decisions.questions])
+        # From the last question back: `result` is then that of all paths that share the answer to this question.
+        for number in range(len(path) - 1, len(answers) - 1, -1):
+            condition, answer = decisions.questions[number].condition, path[number]
             try:
-                other = result_from((*taken[:number], not taken[number]))
+                other_result = result_after((*path[:number], not answer))
             except Exception as error:
                 if not _is_raised_by_class(error):
                     raise
-                continue  # the class says that this does not happen
-            condition = told.questions[number].condition
-            result = select(condition, result, other) if taken[number] else select(condition, other, result)
+                continue  # the values never take that side
+            if answer:
+                result = select(condition, result, other_result)
+            else:
+                result = select(condition, other_result, result)
         return result
 
-    return result_from(())
+    return result_after(())
 
 
-def every_path(
-    run: Callable[[Decisions], _Result], decisions: Callable[[tuple[bool, ...]], Decisions]
-) -> dict[tuple[bool, ...], _Result]:
-    """Return the result of every path by its answers, without a selection.
+def results_of_paths(
+    run: Callable[[Decisions], _Result], decisions_for: Callable[[Answers], Decisions]
+) -> list[_Result]:
+    """Return the result of every path, without a selection. Arguments and errors as in `along_paths`."""
+    results: list[_Result] = []
+
+    def run_and_keep(decisions: Decisions) -> _Result:
+        results.append(run(decisions))
+        return results[-1]
+
+    along_paths(run_and_keep, lambda _, result, __: result, decisions_for)
+    return results
+
+
+class OtherAnswers(Generic[_Result]):
+    """The first answers of further runs that together take the other side of every branch.
+
+    Each question of the first run gets the other answer in one run. A question that only a further run asks gets it
+    once for each instruction. So the number of runs grows with the branches in the code, not with their combinations as
+    in `along_paths`, and a trial may follow more questions.
+
+    Iteration yields the answers of a run, the last of which is the other one, and the result of the run that gave the
+    same answers up to it. `note` must be called with each further run that succeeds.
 
     Args:
-        run: one run.
-        decisions: makes those of a run from the answers to its first questions.
-
-    Raises:
-        TooManyPathsError: there are more than `LARGEST_PATH_COUNT` paths.
+        questions: those of the first run.
+        result: its result.
     """
-    results: dict[tuple[bool, ...], _Result] = {}
-    all_told: list[Decisions] = []
-    waiting: list[tuple[bool, ...]] = [()]
-    while waiting:
-        if len(results) + len(waiting) > LARGEST_PATH_COUNT:
-            raise TooManyPathsError(all_told)
-        answers = waiting.pop()
-        told = decisions(answers)
-        all_told.append(told)
-        try:
-            result = run(told)
-        except Exception as error:
-            if not answers or not _is_raised_by_class(error):
-                raise
-            continue
-        taken = tuple(question.answer for question in told.questions)
-        results[taken] = result
-        waiting += [(*taken[:number], not taken[number]) for number in range(len(answers), len(taken))]
-    return results
+
+    def __init__(self, questions: list[Question], result: _Result) -> None:
+        self._next_runs: list[tuple[Answers, _Result]] = []
+        path = tuple([question.answer for question in questions])
+        for number, answer in enumerate(path):
+            self._next_runs.append(((*path[:number], not answer), result))
+        self._taken_sides = {(question.instruction, question.answer) for question in questions}
+
+    def __iter__(self) -> Iterator[tuple[Answers, _Result]]:
+        while self._next_runs:
+            yield self._next_runs.pop(0)
+
+    def note(self, answers: Answers, questions: list[Question], result: _Result) -> None:
+        """Note the questions and the result of a further run with these first answers."""
+        path = tuple([question.answer for question in questions])
+        self._taken_sides |= {(question.instruction, question.answer) for question in questions[: len(answers)]}
+        for number, question in enumerate(questions[len(answers) :], len(answers)):
+            other_side = question.instruction, not question.answer
+            if other_side not in self._taken_sides:
+                self._taken_sides.add(other_side)
+                self._next_runs.append(((*path[:number], not question.answer), result))

@@ -61,13 +61,13 @@ class Delayed:
         new_state = Every(updates, _select(is_due, "state", part_state, state.state))
         return update._replace(params=params, gradients=gradients), new_state
 
-    def learning_rate(self, state: Every) -> Any:
+    def learning_rate(self, state: Every) -> Tree:
         """Return the part's learning rate; `()` if it has none."""
         return learning_rate_of(self.part, state.state)
 
 
 def _select(condition: Tensor, name: str, new: Tree, old: Tree) -> Tree:
-    """Return the new tree where the condition holds, else the old one; the old one itself if the new one is the same.
+    """Return the new tree if the condition holds, else the old one; the old one itself if the new one is the same.
 
     Raises:
         ValueError: they differ in structure, or in a None.

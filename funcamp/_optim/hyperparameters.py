@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-#: What to do where a user assigns an attribute of an optimizer.
+#: The parameters of a class's constructor, by name.
+Signature: TypeAlias = Mapping[str, inspect.Parameter]
+#: The dynamic hyperparameters of a step, by name: each a tensor of shape (), or a tuple with such tensors.
+Hyper: TypeAlias = dict[str, Any]
+
+#: The fix for a user who assigns to an attribute of an optimizer.
 ANOTHER = (
     "Make another with {name}={value!r}, which continues from the same state; or give stateless a tensor, and fill_ "
     "it, or a schedule"
 )
 
 
-def map_items(fn: Callable[..., Any], name: str, value: Any, *others: Any) -> Any:
+def map_items(fn: Callable[..., object], name: str, value: object, *others: object) -> Any:
     """Call fn(label, value, *others) on a hyperparameter, or on each item of a tuple of them.
 
     The label of an item is its name with the index: "betas[0]". An item gets the items of the others, None if another
@@ -36,19 +41,19 @@ def is_dynamic(value: object) -> bool:
     return isinstance(value, Tensor) or (callable(value) and not isinstance(value, type))
 
 
-def without_values(hyperparameters: Mapping[str, Any]) -> dict[str, Any]:
+def without_values(hyperparameters: Mapping[str, object]) -> dict[str, object]:
     """Return hyperparameters with one tensor for every tensor and schedule, which is dynamic, too."""
 
-    def stripped(_: str, item: object) -> object:
+    def without_value(_: str, item: object) -> object:
         return _ANY_TENSOR if is_dynamic(item) else item
 
-    return {name: map_items(stripped, name, value) for name, value in hyperparameters.items()}
+    return {name: map_items(without_value, name, value) for name, value in hyperparameters.items()}
 
 
 _ANY_TENSOR = torch.empty((), device="meta")
 
 
-def example_of(name: str, value: Any, accepted: Mapping[str, inspect.Parameter]) -> Any:
+def example_of(name: str, value: object, accepted: Signature) -> object:
     """Return a number for a tensor or schedule, for code that looks at the value.
 
     It is the class's default, or another number if that is 0: a tensor or a schedule is in use.
@@ -65,7 +70,7 @@ def example_of(name: str, value: Any, accepted: Mapping[str, inspect.Parameter])
     return map_items(number, name, value, default)
 
 
-def stand_in(value: Any, number: Any, device: str) -> Any:
+def stand_in(value: object, number: object, device: str) -> object:
     """Return tensors with these numbers for tensors and schedules, to probe a device."""
 
     def tensor(_: str, item: object, item_number: float) -> object:
@@ -76,7 +81,7 @@ def stand_in(value: Any, number: Any, device: str) -> Any:
     return map_items(tensor, "", value, number)
 
 
-def evaluate(name: str, value: Any, applied: Tensor, device: torch.device) -> Any:
+def evaluate(name: str, value: object, applied: Tensor, device: torch.device) -> object:
     """Return a hyperparameter after some applied steps: a tensor for a schedule, otherwise as it is.
 
     Raises:
@@ -84,10 +89,10 @@ def evaluate(name: str, value: Any, applied: Tensor, device: torch.device) -> An
         ValueError: a tensor has a shape other than (), or is on another type of device than the parameters.
     """
 
-    def current_value(_: str, item: Any) -> object:
+    def current_value(_: str, item: object) -> object:
         if not is_dynamic(item):
             return item
-        current = item if isinstance(item, Tensor) else item(applied)
+        current = item(applied) if callable(item) and not isinstance(item, Tensor) else item
         if isinstance(current, (int, float)) and not isinstance(current, bool):
             # float64, as Python's numbers are; MPS has no float64.
             dtype = torch.float32 if device.type == "mps" else torch.float64

@@ -1,77 +1,113 @@
-"""Which parameters, and which elements of them, a class's step treats by themselves."""
+"""Which parameters, and which elements of them, a class's step treats independently of each other."""
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcamp._optim.arguments import impure, is_own_refusal
 from funcamp._optim.class_state import ClassState
-from funcamp._optim.class_step import ClassStep, Stepped, nothing
-from funcamp._optim.dataflow import Dataflow, followed
+from funcamp._optim.class_step import ClassStep, Stepped, empty_state
+from funcamp._optim.dataflow import Dataflow, OperationCall, followed
 from funcamp._optim.decisions import Decisions, OtherAnswers, Question
+from funcamp._optim.hyperparameters import Hyper
 from funcamp._optim.modes import without_modes
-from funcamp._optim.record import Record, is_same
+from funcamp._optim.record import Record
+from funcamp._optim.trial import is_equal
 
 
-def flow_of(step: ClassStep, record: Record) -> tuple[bool, bool, bool]:
-    """Return what a step mixes.
+class Independence(NamedTuple):
+    """What a step computes independently of what, as far as a trial shows."""
 
-    These are: whether no operation mixes the elements of a tensor, whether the step of each parameter is its own, and
-    whether gradients are written into. Two steps are followed, the second also along each other side of its questions.
+    is_pointwise: bool
+    """Whether no operation mixes the elements of a tensor."""
+    is_separable: bool
+    """Whether the step of each parameter depends on no other, and what all share on none."""
+    writes_grads: bool
+    """Whether gradients are written into."""
+
+
+#: What is assumed of a class that asks more than can be followed.
+_NOTHING_IS_KNOWN = Independence(is_pointwise=False, is_separable=False, writes_grads=True)
+#: More questions than these are not followed.
+_LARGEST_COUNT_OF_QUESTIONS = 64
+
+
+class _FollowedRun(NamedTuple):
+    """One run of a step with the flow of its data."""
+
+    flow: Dataflow
+    stepped: Stepped
+    questions: list[Question]
+
+    def is_separable(self) -> bool:
+        """Return whether each parameter and its state depend on no other, and what all share on none."""
+        params, state = self.stepped.params, self.stepped.state
+        groups = [[param, *entries.values()] for param, entries in zip(params, state.per_param)]
+        return self.flow.is_separable(groups) and not any(map(self.flow.sources, state.shared.values()))
+
+
+def independence_of(step: ClassStep, record: Record) -> Independence:
+    """Return what a step computes independently of what.
+
+    Two steps are followed, the second also along each other side of its questions.
+
+    Raises:
+        TypeError: the step draws random numbers and branches.
     """
     step = replace(step, writes_grads=False)
     hyper = step.examples("cpu")
     params = record.params
-    first_flow, (first, _) = _followed(step, params, record.grads[0], None, hyper, step.decisions(truthful=True))
-    grads, state = record.grads[1], first.state
-    is_pointwise = first_flow.is_pointwise
-    is_separable = _is_separable(first_flow, first)
-    flow, (natural, questions) = _followed(step, first.params, grads, state, hyper, step.decisions(truthful=True))
-    writes_grads = first_flow.wrote_gradients or flow.wrote_gradients
-    is_pointwise &= flow.is_pointwise
-    is_separable &= _is_separable(flow, natural)
-    if len(questions) > _LARGEST_COUNT_OF_QUESTIONS:
-        return False, False, True
-    draws = flow.draws
-    others = OtherAnswers(questions, natural)
-    for answers, before in others:
-        decisions = step.decisions(answers, truthful=True)
+    first = _followed(step, params, record.grads[0], None, hyper, step.decisions(truthful=True))
+    params, grads, state = first.stepped.params, record.grads[1], first.stepped.state
+    second = _followed(step, params, grads, state, hyper, step.decisions(truthful=True))
+    if len(second.questions) > _LARGEST_COUNT_OF_QUESTIONS:
+        return _NOTHING_IS_KNOWN
+    is_separable = first.is_separable() and second.is_separable()
+    later_runs = [second]
+    others = OtherAnswers(second.questions, second.stepped)
+    for answers, stepped_before in others:
         try:
-            other_flow, (other, other_questions) = _followed(step, first.params, grads, state, hyper, decisions)
+            other = _followed(step, params, grads, state, hyper, step.decisions(answers, truthful=True))
         except Exception as error:
             if is_own_refusal(error):
                 raise
             continue  # that side never happens, or only with other numbers
-        others.note(answers, other_questions, other)
-        askers = other_flow.sources(other_questions[len(answers) - 1].condition)
-        draws |= other_flow.draws
-        writes_grads |= other_flow.wrote_gradients
-        is_pointwise &= other_flow.is_pointwise
-        is_separable &= len(askers) <= 1 and _is_separable(other_flow, other)
-        if askers:  # the others do not notice
-            is_separable &= all(
-                is_same(*both) for both in zip(before.state.shared.values(), other.state.shared.values())
-            )
-            for index in {*range(len(params))} - askers:
-                is_separable &= is_same(before.params[index], other.params[index])
-                both_leaves = before.state.leaves[index].values(), other.state.leaves[index].values()
-                is_separable &= all(is_same(*both) for both in zip(*both_leaves))
-    if draws and questions:
+        others.note(answers, other.questions, other.stepped)
+        later_runs.append(other)
+        asking_params = other.flow.sources(other.questions[len(answers) - 1].condition)
+        is_separable &= len(asking_params) <= 1 and other.is_separable()
+        if asking_params:
+            is_separable &= _changes_only(asking_params, stepped_before, other.stepped)
+    if second.questions and any(run.flow.draws for run in later_runs):
         raise impure(
             step.cls,
-            f"its step draws random numbers, and branches ({questions[0].place}): each side would draw; use it in an "
-            "ordinary loop with funcamp.GradScaler",
+            f"its step draws random numbers, and branches ({second.questions[0].location}): each side would draw; use "
+            "it in an ordinary loop with funcamp.GradScaler",
         )
-    return is_pointwise, is_separable, writes_grads
+    runs = [first, *later_runs]
+    return Independence(
+        is_pointwise=all(run.flow.is_pointwise for run in runs),
+        is_separable=is_separable,
+        writes_grads=any(run.flow.wrote_gradients for run in runs),
+    )
 
 
-#: More than these are not followed.
-_LARGEST_COUNT_OF_QUESTIONS = 64
+def _changes_only(asking_params: Iterable[int], before: Stepped, after: Stepped) -> bool:
+    """Return whether the answer to a question of some parameters changes no other parameter, and nothing shared."""
+    if not all(map(is_equal, before.state.shared.values(), after.state.shared.values())):
+        return False
+    for index in set(range(len(before.params))).difference(asking_params):
+        entries_before, entries_after = before.state.per_param[index], after.state.per_param[index]
+        is_param_equal = is_equal(before.params[index], after.params[index])
+        if not (is_param_equal and all(map(is_equal, entries_before.values(), entries_after.values()))):
+            return False
+    return True
 
 
 def _followed(
@@ -79,21 +115,24 @@ def _followed(
     params: list[Tensor],
     grads: list[Tensor],
     state: ClassState | None,
-    hyper: dict[str, Any],
+    hyper: Hyper,
     decisions: Decisions,
-) -> tuple[Dataflow, tuple[Stepped, list[Question]]]:
-    """Return the flow of one run of a step, its results and its questions."""
-    leaves = [{} for _ in params] if state is None else state.leaves
+) -> _FollowedRun:
+    """Run a step once, and follow its data.
+
+    Raises:
+        TypeError: the class gives a `Number` to a function in C.
+    """
+    per_param = [{} for _ in params] if state is None else state.per_param
     grads = [grad.clone() for grad in grads]
-    groups = [[param, grad, *entries.values()] for param, grad, entries in zip(params, grads, leaves)]
-    form = step.form(params)  # it takes a step of its own, which is not followed
+    groups = [[param, grad, *entries.values()] for param, grad, entries in zip(params, grads, per_param)]
+    form = step.form(params)  # here, because finding a form takes a step, which must not be followed
 
-    def run() -> tuple[Stepped, list[Question]]:
+    def run() -> Stepped:
         step_run = step.run(params, grads, state, hyper, decisions)
-        stepped = step.stepped(step_run, form, grads, state, nothing(params) if state is None else state)
-        return stepped, decisions.questions
+        return step.stepped(step_run, form, grads, state, empty_state(params) if state is None else state)
 
-    flow, results = followed(groups, run)
+    flow, stepped = followed(groups, run)
     if flow.has_nan:
         raise impure(
             step.cls,
@@ -101,16 +140,10 @@ def _followed(
             "step or kept in the class, or numpy's; import math where the class is defined, and call math.sqrt",
         )
     flow.wrote_gradients = any(grad._version for grad in grads)
-    return flow, results
+    return _FollowedRun(flow, stepped, decisions.questions)
 
 
-def _is_separable(flow: Dataflow, stepped: Stepped) -> bool:
-    """Return whether each parameter and its state depend on no other, and what all share on none."""
-    groups = [[param, *entries.values()] for param, entries in zip(stepped.params, stepped.state.leaves)]
-    return flow.keeps_apart(groups) and not any(map(flow.sources, stepped.state.shared.values()))
-
-
-def operations_on(step: ClassStep, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Any] | None:
+def operations_on(step: ClassStep, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[OperationCall] | None:
     """Return the operations of a first step and of a later one on each side of its questions, on such parameters.
 
     None if one mixes elements, or the class takes no such parameters. They have no values.
@@ -119,16 +152,15 @@ def operations_on(step: ClassStep, shapes: list[tuple[int, ...]], dtype: torch.d
     with without_modes():
         params = [torch.zeros(shape, dtype=dtype, device="meta") for shape in shapes]
         try:
-            flow, (first, _) = _followed(step, params, params, None, hyper, step.decisions())
-            flows = [flow]
-            flow, (_, questions) = _followed(step, first.params, params, first.state, hyper, step.decisions())
-            flows.append(flow)
-            others = OtherAnswers(questions, None)
+            first = _followed(step, params, params, None, hyper, step.decisions())
+            new_params, state = first.stepped.params, first.stepped.state
+            second = _followed(step, new_params, params, state, hyper, step.decisions())
+            flows = [first.flow, second.flow]
+            others = OtherAnswers(second.questions, None)
             for answers, _ in itertools.islice(others, _LARGEST_COUNT_OF_QUESTIONS):
-                decisions = step.decisions(answers)
-                flow, (_, other_questions) = _followed(step, first.params, params, first.state, hyper, decisions)
-                flows.append(flow)
-                others.note(answers, other_questions, None)
+                other = _followed(step, new_params, params, state, hyper, step.decisions(answers))
+                flows.append(other.flow)
+                others.note(answers, other.questions, None)
         except Exception:
             return None
     if not all(flow.is_pointwise for flow in flows):

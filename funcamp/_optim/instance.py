@@ -1,6 +1,6 @@
-"""An instance of a class that lives for one step: made, given a state, and asked for what it holds.
+"""An instance of a class that lives for one step: made, given a state, and observed for what it changes.
 
-What a class keeps may be in the instance and in optimizers that it wraps (`holders_of`).
+What a class keeps may be in the instance and in optimizers that it wraps (`with_wrapped`).
 `swap_in_optimizer_params_and_state` of torch.optim (2.13) puts tensors into an instance, too; but it wants a state that
 has begun, and what a step assigns anew, numbers among it, is lost.
 """
@@ -9,34 +9,35 @@ from __future__ import annotations
 
 from collections import UserDict, defaultdict
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from funcamp._optim.class_state import (
+from funcamp._optim.class_state import ClassState, Form, entries_in, filled
+from funcamp._optim.compiled_parts import compiled_members, uncompiled
+from funcamp._optim.containers import cloned, leaves_of
+from funcamp._optim.decisions import Decisions
+from funcamp._optim.instance_state import (
     ATTRIBUTE,
     BY_ID,
     BY_PARAM,
     STATE,
-    ClassState,
-    Form,
-    Held,
-    entries_in,
-    filled,
-    held_by,
-    holders_of,
+    Contents,
+    InstanceState,
+    container_of,
     is_plain,
+    read_state,
+    with_wrapped,
 )
-from funcamp._optim.compiled_parts import compiled_members, uncompiled
-from funcamp._optim.containers import cloned, leaves_of
-from funcamp._optim.decisions import Decisions
 from funcamp._optim.number import Number
+from funcamp._types import Kwargs
+
+#: `self.state` of an instance: by parameter, and by other keys.
+_States: TypeAlias = dict[Any, Any]
 
 
-def instance_of(
-    cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: dict[str, Any]
-) -> torch.optim.Optimizer:
+def instance_of(cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: Kwargs) -> torch.optim.Optimizer:
     """Return an instance, in training mode if the class has one (schedule-free classes do).
 
     Raises:
@@ -47,7 +48,7 @@ def instance_of(
     if len(optimizer.param_groups) != 1:
         raise TypeError(
             f"stateless: {cls.__name__} cannot be made pure: it sorts its parameters into "
-            f"{len(optimizer.param_groups)} groups; make one for each group, by_group({...}, group=...)"
+            f"{len(optimizer.param_groups)} groups; make one for each group, by_group({{...}}, group=...)"
         )
     for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
         if getattr(optimizer, hooks, None):
@@ -66,7 +67,7 @@ def instance_of(
 
 def _leave_uncompiled(optimizer: torch.optim.Optimizer) -> None:
     """Give an instance the functions that its class, or its constructor, has compiled, as they were before."""
-    cls: Any = type(optimizer)
+    cls: type = type(optimizer)
     for name, member in compiled_members(cls).items():
         setattr(optimizer, name, member.__get__(optimizer))
     for name, value in list(vars(optimizer).items()):
@@ -83,7 +84,10 @@ def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     return lambda: step(optimizer)
 
 
-class _RecordingState(UserDict[str, Any]):
+# The first values of what a step makes: the state before the first step.
+
+
+class _RecordingState(UserDict[str, object]):
     """A parameter's state that remembers the first value of each key: the state before the first step.
 
     A `UserDict`, because a dict's own `setdefault` and `update` pass `__setitem__` by.
@@ -91,28 +95,28 @@ class _RecordingState(UserDict[str, Any]):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first_values: dict[str, Any] = {}
+        self.first_values: Contents = {}
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         if key not in self.first_values:
             # A clone, because the step goes on to write into the tensor.
             self.first_values[key] = cloned(value)
         super().__setitem__(key, value)
 
 
-class _RecordingGroup(dict[str, Any]):
+class _RecordingGroup(dict[str, object]):
     """A parameter group that remembers the value before a first step: of a new key the first one."""
 
-    def __init__(self, group: dict[str, Any]) -> None:
+    def __init__(self, group: Kwargs) -> None:
         super().__init__(group)
-        self.first_values = {name: cloned(value) for name, value in group.items() if name != "params"}
+        self.first_values: Contents = {name: cloned(value) for name, value in group.items() if name != "params"}
 
-    def __setitem__(self, key: str, value: Any) -> None:
+    def __setitem__(self, key: str, value: object) -> None:
         if key not in self.first_values:
             self.first_values[key] = cloned(value)
         super().__setitem__(key, value)
 
-    def setdefault(self, key: str, default: Any = None) -> Any:
+    def setdefault(self, key: str, default: object = None) -> Any:
         if key not in self:
             self[key] = default
         return self[key]
@@ -123,57 +127,65 @@ class _RecordingGroup(dict[str, Any]):
 
 
 def begin_recording(optimizer: torch.optim.Optimizer) -> None:
-    """Make an instance record the first value of everything that it holds."""
-    attributes = {name: value for name, value in held_by(optimizer, []).shared.items() if name.startswith(ATTRIBUTE)}
-
-    def recording(constructed: dict[Any, Any]) -> dict[Any, Any]:
-        states: dict[Any, Any] = defaultdict(_RecordingState)
-        for key, value in constructed.items():
-            if isinstance(key, Tensor):
-                states[key].update(value)  # torch 2.11's Adagrad fills it in its constructor
-            else:
-                states[key] = value
-        return states
-
-    _replace_states(optimizer, recording)
-    for holder in holders_of(optimizer).values():
-        group = holder.param_groups[0]
-        if not isinstance(group, _RecordingGroup):
-            recorded = _RecordingGroup(group)
-            for other in holders_of(optimizer).values():
-                if other.param_groups[0] is group:
-                    other.param_groups[0] = recorded
-    first_group: Any = optimizer.param_groups[0]
-    first_group.first_values |= {name: cloned(value) for name, value in attributes.items()}
+    """Make an instance record the first value of everything that it keeps."""
+    shared = read_state(optimizer, []).shared
+    attributes = {name: cloned(value) for name, value in shared.items() if name.startswith(ATTRIBUTE)}
+    _replace_states(optimizer, _recording_states)
+    optimizers = with_wrapped(optimizer).values()
+    for each_optimizer in optimizers:
+        group = each_optimizer.param_groups[0]
+        if isinstance(group, _RecordingGroup):
+            continue
+        recording_group = _RecordingGroup(group)
+        for other_optimizer in optimizers:  # a wrapper and what it wraps may have one group
+            if other_optimizer.param_groups[0] is group:
+                other_optimizer.param_groups[0] = recording_group
+    first_group = optimizer.param_groups[0]
+    assert isinstance(first_group, _RecordingGroup)
+    first_group.first_values |= attributes
 
 
-def _replace_states(optimizer: torch.optim.Optimizer, replacement: Callable[[dict[Any, Any]], dict[Any, Any]]) -> None:
-    """Replace the states of an instance and of what it wraps; those that were one are one."""
-    former: dict[int, tuple[Any, Any]] = {}
-    for holder in holders_of(optimizer).values():
-        if "state" in vars(holder):  # a wrapper may show the state of what it wraps
-            state: Any = holder.state
-            if id(state) not in former:
-                former[id(state)] = state, replacement(state)
-            holder.state = former[id(state)][1]
+def _recording_states(constructed: _States) -> _States:
+    """Return states that record, with what the constructor has put there."""
+    states: _States = defaultdict(_RecordingState)
+    for key, value in constructed.items():
+        if isinstance(key, Tensor):
+            states[key].update(value)  # torch 2.11's Adagrad fills it in its constructor
+        else:
+            states[key] = value
+    return states
 
 
-def first_values(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> Held:
-    """Return the first value of everything that an instance holds, which `begin_recording` made it record."""
-    leaves: list[dict[str, Any]] = [{} for _ in params]
-    shared: dict[str, Any] = {}
-    for prefix, holder in reversed(holders_of(optimizer).items()):
-        group: Any = holder.param_groups[0]
+def _replace_states(optimizer: torch.optim.Optimizer, replacement: Callable[[_States], _States]) -> None:
+    """Replace the states of an instance and of what it wraps; those that were one remain one."""
+    replaced: dict[int, tuple[_States, _States]] = {}  # with the former ones, so that their ids stay theirs
+    for each_optimizer in with_wrapped(optimizer).values():
+        if "state" in vars(each_optimizer):  # a wrapper may show the state of what it wraps
+            state: _States = each_optimizer.state
+            if id(state) not in replaced:
+                replaced[id(state)] = state, replacement(state)
+            each_optimizer.state = replaced[id(state)][1]  # type: ignore[assignment]  # torch: a defaultdict
+
+
+def first_values(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> InstanceState:
+    """Return the first value of everything that an instance keeps, which `begin_recording` made it record."""
+    per_param: list[Contents] = [{} for _ in params]
+    shared: Contents = {}
+    for prefix, each_optimizer in reversed(with_wrapped(optimizer).items()):
+        group: Any = each_optimizer.param_groups[0]
         shared |= {_prefixed(prefix, name): value for name, value in group.first_values.items()}
-        for param, leaf in zip(params, leaves):
-            # A class may have put a dict of its own there, of which only the last values are known.
-            first = getattr(holder.state.get(param), "first_values", {})
-            leaf |= {f"{prefix}{name}": value for name, value in first.items()}
-    return Held(leaves, shared)
+        for param, contents in zip(params, per_param):
+            # A class may have replaced the recording state by a dict, of which only the last values are known.
+            first = getattr(each_optimizer.state.get(param), "first_values", {})
+            contents |= {f"{prefix}{name}": value for name, value in first.items()}
+    return InstanceState(per_param, shared)
 
 
 def _prefixed(prefix: str, name: str) -> str:
     return name if name.startswith(ATTRIBUTE) else f"{prefix}{name}"
+
+
+# Putting a state into an instance.
 
 
 def put_state(
@@ -181,84 +193,91 @@ def put_state(
 ) -> None:
     """Give an instance a state, which it may write into."""
     _replace_states(optimizer, lambda _: defaultdict(dict))
-    holders = holders_of(optimizer)
+    optimizers = with_wrapped(optimizer)
     for name, value in filled(form.shared, state.shared, decisions, "its group's").items():
-        container, key = _place_of(holders, name)
+        container, key = _dict_and_key(name, optimizers)
         container[key] = value
-    for param, leaf_form, entries in zip(params, form.leaves, state.leaves):
-        if not entries and entries_in(leaf_form):  # it has not taken a step
+    for param, param_form, entries in zip(params, form.per_param, state.per_param):
+        if not entries and entries_in(param_form):  # it has not taken a step
             continue
-        for name, value in filled(leaf_form, entries, decisions, "state").items():
+        for name, value in filled(param_form, entries, decisions, "state").items():
             is_by_param = name.endswith(BY_PARAM)
             if is_by_param or name.endswith(BY_ID):
                 shared_name = name.removesuffix(BY_PARAM if is_by_param else BY_ID).replace("/", ".")
-                container, key = _place_of(holders, shared_name)
+                container, key = _dict_and_key(shared_name, optimizers)
                 container[key][param if is_by_param else id(param)] = value
             else:
-                prefix = _holder_of(name, holders)
-                holders[prefix].state[param][name.removeprefix(prefix)] = value
+                prefix = _prefix_of(name, optimizers)
+                optimizers[prefix].state[param][name.removeprefix(prefix)] = value
 
 
-def _place_of(holders: dict[str, torch.optim.Optimizer], name: str) -> tuple[Any, str]:
-    """Return the container of something that all parameters share, and its key there."""
-    prefix = _holder_of(name, holders)
-    holder, own_name = holders[prefix], name.removeprefix(prefix)
-    if own_name.startswith(STATE):
-        return holder.state, own_name.removeprefix(STATE)
-    if own_name.startswith(ATTRIBUTE):
-        return vars(holder), own_name.removeprefix(ATTRIBUTE)
-    return holder.param_groups[0], own_name
+def _dict_and_key(name: str, optimizers: dict[str, torch.optim.Optimizer]) -> tuple[_States, str]:
+    """Return the dict that has something that all parameters share, and its key there."""
+    prefix = _prefix_of(name, optimizers)
+    optimizer, unprefixed_name = optimizers[prefix], name.removeprefix(prefix)
+    if unprefixed_name.startswith(STATE):
+        return optimizer.state, unprefixed_name.removeprefix(STATE)
+    if unprefixed_name.startswith(ATTRIBUTE):
+        return vars(optimizer), unprefixed_name.removeprefix(ATTRIBUTE)
+    return optimizer.param_groups[0], unprefixed_name
 
 
-def _holder_of(name: str, holders: dict[str, torch.optim.Optimizer]) -> str:
-    """Return the prefix of the holder of an entry."""
-    return max((prefix for prefix in holders if name.startswith(prefix)), key=len)
+def _prefix_of(name: str, optimizers: dict[str, torch.optim.Optimizer]) -> str:
+    """Return the prefix of the optimizer, among an instance and what it wraps, that keeps something of this name."""
+    return max((prefix for prefix in optimizers if name.startswith(prefix)), key=len)
 
 
-class Mark(NamedTuple):
-    """A number or a tensor, and what differs if it has changed."""
-
-    leaf: Any
-    key: tuple[Any, ...]
+# What a step changes.
 
 
-def marks(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> dict[str, Mark]:
+class Version(NamedTuple):
+    """A number or a tensor, and a key that differs if it has been changed or replaced."""
+
+    leaf: object
+    key: tuple[object, ...]
+
+
+def versions_of(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> dict[str, Version]:
     """Return each number and tensor that all parameters share, by name."""
-    found: dict[str, Mark] = {}
-    for name, leaf in leaves_of(held_by(optimizer, params).shared).items():
+    versions: dict[str, Version] = {}
+    for name, leaf in leaves_of(read_state(optimizer, params).shared).items():
         if isinstance(leaf, Tensor):
-            found[name] = Mark(leaf, (id(leaf), leaf._version))
+            versions[name] = Version(leaf, (id(leaf), leaf._version))
         elif isinstance(leaf, Number):
-            found[name] = Mark(leaf, (Number, leaf.key))
+            versions[name] = Version(leaf, (Number, leaf.key))
         elif is_plain(leaf) or (isinstance(leaf, (set, frozenset)) and all(map(is_plain, leaf))):
-            found[name] = Mark(leaf, (type(leaf), repr(leaf)))
-    return found
+            versions[name] = Version(leaf, (type(leaf), repr(leaf)))
+    return versions
 
 
-def unfollowed(optimizer: torch.optim.Optimizer) -> dict[str, object]:
-    """Return what a step must leave as it is besides its state, by name."""
-    found: dict[str, object] = {}
-    for prefix, holder in holders_of(optimizer).items():
-        found[f"{prefix}param_groups"] = [list(map(id, group["params"])) for group in holder.param_groups]
-        found[f"{prefix}defaults"] = repr(holder.defaults)
-        hooks = [getattr(holder, name, ()) for name in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")]
-        found[f"{prefix}hooks"] = [list(registered) for registered in hooks]
-        params = [param for group in holder.param_groups for param in group["params"]]
-        found[f"{prefix}attributes of a parameter"] = [sorted(vars(param)) for param in params]
-    shared = held_by(optimizer, []).shared
-    found["attributes that are no values"] = sorted(name for name, value in shared.items() if not is_plain(value))
+#: A value before a step and after it; None if there is none.
+Change: TypeAlias = tuple[object, object]
+
+
+def changes_between(before: dict[str, Version], after: dict[str, Version], form: Form | None) -> dict[str, Change]:
+    """Return what has changed and is not in a form, by name."""
+    changes: dict[str, Change] = {}
+    for name in {**before, **after}:
+        old, new = before.get(name), after.get(name)
+        is_in_form = form is not None and container_of(name) in form.shared
+        if not is_in_form and (old is None or new is None or old.key != new.key):
+            changes[name] = (None if old is None else old.leaf, None if new is None else new.leaf)
+    return changes
+
+
+def fixed_parts(optimizer: torch.optim.Optimizer) -> dict[str, object]:
+    """Return what a step must not change, by name, because it is no state that a step as a function could follow."""
+    parts: dict[str, object] = {}
+    for prefix, each_optimizer in with_wrapped(optimizer).items():
+        parts[f"{prefix}param_groups"] = [list(map(id, group["params"])) for group in each_optimizer.param_groups]
+        parts[f"{prefix}defaults"] = repr(each_optimizer.defaults)
+        hook_names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+        parts[f"{prefix}hooks"] = [list(getattr(each_optimizer, name, ())) for name in hook_names]
+        params = [param for group in each_optimizer.param_groups for param in group["params"]]
+        parts[f"{prefix}attributes of a parameter"] = [sorted(vars(param)) for param in params]
+    shared = read_state(optimizer, []).shared
+    parts["attributes that are no values"] = sorted(name for name, value in shared.items() if not is_plain(value))
     for name, leaf in leaves_of(shared).items():
         if isinstance(leaf, Tensor):
-            found[f"the memory of {name} ({id(leaf)})"] = id(leaf.untyped_storage())  # of this very tensor
-    return found
-
-
-def changed(before: dict[str, Mark], after: dict[str, Mark], form: Form | None) -> dict[str, tuple[Any, Any]]:
-    """Return what has changed and is not in a form, by name: the value before, None for none, and after."""
-    found: dict[str, tuple[Any, Any]] = {}
-    for name in {**before, **after}:
-        former, mark = before.get(name), after.get(name)
-        is_in_form = form is not None and name.partition("[")[0] in form.shared
-        if not is_in_form and (former is None or mark is None or former.key != mark.key):
-            found[name] = (None if former is None else former.leaf, None if mark is None else mark.leaf)
-    return found
+            parts[f"the memory of {name} ({id(leaf)})"] = id(leaf.untyped_storage())  # of this very tensor
+    return parts

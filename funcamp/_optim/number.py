@@ -2,8 +2,12 @@
 
 A class checks its hyperparameters (`0.0 <= lr`), branches on them (`if weight_decay != 0`), counts its steps
 (`group["step"] += 1`), and passes numbers where torch takes no tensors (`alpha=-lr`). A `Number` is a float for all of
-that code, as torch's parser of arguments wants it, and its arithmetic is that of a tensor, so that the class needs no
-branch of its own for tensors, and takes none. C takes the float out of it without asking: NaN, which a trial finds.
+that code, because torch's parser of arguments accepts nothing else, and its arithmetic is that of a tensor. So the
+class needs no branch for tensors, and takes none.
+
+C code reads the float without a call of a method. That of a number in a state is NaN, which a trial finds
+(`Dataflow.has_nan`). That of a hyperparameter is an example, and a trial compares the effects of example and tensor
+(`refuse_other_results`).
 """
 
 from __future__ import annotations
@@ -11,13 +15,16 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Hashable
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
 
 from funcamp._optim.decisions import Decisions
 from funcamp._scaler.precision import widen
+
+#: An operator of Python or a function of torch, on numbers or on tensors.
+Compute: TypeAlias = Callable[..., Any]
 
 #: How the label of a computed number begins.
 _FROM = "what it computes from "
@@ -36,22 +43,22 @@ def _refusal(number: Number, reason: str) -> TypeError:
     )
 
 
-def _comparison(compare: Callable[[Any, Any], Any]) -> Any:
+def _comparison(compare: Compute) -> Any:
     """Return the method of `Number` for one comparison operator."""
     return lambda self, other: self._compare(compare, other)
 
 
-def _arithmetic(compute: Callable[[Any, Any], Any]) -> Any:
+def _arithmetic(compute: Compute) -> Any:
     """Return the method of `Number` for one operator, such as __add__."""
     return lambda self, other: _computed(compute, self, other)
 
 
-def _reflected(compute: Callable[[Any, Any], Any]) -> Any:
+def _reflected(compute: Compute) -> Any:
     """Return the method of `Number` for one operator whose left operand is another value, such as __radd__."""
     return lambda self, other: _computed(compute, other, self)
 
 
-def _unary(compute: Callable[[Any], Any]) -> Any:
+def _unary(compute: Compute) -> Any:
     """Return the method of `Number` for one operator without another operand."""
     return lambda self: _computed(compute, self)
 
@@ -59,7 +66,7 @@ def _unary(compute: Callable[[Any], Any]) -> Any:
 class Number(float):
     """A number that changes in training: a hyperparameter, a count, or what is computed from them; it is a tensor.
 
-    The float is an example of its value; NaN where none is known. The constructor compares the example. A comparison in
+    The float is an example of its value; NaN if none is known. The constructor compares the example. A comparison in
     the step is a question (`Decisions`), and so is the truth of the number. Reading the value raises TypeError. The
     tensor is float64, as Python's numbers are.
 
@@ -121,7 +128,7 @@ class Number(float):
     def __bool__(self) -> bool:
         return bool(self._compare(operator.ne, 0.0))
 
-    def _compare(self, compare: Callable[[Any, Any], Any], other: object) -> Any:
+    def _compare(self, compare: Compute, other: object) -> Any:
         if isinstance(other, Tensor):
             return compare(self.tensor, other)
         if not isinstance(other, (int, float)):
@@ -130,14 +137,14 @@ class Number(float):
         proposal = bool(compare(self.example, other_example))
         decisions = self.decisions
         if decisions.is_constructing:
-            return decisions.in_constructor(self.label, proposal)
+            return decisions.answer_in_constructor(self.label, proposal)
         # What holds for 0 says nothing of numbers below it.
         asks_for_zero = compare in (operator.eq, operator.ne) and not isinstance(other, Number) and other == 0
         if self.is_hyperparameter and asks_for_zero:
             decisions.compared_with_zero.add(self.label)
-            if self.label in decisions.zeros:
+            if self.label in decisions.treated_as_zero:
                 return compare(0.0, 0.0)
-            if self.label in decisions.in_use:
+            if self.label in decisions.treated_as_nonzero:
                 return proposal
         # Two numbers that are computed alike may be compared the other way round.
         key = decisions.key((compare.__name__, self.key, _key_of(other, decisions)))
@@ -201,7 +208,7 @@ def _key_of(value: object, decisions: Decisions) -> Hashable:
     return value.key if isinstance(value, Number) else decisions.key(("constant", value))
 
 
-def _computed(compute: Callable[..., Any], *operands: Any) -> Any:
+def _computed(compute: Compute, *operands: Any) -> Any:
     """Return the result of an operator: a number if the operands are numbers, else a tensor."""
     if any(isinstance(operand, Tensor) for operand in operands):
         return compute(*map(numbers_to_tensors, operands))
@@ -218,12 +225,12 @@ _DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
 
 
 def _ask_divisor(divisor: float) -> None:
-    """Raise ZeroDivisionError if a number is 0, where the class catches that; a tensor would give inf or NaN."""
+    """Raise ZeroDivisionError if a number is 0 and the class catches that error; a tensor would give inf or NaN."""
     if isinstance(divisor, Number) and divisor.decisions.asks_divisors and divisor == 0:
         raise ZeroDivisionError
 
 
-def computed(compute: Callable[..., Any], *operands: float, **options: Any) -> Number:
+def computed(compute: Compute, *operands: float, **options: Any) -> Number:
     """Return what a function of torch, or an operator, makes of numbers: another number."""
     number = next(operand for operand in operands if isinstance(operand, Number))
     decisions = number.decisions
@@ -235,7 +242,7 @@ def computed(compute: Callable[..., Any], *operands: float, **options: Any) -> N
     return Number(label, example, tensor, decisions, decisions.key(key), is_integral=is_integral)
 
 
-#: What makes whole numbers of whole numbers.
+#: Functions whose result is a whole number if their operands are.
 _INTEGRAL = {
     "add",
     "sub",
@@ -258,8 +265,8 @@ def _is_integral(operand: float) -> bool:
     return operand.is_integral if isinstance(operand, Number) else float(operand).is_integer()
 
 
-def _example(compute: Callable[..., Any], operands: list[float]) -> float:
-    """Return the result of an operator for examples; NaN for a function of torch, and where Python has no result."""
+def _example(compute: Compute, operands: list[float]) -> float:
+    """Return the result of an operator for examples; NaN for a function of torch, or if Python raises an error."""
     if compute.__module__ != "_operator":
         return math.nan
     try:

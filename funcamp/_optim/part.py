@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ class Update(NamedTuple):
 
 
 class Transform(Protocol):
-    """A part of a chain with a state of its own."""
+    """A part of a chain that has a state."""
 
     def init(self, params: Tree) -> Tree:
         """Return the state before the first step."""
@@ -43,12 +43,12 @@ class Transform(Protocol):
 Part: TypeAlias = PureOptimizer | Transform | Callable[[Update], Update]
 
 
-def is_function(part: Part) -> TypeIs[Callable[[Update], Update]]:
+def is_function(part: object) -> TypeIs[Callable[[Update], Update]]:
     """Return whether a part is a function of an update, which has no state."""
     return not hasattr(part, "init")
 
 
-def is_transform(part: Part) -> TypeIs[Transform]:
+def is_transform(part: object) -> TypeIs[Transform]:
     """Return whether a part is an object with `transform`."""
     # An optimizer of funcamp is not asked for the attribute: its AttributeError has its repr, which reads the values of
     # its tensors.
@@ -61,7 +61,7 @@ def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
     Raises:
         TypeError: the part returns something else than an `Update`.
     """
-    new_update: Any
+    new_update: object
     if is_function(part):
         new_update = part(update)
     elif is_transform(part):
@@ -80,13 +80,13 @@ def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
     return new_update, state
 
 
-def learning_rate_of(part: Part, state: Tree) -> Any:
+def learning_rate_of(part: Part, state: Tree) -> Tree:
     """Return the learning rate of a part's next step; `()` if it has none."""
     learning_rate = getattr(part, "learning_rate", None)
     return () if learning_rate is None else learning_rate(state)
 
 
-def check_part(call: str, name: str, part: Any) -> None:
+def check_part(call: str, name: str, part: object) -> None:
     """Raise TypeError for what is no part of a chain."""
     if is_transform(part):
         return

@@ -1,7 +1,8 @@
 """The names of Python by which a class's code computes with numbers, such as `math.sqrt`: made to take a `Number`, too.
 
-`math.sqrt(x)` reads a float in C, where no method of `Number` is asked. So while a step runs, the modules of its class
-find other functions under these names. They do what Python's do for everything else, so other threads may call them.
+`math.sqrt(x)` reads a float in C, without a call of a method of `Number`. So while a step runs, the modules of its
+class find other functions under these names. They do what Python's do for everything else, so other threads may call
+them.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
 from funcamp._optim.compiled_parts import uncompiled
 from funcamp._optim.decisions import Decisions
-from funcamp._optim.number import Number, as_number, computed
+from funcamp._optim.number import Compute, Number, as_number, computed
 from funcamp._scaler.precision import widen
+
+#: The names of a module and their values.
+Namespace: TypeAlias = dict[str, Any]
 
 #: Functions of torch for those of `math` with other names.
 _OTHER_NAMES = {"fabs": torch.abs, "fmod": torch.fmod}
@@ -31,11 +35,11 @@ _OTHER_NAMES = {"fabs": torch.abs, "fmod": torch.fmod}
 _OTHER_MEANINGS = {"gamma", "dist", "ldexp", "prod", "remainder", "isclose", "frexp", "modf", "gcd", "lcm", "sumprod"}
 
 
-def _on_numbers(python: Callable[..., Any], of_torch: Callable[..., Any]) -> Callable[..., Any]:
+def _on_numbers(python: Compute, of_torch: Compute) -> Compute:
     """Return a function of Python that takes numbers whose values are tensors, and gives such a number for them."""
 
     @functools.wraps(python)
-    def function(*args: Any) -> Any:
+    def function(*args: object) -> object:
         numbers = _as_numbers(args)
         return python(*args) if numbers is None else computed(of_torch, *numbers)
 
@@ -50,62 +54,62 @@ class _ThisThread(threading.local):
 _this_thread = _ThisThread()
 
 
-def _as_numbers(values: Iterable[Any]) -> list[float] | None:
+def _as_numbers(values: Iterable[object]) -> list[Any] | None:
     """Return values of which one is a `Number` or a tensor that Python would read, as numbers; None for others."""
-    numbers: list[float] = []
-    found = False
+    numbers: list[object] = []
+    has_number = False
     for value in values:
         number = value
         if isinstance(value, Tensor) and value.numel() == 1 and _this_thread.decisions is not None:
             number = as_number("a tensor's value", math.nan, value, _this_thread.decisions)
-        found = found or isinstance(number, Number)
+        has_number = has_number or isinstance(number, Number)
         numbers.append(number)
-    return numbers if found else None
+    return numbers if has_number else None
 
 
-def _predicate(of_torch: Callable[..., Any]) -> Callable[..., Any]:
+def _predicate(of_torch: Compute) -> Compute:
     """Return a function whose truth is a number."""
     return lambda *args: widen(of_torch(*args))
 
 
-def _log(value: Any, base: Any = None) -> Any:
+def _log(value: Tensor, base: Tensor | float | None = None) -> Tensor:
     """Return the logarithm to a base, of tensors."""
     if base is None:
         return torch.log(value)
     return torch.log(value) / (torch.log(base) if isinstance(base, Tensor) else math.log(base))
 
 
-def _is_close(one: Any, other: Any, *, rel_tol: float = 1e-9, abs_tol: float = 0.0) -> Any:
+def _is_close(value: float, other: float, *, rel_tol: float = 1e-9, abs_tol: float = 0.0) -> object:
     """Return what `math.isclose` does, of numbers."""
-    if _as_numbers((one, other, rel_tol, abs_tol)) is None:
-        return math.isclose(one, other, rel_tol=rel_tol, abs_tol=abs_tol)
-    larger = _MATH.fabs(one), _MATH.fabs(other)
-    limit = _BUILTINS["max"](rel_tol * _BUILTINS["max"](*larger), abs_tol)
-    return _MATH.fabs(one - other) <= limit
+    if _as_numbers((value, other, rel_tol, abs_tol)) is None:
+        return math.isclose(value, other, rel_tol=rel_tol, abs_tol=abs_tol)
+    larger = _MAX(_MATH.fabs(value), _MATH.fabs(other))
+    return _MATH.fabs(value - other) <= _MAX(rel_tol * larger, abs_tol)
 
 
-def _extreme(python: Callable[..., Any], is_before: Callable[[Any, Any], Any]) -> Callable[..., Any]:
-    """Return `min` or `max`, without a question where the operands are numbers.
+def _extreme(python: Compute, is_before: Callable[[Tensor, Tensor], Tensor]) -> Compute:
+    """Return `min` or `max`, which ask no question if the operands are numbers.
 
     As in Python the other operand is taken if it comes before the first; NaN comes before nothing.
     """
 
-    def of_two(one: Any, other: Any) -> Any:
-        tensors = [value if isinstance(value, Tensor) else _constant(value) for value in (one, other)]
-        return torch.where(is_before(tensors[1], tensors[0]), tensors[1], tensors[0])
+    def of_two(value: Tensor | float, other: Tensor | float) -> Tensor:
+        first, second = [item if isinstance(item, Tensor) else _constant(item) for item in (value, other)]
+        return torch.where(is_before(second, first), second, first)
 
     of_two.__name__ = python.__name__
 
-    def of_pair(one: Any, other: Any) -> Any:
-        tensors = [value for value in (one, other) if isinstance(value, Tensor)]
-        if tensors and _as_numbers((one, other)) is not None:
-            values = [value.tensor if isinstance(value, Number) else value for value in (one, other)]
-            result = of_two(*values)
-            # The result is a tensor, as the operand; of a whole number it may be the other one, a fraction.
+    def of_pair(value: Any, other: Any) -> Any:
+        tensors = [item for item in (value, other) if isinstance(item, Tensor)]
+        if tensors and _as_numbers((value, other)) is not None:
+            operands = [item.tensor if isinstance(item, Number) else item for item in (value, other)]
+            result = of_two(*operands)
+            # The result has the dtype of a floating-point tensor. A tensor of whole numbers does not decide it, because
+            # the result may be the other operand, a fraction.
             return result.to(tensors[0].dtype) if tensors[0].is_floating_point() else result
-        if isinstance(one, Number) or isinstance(other, Number):
-            return computed(of_two, one, other)
-        return python(one, other)
+        if isinstance(value, Number) or isinstance(other, Number):
+            return computed(of_two, value, other)
+        return python(value, other)
 
     @functools.wraps(python)
     def function(*args: Any, **options: Any) -> Any:
@@ -192,14 +196,16 @@ def _math() -> types.ModuleType:
 
 _MATH = _math()
 #: What takes the place of an object of Python, by its id.
-_INSTEAD: dict[int, Any] = {id(math): _MATH}
+_INSTEAD: dict[int, object] = {id(math): _MATH}
 _INSTEAD |= {id(function): getattr(_MATH, name) for name, function in vars(math).items() if callable(function)}
+_MIN = _extreme(builtins.min, torch.lt)
+_MAX = _extreme(builtins.max, torch.gt)
 _FLOAT = _type_of_numbers(float, _same)
 _INT = _type_of_numbers(int, torch.trunc)
 #: Names that are found in Python's own namespace, unless a module has them.
-_BUILTINS: dict[str, Any] = {
-    "min": _extreme(builtins.min, torch.lt),
-    "max": _extreme(builtins.max, torch.gt),
+_BUILTINS: Namespace = {
+    "min": _MIN,
+    "max": _MAX,
     "float": _FLOAT,
     "int": _INT,
     "type": _TypeOfTypes("type", (), {}),
@@ -209,7 +215,7 @@ _BUILTINS: dict[str, Any] = {
 class _Names:
     """The names of one module that are replaced while steps run."""
 
-    def __init__(self, namespace: dict[str, Any]) -> None:
+    def __init__(self, namespace: Namespace) -> None:
         self._namespace = namespace
         self._count = len(namespace)
         self._former = {name: value for name, value in namespace.items() if id(value) in _INSTEAD}
@@ -223,7 +229,7 @@ class _Names:
         self.use_count = 0
 
     def are_current(self) -> bool:
-        """Return whether the module is as it was: nobody has reloaded it or given it other names."""
+        """Return whether the module is as it was: no code has reloaded it or given it other names."""
         names = self._namespace
         return len(names) == self._count and all(names.get(name) is value for name, value in self._former.items())
 
@@ -253,7 +259,7 @@ def names_for_numbers(cls: type, decisions: Decisions | None) -> Iterator[None]:
         cls: the class.
         decisions: those of the run; None around several.
     """
-    former = _this_thread.decisions
+    outer_decisions = _this_thread.decisions
     _this_thread.decisions = decisions
     namespaces = _namespaces_of(cls)
     with _lock:
@@ -267,7 +273,7 @@ def names_for_numbers(cls: type, decisions: Decisions | None) -> Iterator[None]:
     try:
         yield
     finally:
-        _this_thread.decisions = former
+        _this_thread.decisions = outer_decisions
         with _lock:
             for namespace in namespaces:
                 names = _names[id(namespace)]
@@ -277,23 +283,23 @@ def names_for_numbers(cls: type, decisions: Decisions | None) -> Iterator[None]:
 
 
 @functools.cache
-def _namespaces_of(cls: type) -> tuple[dict[str, Any], ...]:
+def _namespaces_of(cls: type) -> tuple[Namespace, ...]:
     """Return the global names of a class's code: of its methods, of what they name in its package, and so on."""
-    found: dict[int, dict[str, Any]] = {}
+    namespaces: dict[int, Namespace] = {}
     bases = [base for base in cls.__mro__ if base is not object]
     waiting: list[object] = list(bases)
     # A class that `exec` defines may say that it is from "builtins".
     packages = {_package(base.__module__) for base in bases} - {"builtins", *sys.stdlib_module_names}
     while waiting:
         for namespace in _namespaces_in(waiting.pop()):
-            if id(namespace) not in found:
-                found[id(namespace)] = namespace
+            if id(namespace) not in namespaces:
+                namespaces[id(namespace)] = namespace
                 named = list(namespace.values())
                 waiting += [value for value in named if _package(_module_of(value)) in packages]
-    return tuple(found.values())
+    return tuple(namespaces.values())
 
 
-def _namespaces_in(value: object) -> Iterator[dict[str, Any]]:
+def _namespaces_in(value: object) -> Iterator[Namespace]:
     """Yield the global names of a module, a function, or of a class and its methods."""
     if isinstance(value, types.ModuleType):
         yield vars(value)

@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from funcamp._optim.arguments import first_line, impure, is_own_refusal, is_torchs
-from funcamp._optim.class_state import (
+from funcamp._optim.class_state import Changing
+from funcamp._optim.containers import leaves_of
+from funcamp._optim.instance import instance_of, step_of
+from funcamp._optim.instance_state import (
     ATTRIBUTE,
-    Changing,
-    Held,
+    InstanceState,
     Kind,
     aliases_in,
-    held_by,
+    container_of,
     is_plain,
     kind_of,
+    read_state,
     same,
     snapshot,
     wider,
 )
-from funcamp._optim.containers import leaves_of
-from funcamp._optim.instance import instance_of, step_of
 from funcamp._trace.python_state import Form as PythonForm
 from funcamp._trace.python_state import survey
+from funcamp._types import Kwargs
 
 
 class Record(NamedTuple):
@@ -37,12 +39,12 @@ class Record(NamedTuple):
     """Those of each step."""
     results: list[list[Tensor]]
     """The parameters after each step."""
-    constructed: Held
-    """What the instance holds before the first step."""
-    held: list[Held]
-    """What it holds after each step."""
+    initial_state: InstanceState
+    """What the instance keeps before the first step."""
+    states: list[InstanceState]
+    """What it keeps after each step."""
     aliases: set[frozenset[str]]
-    """What it holds in one memory after these steps, as in `aliases_in`."""
+    """What it keeps in one memory after these steps, as in `aliases_in`."""
     late_grads: Sequence[Sequence[Tensor | None]] = ()
     """Others, in which the first parameter has none before the others have taken some steps."""
     late_results: Sequence[list[Tensor]] = ()
@@ -62,7 +64,7 @@ _SHAPES = (*_MATRICES, (4,), (2, 2, 2, 1))
 _TRIALS = ((*_SHAPES, ()), _SHAPES, _MATRICES)
 
 
-def recorded(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> Record:
+def recorded(cls: type[torch.optim.Optimizer], arguments: Kwargs) -> Record:
     """Take a few steps with an instance of the class.
 
     Raises:
@@ -90,60 +92,68 @@ def recorded(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any]) -> 
     ) from last_error
 
 
+class _Loop:
+    """torch's loop with an instance of the class, from parameters that it clones."""
+
+    def __init__(self, cls: type[torch.optim.Optimizer], arguments: Kwargs, params: list[Tensor]) -> None:
+        self.params: list[Tensor] = [nn.Parameter(param.clone()) for param in params]
+        torch.manual_seed(SEED)
+        self.optimizer = instance_of(cls, self.params, dict(arguments))
+        self._step = step_of(self.optimizer)
+
+    def step(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """Take a step with clones of these gradients; return the parameters after it."""
+        for param, grad in zip(self.params, grads):
+            param.grad = None if grad is None else grad.clone()
+        with torch.no_grad():
+            self._step()
+        return [param.detach().clone() for param in self.params]
+
+
 def _record_of(
-    cls: type[torch.optim.Optimizer],
-    arguments: Mapping[str, Any],
-    shapes: Iterable[tuple[int, ...]],
-    dtype: torch.dtype,
+    cls: type[torch.optim.Optimizer], arguments: Kwargs, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype
 ) -> Record:
+    """Return a record without late gradients.
+
+    Raises:
+        ElsewhereError: the class keeps something where it cannot be followed.
+    """
     params = [_numbers(shape, dtype, offset) for offset, shape in enumerate(shapes)]
-    own_params: list[Tensor] = [nn.Parameter(param.clone()) for param in params]
-    torch.manual_seed(SEED)
-    optimizer = instance_of(cls, own_params, dict(arguments))
-    record = Record(params, [], [], snapshot(held_by(optimizer, own_params)), [], set())
-    _refuse_memory_of_parameters(cls, arguments, params, record.constructed)
-    step = step_of(optimizer)
-    before = forms_of(optimizer)
+    loop = _Loop(cls, arguments, params)
+    record = Record(params, [], [], snapshot(read_state(loop.optimizer, loop.params)), [], set())
+    _refuse_values_of_parameters(cls, arguments, params, record.initial_state)
+    before = forms_of(loop.optimizer)
     for number in range(_STEPS):
         grads = [_numbers(tuple(param.shape), dtype, 10 * number + offset + 3) for offset, param in enumerate(params)]
-        for param, grad in zip(own_params, grads):
-            param.grad = grad.clone()
-        with torch.no_grad():
-            step()
         record.grads.append(grads)
-        record.results.append([param.detach().clone() for param in own_params])
-        held = held_by(optimizer, own_params)
-        record.held.append(snapshot(held))
-        record.aliases.update(aliases_in(held, own_params))
-    for path, form in forms_of(optimizer).items():
+        record.results.append(loop.step(grads))
+        state = read_state(loop.optimizer, loop.params)
+        record.states.append(snapshot(state))
+        record.aliases.update(aliases_in(state, loop.params))
+    for path, form in forms_of(loop.optimizer).items():
         change = before[path].difference(path, form) if path in before else None
         if change is not None:
             raise ElsewhereError(f"its step changes {change[0]}, where it is not followed")
     return record
 
 
-def _with_late_steps(cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], record: Record) -> Record:
+def _with_late_steps(cls: type[torch.optim.Optimizer], arguments: Kwargs, record: Record) -> Record:
     """Return a record with steps in which the first parameter has its first gradient when others have taken some."""
-    params: list[Tensor] = [nn.Parameter(param.clone()) for param in record.params]
     late_grads: list[list[Tensor | None]] = []
     late_results: list[list[Tensor]] = []
-    torch.manual_seed(SEED)
-    step = step_of(instance_of(cls, params, dict(arguments)))
-    for number, grads in enumerate(record.grads):
-        given: list[Tensor | None] = list(grads)
+    loop = _Loop(cls, arguments, record.params)
+    for number, all_grads in enumerate(record.grads):
+        grads: list[Tensor | None] = list(all_grads)
         if number < _LATENESS:
-            given[0] = None
+            grads[0] = None
         if number in _GAP:
-            given[1] = None
-        for param, grad in zip(params, given):
-            param.grad = None if grad is None else grad.clone()
+            grads[1] = None
         try:
-            with torch.no_grad():
-                step()
+            result = loop.step(grads)
         except Exception:
-            break  # it has nothing for such a parameter
-        late_grads.append(given)
-        late_results.append([param.detach().clone() for param in params])
+            break  # the class fails for a parameter that begins late: the record has the steps until then
+        late_grads.append(grads)
+        late_results.append(result)
     return record._replace(late_grads=late_grads, late_results=late_results)
 
 
@@ -155,20 +165,21 @@ def forms_of(optimizer: torch.optim.Optimizer) -> dict[str, PythonForm]:
     """Return what the variables of a user's class and of its functions hold, and attributes that are no values."""
     cls = type(optimizer)
     roots: dict[str, object] = {cls.__name__: cls}
-    for name, value in held_by(optimizer, []).shared.items():
+    for name, value in read_state(optimizer, []).shared.items():
         if name.startswith(ATTRIBUTE) and not is_plain(value):
             roots[name] = value
     return {path: PythonForm(slot.value) for path, slot in survey(roots).items()}
 
 
-def _refuse_memory_of_parameters(
-    cls: type[torch.optim.Optimizer], arguments: Mapping[str, Any], params: list[Tensor], constructed: Held
+def _refuse_values_of_parameters(
+    cls: type[torch.optim.Optimizer], arguments: Kwargs, params: list[Tensor], initial_state: InstanceState
 ) -> None:
     """Refuse a class whose constructor keeps values of its parameters, which an instance for one step has not."""
-    others: list[Tensor] = [nn.Parameter(param + 1) for param in params]
-    leaves = leaves_of(snapshot(held_by(instance_of(cls, others, dict(arguments)), others)).shared)
-    for name, leaf in leaves_of(constructed.shared).items():
-        if kind_of(leaf) is not None and not same(leaf, leaves.get(name)):
+    other_params: list[Tensor] = [nn.Parameter(param + 1) for param in params]
+    other_state = snapshot(read_state(instance_of(cls, other_params, dict(arguments)), other_params))
+    other_leaves = leaves_of(other_state.shared)
+    for name, leaf in leaves_of(initial_state.shared).items():
+        if kind_of(leaf) is not None and not same(leaf, other_leaves.get(name)):
             raise ElsewhereError(f"{name} holds values of the parameters that the constructor got")
 
 
@@ -178,21 +189,27 @@ def _numbers(shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
     return torch.arange(count, dtype=torch.float64).add(0.7 * offset + 0.1).mul(2.3).sin().reshape(shape).to(dtype)
 
 
+# What changes from step to step: a number among it, such as a count, becomes a tensor of the state.
+
+
 def changing_in(record: Record) -> Changing:
     """Return what changes from step to step."""
-    leaves: dict[str, Kind] = {}
+    per_param: dict[str, Kind] = {}
     shared: dict[str, Kind] = {}
-    names = {key_of(name) for held in record.held for name in held.shared.keys() - record.constructed.shared.keys()}
-    for before, after in zip(record.held, record.held[1:]):
-        for former, held in zip(before.leaves, after.leaves):
-            _note_changes(leaves, leaves_of(former), leaves_of(held))
-    for before, after in zip([record.constructed, *record.held], record.held):
-        names |= {key_of(name) for name in _note_changes(shared, leaves_of(before.shared), leaves_of(after.shared))}
-    names = {name for name in names if all(is_plain(held.shared.get(name)) for held in record.held)}
-    return Changing(leaves, shared, frozenset(names))
+    initial = record.initial_state
+    names = {container_of(name) for state in record.states for name in state.shared.keys() - initial.shared.keys()}
+    # The first step makes the state of a parameter, so that only the changes of later ones count.
+    for before, after in zip(record.states, record.states[1:]):
+        for old_contents, contents in zip(before.per_param, after.per_param):
+            _note_changes(per_param, leaves_of(old_contents), leaves_of(contents))
+    for before, after in zip([initial, *record.states], record.states):
+        changed_names = _note_changes(shared, leaves_of(before.shared), leaves_of(after.shared))
+        names |= set(map(container_of, changed_names))
+    names = {name for name in names if all(is_plain(state.shared.get(name)) for state in record.states)}
+    return Changing(per_param, shared, frozenset(names))
 
 
-def _note_changes(kinds: dict[str, Kind], before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+def _note_changes(kinds: dict[str, Kind], before: Mapping[str, object], after: Mapping[str, object]) -> list[str]:
     """Note the kinds of the numbers that differ; return the names of everything that differs."""
     changed = [name for name, value in after.items() if name not in before or not same(before[name], value)]
     for name in changed:
@@ -201,29 +218,3 @@ def _note_changes(kinds: dict[str, Kind], before: Mapping[str, Any], after: Mapp
             if kind is not None and kind != "tensor":
                 kinds[name] = wider(kinds.get(name), kind)
     return changed
-
-
-def key_of(name: str) -> str:
-    """Return the key of the container in which an entry is."""
-    return name.partition("[")[0]
-
-
-def distance(tensors: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest difference of two lists of tensors, relative to the tensor's largest element."""
-    if len(tensors) != len(expected):
-        return float("inf")
-    distances = [0.0]
-    for tensor, reference in zip(tensors, expected):
-        if reference.numel() == 0:
-            continue
-        reference = reference.double()
-        tensor = tensor.double()
-        largest = reference.abs().max().clamp(min=1e-30)
-        distance = float((tensor - reference).abs().max() / largest)
-        distances.append(float("inf") if distance != distance else distance)
-    return max(distances)
-
-
-def is_same(one: Tensor, other: Tensor) -> bool:
-    """Return whether tensors are equal; NaN equals NaN, of which a path that is not taken may be full."""
-    return one.shape == other.shape and bool(((one == other) | ((one != one) & (other != other))).all())

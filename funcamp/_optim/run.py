@@ -2,31 +2,42 @@
 
 The class's own constructor and `step` run on clones, in an instance created for the call, with the state put into it.
 Numbers that change in training are tensors that the class takes for numbers (`Number`). Where it reads a tensor
-(`step.item()`) it gets such a number, and where it branches on one the run is told which way to go (`Decisions`).
-`_Pure` does this, for the current thread only.
+(`step.item()`) it gets such a number, and if it branches on one, the run gets an answer (`Decisions`). `_Pure` does
+this, for the current thread only.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from funcamp import _upstream
-from funcamp._optim.class_state import ClassState, Entries, Form, Held, held_by
+from funcamp._optim.class_state import ClassState, Entries, Form
 from funcamp._optim.decisions import Decisions
-from funcamp._optim.hyperparameters import map_items
-from funcamp._optim.instance import begin_recording, changed, first_values, instance_of, marks, put_state, step_of
+from funcamp._optim.hyperparameters import Hyper, map_items
+from funcamp._optim.instance import (
+    Change,
+    begin_recording,
+    changes_between,
+    first_values,
+    instance_of,
+    put_state,
+    step_of,
+    versions_of,
+)
+from funcamp._optim.instance_state import InstanceState, read_state
 from funcamp._optim.number import Number, as_number, has_number, numbers_to_tensors
 from funcamp._optim.python_names import names_for_numbers
 from funcamp._optim.scalar_arguments import call_on_tensors, tensor_of
 from funcamp._scaler.precision import widen
 from funcamp._trace.as_compiled import as_eager
 from funcamp._tree import settled
+from funcamp._types import Args, Kwargs, Operation
 
 #: In-place calls of torch.optim without a batching rule; tests/upstream/test_upstream.py fails when one gets a rule.
 _UNBATCHED = ("addcdiv_", "addcmul_", "clamp_", "lerp_", "square_")
@@ -52,22 +63,34 @@ _DECOMPOSITIONS = frozenset(
     ("eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "pca_lowrank", "svd_lowrank", "lstsq", "pinv", "cholesky")
 )
 
-#: Functions that return a bool of Python, which the step asks for, and how a tensor is found that is as true.
-_TRUTHS: dict[str, Callable[..., Tensor]] = {
-    "allclose": lambda *args, **options: torch.isclose(*args, **options).all(),
-    "equal": lambda one, other: (
-        (one == other).all() if one.shape == other.shape else torch.zeros((), dtype=torch.bool, device=one.device)
-    ),
-}
 
+def _are_equal(tensor: Tensor, other: Tensor) -> Tensor:
+    """Return what `torch.equal` does, as a tensor."""
+    if tensor.shape != other.shape:
+        return torch.zeros((), dtype=torch.bool, device=tensor.device)
+    return (tensor == other).all()
+
+
+def _are_close(*args: Any, **options: Any) -> Tensor:
+    """Return what `torch.allclose` does, as a tensor."""
+    return torch.isclose(*args, **options).all()
+
+
+#: Functions that return a bool of Python, and what computes it as a tensor: the condition of a question.
+_CONDITIONS: dict[str, Callable[..., Tensor]] = {"equal": _are_equal, "allclose": _are_close}
 #: Methods by which Python reads a tensor's value as its own.
-_READS = {"__float__", "__int__", "__index__", "__complex__", "tolist", "__array__"}
+_READS = {"__float__", "__int__", "__index__", "__complex__", "tolist", "__array__", "numpy"}
+#: Calls that return a value of Python.
+_PYTHON_VALUES = _READS | {"item", "__bool__"} | _CONDITIONS.keys()
+#: Calls that read or set an attribute of a tensor.
+_ATTRIBUTES = {"__get__", "__set__", "requires_grad_"}
+#: What reads and sets `requires_grad`, and reads `data`.
+_GETS_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_SETS_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+_GETS_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 
-
-#: What reads `requires_grad` and `data`.
-_ASKS_FOR_GRADIENT = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_SETS_GRADIENT = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
-_TAKES_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+#: Stands for the result of a call that torch makes as it is.
+_AS_IN_TORCH = object()
 
 
 class _Pure(TorchFunctionMode):
@@ -86,9 +109,7 @@ class _Pure(TorchFunctionMode):
         self._batched = batched
         self._decisions = decisions
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Operation, types: object, args: Args = (), kwargs: Kwargs | None = None) -> Any:
         result = self._run(func, args, dict(kwargs or {}))
         if not isinstance(result, Tensor):
             return result
@@ -98,35 +119,19 @@ class _Pure(TorchFunctionMode):
             return settled(result)
         return result
 
-    def _run(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, func: Operation, args: Args, kwargs: Kwargs) -> Any:
         """Return the result of a call of torch, from an equal call that reads nothing on the host."""
         name = getattr(func, "__name__", "")
-        if name == "item" or (name == "tolist" and args[0].dim() == 0):
-            return as_number("a tensor's item()", math.nan, widen(args[0]).clone(), self._decisions)
-        if name == "__bool__" and args[0].numel() == 1:
-            return self._decisions.ask(self._decisions.new_key(), lambda: (args[0] != 0).reshape(()), True)
-        if name in _TRUTHS:
-            return self._decisions.ask(self._decisions.new_key(), lambda: _TRUTHS[name](*args, **kwargs), True)
-        if name in _READS or (name == "numpy" and args[0].dtype != torch.bool):  # `Decisions` reads a bool in a trial
-            self._refuse_read(name)
-        if id(args[0] if args else None) in self._param_ids and (name == "requires_grad_" or func == _SETS_GRADIENT):
-            raise TypeError(
-                f"stateless: {self._decisions.class_name} cannot be made pure: its step sets requires_grad of a "
-                "parameter; use it in an ordinary loop with funcamp.GradScaler"
-            )
-        if name == "__get__" and func == _ASKS_FOR_GRADIENT and id(args[0]) in self._param_ids:
-            return True  # as of a user's parameters; here they are tensors that nothing differentiates
-        if name == "__get__" and func == _TAKES_DATA:
-            return args[0].detach()  # the same, but writing into it shows (`marks`)
-        if name in ("tensor", "as_tensor") and has_number(args[0]):
-            return tensor_of(numbers_to_tensors(args[0]), **kwargs)
-        if name in _COMPARISONS and args[0].is_floating_point() and isinstance(args[1], Number):
-            # As torch rounds a Python number. Under vmap, and for two tensors of shape (), it would compare in
-            # float64: Rprop finds no element that it has set to etaminus.
-            args = (args[0], args[1].tensor.to(args[0].dtype))
-        if name.removeprefix("linalg_") in _DECOMPOSITIONS:
-            identity = torch.eye(*args[0].shape[-2:], dtype=args[0].dtype, device=args[0].device)
-            args = (torch.where(args[0].isfinite().all(), args[0], identity), *args[1:])
+        result: Any = _AS_IN_TORCH
+        if name in _PYTHON_VALUES:
+            result = self._python_value(name, args, kwargs)
+        elif name in _ATTRIBUTES and args:
+            result = self._attribute(func, args[0])
+        elif name in ("tensor", "as_tensor") and has_number(args[0]):
+            result = tensor_of(numbers_to_tensors(args[0]), **kwargs)
+        if result is not _AS_IN_TORCH:
+            return result
+        args = _safe_arguments(name, args)
         if has_number(args) or any(has_number(value) for value in kwargs.values()):
             args, kwargs = _with_tensors(args, kwargs)
         call = call_on_tensors(name, args, kwargs)
@@ -134,14 +139,61 @@ class _Pure(TorchFunctionMode):
             return call()
         return _with_batching_rule(func, name, args, kwargs)
 
-    def _refuse_read(self, name: str) -> NoReturn:
+    def _python_value(self, name: str, args: Args, kwargs: Kwargs) -> Any:
+        """Return what a call returns to Python: a number, or the answer to a question.
+
+        Raises:
+            TypeError: it reads a tensor in another way.
+        """
+        if name in _CONDITIONS:
+            return self._decisions.ask(self._decisions.new_key(), lambda: _CONDITIONS[name](*args, **kwargs), True)
+        tensor = args[0]
+        if name == "item" or (name == "tolist" and tensor.dim() == 0):
+            return as_number("a tensor's item()", math.nan, widen(tensor).clone(), self._decisions)
+        if name == "__bool__" and tensor.numel() == 1:
+            return self._decisions.ask(self._decisions.new_key(), lambda: (tensor != 0).reshape(()), True)
+        is_truthful_answer = name == "numpy" and tensor.dtype == torch.bool  # `Decisions` reads a bool in a trial
+        if name not in _READS or is_truthful_answer:
+            return _AS_IN_TORCH
         raise TypeError(
             f"stateless: {self._decisions.class_name} cannot be made pure: its step reads a tensor in Python "
             f"({name.strip('_')}); use it in an ordinary loop with funcamp.GradScaler"
         )
 
+    def _attribute(self, func: Operation, tensor: Tensor) -> Any:
+        """Return the result of a call that reads or sets an attribute, if it is another one here than in torch.
 
-def _with_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        Raises:
+            TypeError: it sets requires_grad of a parameter.
+        """
+        if func == _GETS_DATA:
+            return tensor.detach()  # the same, but writing into it shows (`versions_of`)
+        if id(tensor) not in self._param_ids:
+            return _AS_IN_TORCH
+        if func == _GETS_REQUIRES_GRAD:
+            return True  # as of a user's parameters; here they are tensors that nothing differentiates
+        if func == _SETS_REQUIRES_GRAD or getattr(func, "__name__", "") == "requires_grad_":
+            raise TypeError(
+                f"stateless: {self._decisions.class_name} cannot be made pure: its step sets requires_grad of a "
+                "parameter; use it in an ordinary loop with funcamp.GradScaler"
+            )
+        return _AS_IN_TORCH
+
+
+def _safe_arguments(name: str, args: Args) -> Args:
+    """Return the arguments of a call, changed if it would compare in a wider dtype or raise for infinite values."""
+    if name in _COMPARISONS and args[0].is_floating_point() and isinstance(args[1], Number):
+        # As torch rounds a Python number. Under vmap, and for two tensors of shape (), it would compare in
+        # float64: Rprop finds no element that it has set to etaminus.
+        return (args[0], args[1].tensor.to(args[0].dtype))
+    if name.removeprefix("linalg_") in _DECOMPOSITIONS:
+        matrix = args[0]
+        identity = torch.eye(*matrix.shape[-2:], dtype=matrix.dtype, device=matrix.device)
+        return (torch.where(matrix.isfinite().all(), matrix, identity), *args[1:])
+    return args
+
+
+def _with_tensors(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Return arguments with tensors for numbers, which do not widen the result, as Python's numbers do not."""
     dtypes = {arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()}
     are_scalars = all(arg.dim() == 0 for arg in args if isinstance(arg, Tensor))
@@ -152,7 +204,7 @@ def _with_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
     return args, numbers_to_tensors(kwargs)
 
 
-def _with_batching_rule(func: Callable[..., Any], name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _with_batching_rule(func: Operation, name: str, args: Args, kwargs: Kwargs) -> Any:
     """Return the result of a call of torch; of its functional twin, if it writes and has no batching rule."""
     if name == "__setitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
         target, mask, value = args  # in Rprop, with a mask of the same shape
@@ -182,16 +234,14 @@ def refuse_differentiation(tensors: Iterable[Tensor]) -> None:
 
 
 def _settles_scalars(params: list[Tensor]) -> bool:
-    """Return whether scalars are computed once, each in a buffer, instead of where they are used."""
+    """Return whether scalars are computed once, each in a buffer, instead of at each use."""
     if len(params) <= _FEW_TENSORS:
         return True
     element_count = sum(param.numel() for param in params)
     return params[0].device.type == "cpu" and element_count >= _MANY_ELEMENTS * len(params)
 
 
-def _numbers(
-    arguments: dict[str, Any], hyper: dict[str, Any], decisions: Decisions
-) -> tuple[dict[str, Any], list[Tensor]]:
+def _numbers(arguments: Kwargs, hyper: Hyper, decisions: Decisions) -> tuple[Kwargs, list[Tensor]]:
     """Return the hyperparameters as the class gets them, and those of their tensors that vmap batches."""
     batched: list[Tensor] = []
 
@@ -220,18 +270,18 @@ class StepRun(NamedTuple):
 
     params: list[Tensor]
     """The new parameters."""
-    held: Held
-    """What the instance holds after the step."""
-    first: Held
-    """The first value of each part of that; of the parameters nothing if a state was given."""
-    changed: dict[str, tuple[Any, Any]]
-    """What the step has changed of what all share and is not in the form, by name: the value before and after."""
+    state: InstanceState
+    """What the instance keeps after the step."""
+    first_values: InstanceState
+    """The first value of each part of that; nothing if a state was given."""
+    changed: dict[str, Change]
+    """What the step has changed of what all share and is not in the form, by name."""
 
 
 def run_step(
     cls: type[torch.optim.Optimizer],
-    arguments: dict[str, Any],
-    hyper: dict[str, Any],
+    arguments: Kwargs,
+    hyper: Hyper,
     params: list[Tensor],
     grads: Sequence[Tensor | None],
     state: ClassState | None,
@@ -239,9 +289,9 @@ def run_step(
     decisions: Decisions,
     *,
     writes_grads: bool = True,
-    wide: bool = True,
+    wide_counters: bool = True,
     method: str | None = None,
-    look: Callable[[torch.optim.Optimizer], None] | None = None,
+    observe: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> StepRun:
     """Take one step of `cls(params, **arguments | hyper)` from a given state.
 
@@ -253,11 +303,11 @@ def run_step(
         grads: their gradients, of the same shapes, or None; cast to the parameter's dtype.
         state: the state; None to start without one and record the first values.
         form: how the class stores it.
-        decisions: what the step is told where it asks.
+        decisions: the answers to its questions.
         writes_grads: whether the class writes into gradients, which are then cloned.
-        wide: whether to use float64 step counters inside, on a CPU.
+        wide_counters: whether to use float64 step counters inside, on a CPU.
         method: the name of another method of the class to call, without arguments.
-        look: called with the instance before the step and after it: in a trial.
+        observe: called with the instance before the step and after it: in a trial.
     """
     numbers, batched = _numbers(arguments, hyper, decisions)
     with torch.no_grad():
@@ -272,32 +322,33 @@ def run_step(
                 begin_recording(optimizer)
             else:
                 assert form is not None
-                put_state(optimizer, new_params, _clones_of(state, batched, wide=wide), form, decisions)
-            before = marks(optimizer, new_params)
-            if look is not None:
-                look(optimizer)
+                state_to_change = _clones_of(state, batched, wide_counters=wide_counters)
+                put_state(optimizer, new_params, state_to_change, form, decisions)
+            before = versions_of(optimizer, new_params)
+            if observe is not None:
+                observe(optimizer)
             (step_of(optimizer) if method is None else getattr(optimizer, method))()
-            if look is not None:
-                look(optimizer)
-            after = marks(optimizer, new_params)
+            if observe is not None:
+                observe(optimizer)
+            after = versions_of(optimizer, new_params)
     for param in new_params:
         param.grad = None
-    first = first_values(optimizer, new_params) if state is None else Held([], {})
-    return StepRun(new_params, held_by(optimizer, new_params), first, changed(before, after, form))
+    first = first_values(optimizer, new_params) if state is None else InstanceState([], {})
+    return StepRun(new_params, read_state(optimizer, new_params), first, changes_between(before, after, form))
 
 
-def constructed(
+def constructed_state(
     cls: type[torch.optim.Optimizer],
-    arguments: dict[str, Any],
-    hyper: dict[str, Any],
+    arguments: Kwargs,
+    hyper: Hyper,
     params: list[Tensor],
     decisions: Decisions,
-) -> Held:
-    """Return what a new instance holds. Arguments as in `run_step`."""
+) -> InstanceState:
+    """Return what a new instance keeps. Arguments as in `run_step`."""
     numbers, batched = _numbers(arguments, hyper, decisions)
     pure = _Pure(_settles_scalars(params), params, batched, decisions)
     with torch.no_grad(), names_for_numbers(cls, decisions), pure, as_eager():
-        return held_by(instance_of(cls, params, arguments | numbers), params)
+        return read_state(instance_of(cls, params, arguments | numbers), params)
 
 
 def _clones_with_grads(
@@ -313,14 +364,14 @@ def _clones_with_grads(
     return clones
 
 
-def _clones_of(state: ClassState, batched: list[Tensor], *, wide: bool) -> ClassState:
+def _clones_of(state: ClassState, batched: list[Tensor], *, wide_counters: bool) -> ClassState:
     """Return a state that a class may write into."""
 
     def clones(entries: Entries) -> Entries:
         copies = {name: _batched_like(batched, value.clone()) for name, value in entries.items()}
-        return {name: _widened_counter(name, value) for name, value in copies.items()} if wide else copies
+        return {name: _widened_counter(name, value) for name, value in copies.items()} if wide_counters else copies
 
-    return ClassState(list(map(clones, state.leaves)), clones(state.shared))
+    return ClassState(list(map(clones, state.per_param)), clones(state.shared))
 
 
 def _widened_counter(name: str, value: Tensor) -> Tensor:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from funcamp._types import Args, Kwargs
+
 _NARROW = (torch.float16, torch.bfloat16)
 
 #: What torch takes as a number only.
@@ -111,7 +113,9 @@ def _full(_: bool, size: Any, fill_value: Tensor, **options: Any) -> Tensor:
     return zeros + fill_value.to(zeros.dtype)
 
 
-def tensor_of(numbers: Any, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+def tensor_of(
+    numbers: Any, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None, **_: object
+) -> Tensor:
     """Return `torch.tensor` of numbers that are tensors; its dtype is that of Python numbers."""
     if isinstance(numbers, (tuple, list)):
         return torch.stack([tensor_of(item, dtype=dtype, device=device) for item in numbers])
@@ -123,7 +127,7 @@ def tensor_of(numbers: Any, *, dtype: Any = None, device: Any = None, **_: Any) 
 class _Formula(NamedTuple):
     """A function of torch on tensors of shape () for numbers."""
 
-    compute: Callable[..., Any]
+    compute: Callable[..., Tensor]
     """Takes whether the call is in place, then the arguments of torch's function."""
     number_arguments: tuple[int | str, ...]
     """The arguments that torch wants as numbers: positions, and names if they may be passed by name."""
@@ -144,7 +148,7 @@ _FORMULAS: dict[str, _Formula] = {
 }
 
 
-def call_on_tensors(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
+def call_on_tensors(name: str, args: Args, kwargs: Kwargs) -> Callable[[], Tensor] | None:
     """Return a call that computes a function of torch with tensors for numbers; None if it has none."""
     in_place = name.endswith("_") and not name.startswith("_")
     formula = _FORMULAS.get(name.removesuffix("_") if in_place else name)

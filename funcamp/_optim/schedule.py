@@ -6,7 +6,7 @@ import inspect
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -18,8 +18,18 @@ from funcamp._optim.modes import without_modes
 from funcamp._optim.stateless import StatelessOptimizer, stateless
 from funcamp._optim.table import Table
 
+#: From torch's optimizer to its scheduler: what `schedule` gets.
+_Make: TypeAlias = Callable[[torch.optim.Optimizer], Any]
 #: The pure optimizer that is given, and the kind that is returned.
 Pure = TypeVar("Pure", StatelessOptimizer, GroupedOptimizer)
+
+
+class _Scheduler(Protocol):
+    """A scheduler whose step needs no argument."""
+
+    def step(self) -> object:
+        """Set the numbers of the next step."""
+        ...
 
 
 def schedule(optimizer: Pure, make: Callable[[torch.optim.Optimizer], Any], *, steps: int) -> Pure:
@@ -83,9 +93,7 @@ def schedule(optimizer: Pure, make: Callable[[torch.optim.Optimizer], Any], *, s
     return _scheduled({"": _checked("optimizer", optimizer)}, make, steps)[""]
 
 
-def _scheduled_groups(
-    grouped: GroupedOptimizer, make: Callable[[Any], Any], steps: int
-) -> dict[str, StatelessOptimizer]:
+def _scheduled_groups(grouped: GroupedOptimizer, make: _Make, steps: int) -> dict[str, StatelessOptimizer]:
     """Return the optimizers of groups by label, scheduled."""
     optimizers = {label: _checked(f"optimizer {label!r}", group) for label, group in grouped.optimizers.items()}
     classes = {optimizer._cls for optimizer in optimizers.values()}
@@ -98,7 +106,7 @@ def _scheduled_groups(
     return scheduled
 
 
-def _checked(name: str, optimizer: Any) -> StatelessOptimizer:
+def _checked(name: str, optimizer: object) -> StatelessOptimizer:
     """Return an optimizer if `stateless` made it; raise TypeError otherwise."""
     if not isinstance(optimizer, StatelessOptimizer):
         raise TypeError(
@@ -108,9 +116,7 @@ def _checked(name: str, optimizer: Any) -> StatelessOptimizer:
     return optimizer
 
 
-def _scheduled(
-    optimizers: Mapping[str, StatelessOptimizer], make: Callable[[Any], Any], steps: int
-) -> dict[str, StatelessOptimizer]:
+def _scheduled(optimizers: Mapping[str, StatelessOptimizer], make: _Make, steps: int) -> dict[str, StatelessOptimizer]:
     """Return the optimizers with the values of one scheduler, which sees them as the groups of one torch optimizer."""
     with without_modes():
         torch_optimizer = _torch_optimizer(list(optimizers.values()))
@@ -126,8 +132,9 @@ def _scheduled(
             continue
         hyperparameters = dict(optimizer._hyperparameters)
         for name, values in values_by_name.items():
-            given = hyperparameters.get(name, group_numbers[name])
-            hyperparameters[name] = _with_tables(given, group_numbers[name], name, values, type(scheduler).__name__)
+            hyperparameter = hyperparameters.get(name, group_numbers[name])
+            source = type(scheduler).__name__
+            hyperparameters[name] = _with_tables(hyperparameter, group_numbers[name], name, values, source)
         scheduled[label] = stateless(optimizer._cls, **hyperparameters)
     return scheduled
 
@@ -145,11 +152,11 @@ def _torch_optimizer(optimizers: list[StatelessOptimizer]) -> torch.optim.Optimi
     return idle_optimizer
 
 
-def _do_nothing(_: Any, closure: Any = None) -> None:
+def _do_nothing(_: object, closure: object = None) -> None:
     """Take the place of an optimizer's step."""
 
 
-def _scheduler(make: Callable[[Any], Any], optimizer: torch.optim.Optimizer) -> Any:
+def _scheduler(make: _Make, optimizer: torch.optim.Optimizer) -> _Scheduler:
     """Return the scheduler that `make` returns, which must be a fresh one of the optimizer.
 
     Raises:
@@ -157,7 +164,7 @@ def _scheduler(make: Callable[[Any], Any], optimizer: torch.optim.Optimizer) -> 
         ValueError: make raises, or the scheduler is another optimizer's, or has taken steps.
     """
     try:
-        scheduler = make(optimizer)
+        scheduler: _Scheduler = make(optimizer)
     except Exception as error:
         fix = ""
         if "initial_lr" in str(error):
@@ -196,7 +203,7 @@ def _scheduler(make: Callable[[Any], Any], optimizer: torch.optim.Optimizer) -> 
     return scheduler
 
 
-def _required_parameters(function: Callable[..., Any]) -> list[str]:
+def _required_parameters(function: Callable[..., object]) -> list[str]:
     """Return the names of the arguments that a function must get."""
     names = []
     for name, parameter in inspect.signature(function).parameters.items():
@@ -211,7 +218,7 @@ _ScheduledValues: TypeAlias = list[dict[str, list[Any]]]
 
 
 def _run(
-    scheduler: Any, optimizer: torch.optim.Optimizer, first_numbers: list[dict[str, Any]], steps: int
+    scheduler: _Scheduler, optimizer: torch.optim.Optimizer, first_numbers: list[dict[str, object]], steps: int
 ) -> _ScheduledValues:
     """Return what the scheduler sets, for every number of its steps less than `steps`.
 
@@ -245,7 +252,7 @@ def _run(
     return scheduled_values
 
 
-def _as_number(name: str, value: Any, count: int, scheduler: Any) -> Any:
+def _as_number(name: str, value: object, count: int, scheduler: _Scheduler) -> object:
     """Return a finite float, or a tuple of them.
 
     Args:
@@ -271,11 +278,11 @@ def _as_number(name: str, value: Any, count: int, scheduler: Any) -> Any:
     return float(value)
 
 
-def _with_tables(given: Any, first_number: Any, name: str, values: list[Any], source: str) -> Any:
+def _with_tables(hyperparameter: object, first_number: object, name: str, values: list[Any], source: str) -> object:
     """Return a table for a number that changes; for a tuple, one for each of its items that does.
 
     Args:
-        given: the hyperparameter, as it was given to `stateless`.
+        hyperparameter: what `stateless` got.
         first_number: its number before the scheduler was made, an example if it is a tensor or a schedule.
         name: its name.
         values: what the scheduler sets, one for each step.
@@ -285,20 +292,20 @@ def _with_tables(given: Any, first_number: Any, name: str, values: list[Any], so
         TypeError: the scheduler changes a tensor or a schedule.
     """
     if isinstance(first_number, (tuple, list)):
-        given_items = given if isinstance(given, (tuple, list)) else first_number
+        items_before = hyperparameter if isinstance(hyperparameter, (tuple, list)) else first_number
         values_of_items = [list(item_values) for item_values in zip(*values)]
         items = []
         for index, (item, first_item, item_values) in enumerate(
-            zip(given_items, first_number, values_of_items, strict=True)
+            zip(items_before, first_number, values_of_items, strict=True)
         ):
             items.append(_with_tables(item, first_item, f"{name}[{index}]", item_values, source))
         return tuple(items)
     if all(value == first_number for value in values):
-        return given
-    if is_dynamic(given):
+        return hyperparameter
+    if is_dynamic(hyperparameter):
         raise TypeError(
-            f"schedule: optimizer must have a number as {name}, because {source} sets it; got {_tree.brief(given)}: "
-            "give stateless the number from which the scheduler starts"
+            f"schedule: optimizer must have a number as {name}, because {source} sets it; got "
+            f"{_tree.brief(hyperparameter)}: give stateless the number from which the scheduler starts"
         )
     return Table(values, source)
 

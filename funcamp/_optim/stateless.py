@@ -7,7 +7,7 @@ import inspect
 import weakref
 from collections.abc import Callable
 from itertools import count, starmap
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,12 +18,15 @@ from funcamp._optim.arguments import is_torchs
 from funcamp._optim.class_state import ClassState, Entries
 from funcamp._optim.class_step import APPLIED_ENTRY
 from funcamp._optim.dataflow import can_follow
-from funcamp._optim.hyperparameters import ANOTHER, evaluate
+from funcamp._optim.hyperparameters import ANOTHER, Hyper, evaluate
 from funcamp._optim.run import refuse_differentiation
-from funcamp._optim.traits import Kind, Traits, probe
+from funcamp._optim.traits import StoredParam, Traits, probe
 from funcamp._optim.wrong_arguments import check_class, missing, refuse_positional
 from funcamp._storage.params import Params, collapse, expand
-from funcamp._types import Tree
+from funcamp._types import Kwargs, Tree
+
+#: The leaves of a tree of tensors, from left to right.
+Leaves: TypeAlias = list[Tensor | None]
 
 
 class OptState(NamedTuple):
@@ -45,7 +48,7 @@ class StatelessOptimizer(Fixed):
 
     _instead = ANOTHER
 
-    def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> None:
+    def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: Kwargs) -> None:
         self._cls = cls
         self._hyperparameters = hyperparameters
         self._traits: Traits = probe(cls, hyperparameters)
@@ -139,33 +142,17 @@ class StatelessOptimizer(Fixed):
         flat, spec = _tree.parameters("update", "params", params)
         flat_grads = self._flat_grads(params, flat, grads)
         entries = self._flat_entries(params, opt_state)
-        # The positions of the leaves that take a step: those with a gradient.
-        active = [index for index, grad in enumerate(flat_grads) if grad is not None and flat[index] is not None]
-        # A class of another package may count its steps, or go by its parameters: it gets all of them, always.
-        present = [index for index, param in enumerate(flat) if param is not None]
-        if not present or (not active and is_torchs(self._cls)):
+        positions = self._stepping_positions(flat, flat_grads, grads)
+        if not positions:
             return stored_params, opt_state._replace(applied=opt_state.applied + 1)
-        if len(active) < len(present) and not self._traits.takes_late:
-            missing = next(index for index in present if flat_grads[index] is None)
-            raise ValueError(
-                f"update: grads{_tree.path_of(grads, missing)} must be a tensor, as all gradients of "
-                f"{self._cls.__name__}, which a step as a function follows only if all parameters begin together; got "
-                "None: give zeros, or leave the parameter out"
-            )
-        if not is_torchs(self._cls):
-            active = present
-        active_params: list[Any] = [flat[index] for index in active]
-        active_grads = [flat_grads[index] for index in active]
-        active_states: list[Entries] = [{} for _ in active]
-        for name, values in entries.items():
-            for state, index in zip(active_states, active):
-                if values[index] is not None:
-                    state[name] = values[index]
-        hyper = self._hyper(opt_state.applied, active_params)
+        stepping_params: list[Tensor] = [flat[index] for index in positions]  # type: ignore[misc]  # none is None
+        stepping_grads = [flat_grads[index] for index in positions]
+        states = _entries_at(positions, entries)
+        hyper = self._hyper(opt_state.applied, stepping_params)
         new_params, new_states, shared = self._step(
-            self._key, active_params, active_grads, active_states, opt_state.shared, hyper
+            self._key, stepping_params, stepping_grads, states, opt_state.shared, hyper
         )
-        for index, new_param, new_state in zip(active, new_params, new_states):
+        for index, new_param, new_state in zip(positions, new_params, new_states):
             flat[index] = new_param
             for name, value in new_state.items():
                 entries[name][index] = value
@@ -175,7 +162,7 @@ class StatelessOptimizer(Fixed):
             new_tree = collapse(stored_params, new_tree)
         return new_tree, OptState(opt_state.applied + 1, new_entries, shared)
 
-    def learning_rate(self, opt_state: OptState) -> Any:
+    def learning_rate(self, opt_state: OptState) -> Tree:
         """Return the learning rate of the next step, a float32 tensor of shape (); `()` if there is none.
 
         A schedule is evaluated at `opt_state.applied`; a tensor is copied. Pure; no sync. The step's metrics contain
@@ -232,12 +219,10 @@ class StatelessOptimizer(Fixed):
         flat, spec = _tree.parameters("evaluation_params", "params", expanded)
         entries = self._flat_entries(expanded, opt_state)
         present = [index for index, leaf in enumerate(flat) if leaf is not None]
-        leaves = [
-            {name: values[index] for name, values in entries.items() if values[index] is not None} for index in present
-        ]
+        states = _entries_at(present, entries)
         present_params: list[Any] = [flat[index] for index in present]
         hyper = self._hyper(opt_state.applied, present_params)
-        for index, param in zip(present, self._evaluated(self._key, present_params, leaves, opt_state.shared, hyper)):
+        for index, param in zip(present, self._evaluated(self._key, present_params, states, opt_state.shared, hyper)):
             flat[index] = param
         return collapse(params, _tree.unflatten(flat, spec))
 
@@ -246,22 +231,44 @@ class StatelessOptimizer(Fixed):
 
         Also where nothing is stored in groups.
         """
-        kinds: dict[Kind, None] = {}
+        stored_params: dict[StoredParam, None] = {}
         is_sliced = False
 
         def note(stored: Params) -> Params:
             nonlocal is_sliced
             is_sliced = is_sliced or stored.ranks is not None
-            kinds.update(dict.fromkeys(starmap(Kind, stored.kinds())))
+            stored_params.update(dict.fromkeys(starmap(StoredParam, stored.kinds())))
             return stored
 
         _tree.map_nodes(Params, note, params)
-        takes_groups = self._traits.elementwise(kinds)
+        takes_groups = self._traits.elementwise(stored_params)
         if is_sliced and not takes_groups and not can_follow():
             raise RuntimeError(_upstream.message("torch.utils._python_dispatch.TorchDispatchMode"))
         return takes_groups
 
-    def _flat_grads(self, params: Tree, flat: list[Tensor | None], grads: Tree) -> list[Tensor | None]:
+    def _stepping_positions(self, flat: Leaves, flat_grads: Leaves, grads: Tree) -> list[int]:
+        """Return the positions of the parameters that take a step.
+
+        Of torch's classes these are the parameters with a gradient. A class of another package may count its steps, or
+        go by its parameters: it gets all of them, always.
+
+        Raises:
+            ValueError: a gradient is None, and the class follows itself only if all parameters begin together.
+        """
+        present = [index for index, param in enumerate(flat) if param is not None]
+        with_gradient = [index for index in present if flat_grads[index] is not None]
+        if not with_gradient and is_torchs(self._cls):
+            return []
+        if len(with_gradient) < len(present) and not self._traits.takes_late_gradients:
+            missing_index = next(index for index in present if flat_grads[index] is None)
+            raise ValueError(
+                f"update: grads{_tree.path_of(grads, missing_index)} must be a tensor, as all gradients of "
+                f"{self._cls.__name__}, which a step as a function follows only if all parameters begin together; got "
+                "None: give zeros, or leave the parameter out"
+            )
+        return with_gradient if is_torchs(self._cls) else present
+
+    def _flat_grads(self, params: Tree, flat: Leaves, grads: Tree) -> Leaves:
         """Return the gradients of the parameters, which are checked.
 
         Raises:
@@ -285,7 +292,7 @@ class StatelessOptimizer(Fixed):
                 )
         return flat_grads
 
-    def _flat_entries(self, params: Tree, opt_state: OptState) -> dict[str, list[Any]]:
+    def _flat_entries(self, params: Tree, opt_state: OptState) -> dict[str, Leaves]:
         """Return the entries of the state by name, for each the values of all leaves of the parameters.
 
         Raises:
@@ -296,7 +303,7 @@ class StatelessOptimizer(Fixed):
             raise TypeError(f"update: opt_state must be an OptState, as init makes it; got {_tree.brief(opt_state)}")
         if any(leaf is not None for leaf in _tree.leaves(params)):  # a group without parameters has no entries
             self._check_entries(opt_state)
-        entries = {}
+        entries: dict[str, Leaves] = {}
         for name, tree in opt_state.state.items():
             _tree.same_structure("update", ("params", f"opt_state.state[{name!r}]"), (params, tree))
             entries[name] = _tree.leaves(tree)
@@ -321,7 +328,7 @@ class StatelessOptimizer(Fixed):
                 "or keep what both have with step.load_state_dict(saved, like=step.init(), strict=False)"
             )
 
-    def _hyper(self, applied: Tensor | None, params: list[Tensor]) -> dict[str, Any]:
+    def _hyper(self, applied: Tensor | None, params: list[Tensor]) -> Hyper:
         """Return the dynamic hyperparameters after some applied steps (None: 0), on the parameters' device."""
         if not self._traits.step.dynamic or not params:
             return {}
@@ -390,7 +397,7 @@ _serial = count()
 _registry: weakref.WeakValueDictionary[str, StatelessOptimizer] = weakref.WeakValueDictionary()
 
 
-def _rebuild(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> StatelessOptimizer:
+def _rebuild(cls: type[torch.optim.Optimizer], hyperparameters: Kwargs) -> StatelessOptimizer:
     return stateless(cls, **hyperparameters)
 
 
@@ -414,10 +421,21 @@ def _nonstrict_functions() -> tuple[Any, Any, Any]:
     return nonstrict_trace(_first_state), nonstrict_trace(_step), nonstrict_trace(_evaluated)
 
 
-def _first_state(key: str, params: list[Tensor], hyper: dict[str, Any]) -> tuple[list[Entries], Entries]:
+def _entries_at(positions: list[int], entries: dict[str, Leaves]) -> list[Entries]:
+    """Return the entries of the parameters at some positions, each by name."""
+    states: list[Entries] = [{} for _ in positions]
+    for name, values in entries.items():
+        for state, index in zip(states, positions):
+            value = values[index]
+            if value is not None:
+                state[name] = value
+    return states
+
+
+def _first_state(key: str, params: list[Tensor], hyper: Hyper) -> tuple[list[Entries], Entries]:
     """Return the entries of each parameter before the first step, and those that all share."""
     state = _registry[key]._traits.first_state(params, hyper)
-    return state.leaves, state.shared
+    return state.per_param, state.shared
 
 
 def _step(
@@ -426,16 +444,14 @@ def _step(
     grads: list[Tensor | None],
     states: list[Entries],
     shared: Entries,
-    hyper: dict[str, Any],
+    hyper: Hyper,
 ) -> tuple[list[Tensor], list[Entries], Entries]:
     """Return the parameters, their entries and the shared ones after a step."""
     refuse_differentiation([*params, *[grad for grad in grads if grad is not None]])
     stepped = _registry[key]._traits.step(params, grads, ClassState(states, shared), hyper)
-    return stepped.params, stepped.state.leaves, stepped.state.shared
+    return stepped.params, stepped.state.per_param, stepped.state.shared
 
 
-def _evaluated(
-    key: str, params: list[Tensor], states: list[Entries], shared: Entries, hyper: dict[str, Any]
-) -> list[Tensor]:
+def _evaluated(key: str, params: list[Tensor], states: list[Entries], shared: Entries, hyper: Hyper) -> list[Tensor]:
     """Return the parameters to evaluate with."""
     return _registry[key]._traits.step.evaluated(params, ClassState(states, shared), hyper)

@@ -1,34 +1,33 @@
-"""What a class does with its hyperparameters if they are tensors: whether it reads them, and where it asks for 0."""
+"""What a class does with its hyperparameters if they are tensors: whether it reads them, and compares them with 0."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from funcamp._optim.arguments import first_line, is_own_refusal
-from funcamp._optim.class_state import kind_of, same
 from funcamp._optim.class_step import ClassStep
 from funcamp._optim.containers import leaves_of
 from funcamp._optim.decisions import Decisions
-from funcamp._optim.hyperparameters import is_dynamic, map_items
+from funcamp._optim.hyperparameters import Hyper, is_dynamic, map_items
+from funcamp._optim.instance_state import container_of, kind_of, same
 from funcamp._optim.number import Number
-from funcamp._optim.record import distance, key_of
-from funcamp._optim.run import constructed
-from funcamp._optim.trial import are_equal, inputs_on, precise_inputs, two_steps
+from funcamp._optim.run import constructed_state
+from funcamp._optim.trial import are_equal, distance, inputs_on, precise_inputs, two_steps
 
 
 def refuse_choices_of_constructor(step: ClassStep) -> None:
     """Refuse a tensor or a schedule that the constructor uses otherwise than to put it into the parameter group.
 
-    It may choose by the value, which here is the example for ever, or keep a number made of it, which a schedule of
-    torch leaves as it is.
+    It may choose by the value, but a step always constructs with the example. Or it may keep a number made of it, which
+    a schedule of torch does not change.
     """
     if not step.dynamic:
         return
     decisions = step.decisions()
     leaves = _constructed_leaves(step, decisions)
     for name, leaf in leaves.items():
-        if isinstance(leaf, Number) and (key_of(name) not in step.dynamic or not leaf.is_hyperparameter):
+        if isinstance(leaf, Number) and (container_of(name) not in step.dynamic or not leaf.is_hyperparameter):
             raise TypeError(
                 f"stateless: {', '.join(step.dynamic)} must be a number, because the constructor of "
                 f"{step.cls.__name__} keeps a number made of it as {name}, which a schedule of torch leaves as it is; "
@@ -38,31 +37,31 @@ def refuse_choices_of_constructor(step: ClassStep) -> None:
     comparable = [name for name in leaves.keys() & again.keys() if _is_as_before(leaves[name], again[name])]
     for number, label in enumerate(decisions.compared_in_constructor):
         try:
-            others = _constructed_leaves(step, step.decisions(flipped=number))
+            others = _constructed_leaves(step, step.decisions(flipped_comparison=number))
         except Exception:
             continue  # it allows no such value
         if not all(name in others and _is_as_before(leaves[name], others[name]) for name in comparable):
             raise TypeError(
-                f"stateless: {key_of(label)} must be a number, because the constructor of {step.cls.__name__} chooses "
-                "by its value; got a tensor or a schedule: make another optimizer for another value"
+                f"stateless: {container_of(label)} must be a number, because the constructor of {step.cls.__name__} "
+                "chooses by its value; got a tensor or a schedule: make another optimizer for another value"
             )
 
 
-def _constructed_leaves(step: ClassStep, decisions: Decisions) -> dict[str, Any]:
+def _constructed_leaves(step: ClassStep, decisions: Decisions) -> dict[str, object]:
     """Return what all parameters share in a new instance."""
-    held = constructed(step.cls, step.arguments, step.examples("meta"), inputs_on("meta").params, decisions)
-    return leaves_of(held.shared)
+    state = constructed_state(step.cls, step.arguments, step.examples("meta"), inputs_on("meta").params, decisions)
+    return leaves_of(state.shared)
 
 
-def _is_as_before(one: object, other: object) -> bool:
+def _is_as_before(leaf: object, other: object) -> bool:
     """Return whether a leaf is the same in two instances; numbers and tensors are compared by their text."""
-    return repr(one) == repr(other) if kind_of(one) and kind_of(other) else same(one, other)
+    return repr(leaf) == repr(other) if kind_of(leaf) and kind_of(other) else same(leaf, other)
 
 
 def refuse_reads_of(step: ClassStep, name: str) -> None:
     """Refuse one hyperparameter by name if steps fail when it is a tensor and do not fail when it is a number."""
 
-    def error_with(values: dict[str, Any]) -> Exception | None:
+    def error_with(values: Mapping[str, object]) -> Exception | None:
         # Forms are of hyperparameters that are all tensors, or none.
         trial = replace(step, dynamic=tuple(values), _forms={})
         try:
@@ -86,8 +85,8 @@ def refuse_reads_of(step: ClassStep, name: str) -> None:
 def refuse_other_results(step: ClassStep, name: str) -> None:
     """Refuse a hyperparameter if a tensor with a value does not do what the number does.
 
-    The value is not the example, which a class uses where it takes the float out of a `Number` in C. The inputs are
-    float64 if they can be, so that a rounding is small beside the effect of the value.
+    The value is not the example, because a class that reads the float of a `Number` in C gets the example. The inputs
+    are float64 if they can be, so that a rounding is small beside the effect of the value.
     """
     inputs = precise_inputs(step)
     with_numbers = replace(step, dynamic=(), _forms={})
@@ -100,7 +99,7 @@ def refuse_other_results(step: ClassStep, name: str) -> None:
             continue  # the class does not allow this value
         with_example = two_steps(with_numbers, inputs, values={})
         with_tensor = two_steps(replace(step, dynamic=(name,), _forms={}), inputs, values={name: other_value})
-        # If the step used the example in place of the tensor, it would miss the whole effect of the value. The limit
+        # If the step used the example in place of the tensor, it would miss the full effect of the value. The limit
         # 1e-6 is for a value without effect.
         effect_of_value = distance(with_example, expected)
         if distance(with_tensor, expected) <= max(1e-6, 0.1 * effect_of_value):
@@ -112,7 +111,7 @@ def refuse_other_results(step: ClassStep, name: str) -> None:
         )
 
 
-def _multiplied(step: ClassStep, name: str, factor: float) -> Any:
+def _multiplied(step: ClassStep, name: str, factor: float) -> object:
     """Return the example of a hyperparameter times a factor; of a tuple only the items that are dynamic."""
 
     def multiply(_: str, item: object, number: float) -> float:
@@ -121,8 +120,8 @@ def _multiplied(step: ClassStep, name: str, factor: float) -> Any:
     return map_items(multiply, name, step.hyperparameters[name], step.arguments[name])
 
 
-def with_known_comparisons(step: ClassStep) -> ClassStep:
-    """Return the class with the hyperparameters whose value 0 is no other formula, though it compares them with 0.
+def without_needless_questions(step: ClassStep) -> ClassStep:
+    """Return the class with the hyperparameters whose comparison with 0 needs no question (`Decisions`).
 
     For such a hyperparameter a step with the tensor 0 in the formula for other values equals a step in which the
     comparison with 0 is true.
@@ -131,21 +130,21 @@ def with_known_comparisons(step: ClassStep) -> ClassStep:
     hyper = step.examples("cpu")
     decisions = step.decisions()
     step.run(inputs.params, inputs.grads, None, hyper, decisions)
-    in_use: set[str] = set()
+    treated_as_nonzero: set[str] = set()
     for label in sorted(decisions.compared_with_zero):
         values = _with_zero(step, label)
-        for_others = replace(step, in_use=frozenset([label]))
+        step_of_others = replace(step, treated_as_nonzero=frozenset([label]))
         try:
             with_zero = two_steps(step, inputs, values, frozenset([label]))
-            is_same = are_equal(two_steps(for_others, inputs, values), with_zero)
+            is_same = are_equal(two_steps(step_of_others, inputs, values), with_zero)
         except TypeError:  # with 0 the class keeps other entries
             continue
         if is_same:
-            in_use.add(label)
-    return replace(step, in_use=frozenset(in_use))
+            treated_as_nonzero.add(label)
+    return replace(step, treated_as_nonzero=frozenset(treated_as_nonzero))
 
 
-def _with_zero(step: ClassStep, zero_label: str) -> dict[str, Any]:
+def _with_zero(step: ClassStep, zero_label: str) -> Hyper:
     """Return the examples of the dynamic hyperparameters, with 0 for the one with this label."""
 
     def value_of(label: str, number: float) -> float:

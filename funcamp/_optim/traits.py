@@ -1,13 +1,17 @@
-"""What an optimizer class keeps and how it steps, found by running it on a few numbers."""
+"""The trial of a class: it runs on a few numbers, and is refused if its steps as a function come to other numbers.
+
+`_probe` is the list of all trials, in their order; most are in separate files. A trial that fails refuses the class,
+with a text that names the class or the hyperparameter. `arguments.impure` makes the error of most refusals.
+"""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,30 +27,41 @@ from funcamp._optim.arguments import (
     is_torchs,
     refuse_closure,
 )
-from funcamp._optim.changing_numbers import taken_on_every_path
+from funcamp._optim.changing_numbers import with_changing_numbers
 from funcamp._optim.class_code import catches_zero_divisions, refuse_caught_errors, refuse_identity_of_flags
-from funcamp._optim.class_state import (
-    ClassState,
-    aliases_in,
-)
-from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, Grads, nothing
-from funcamp._optim.decisions import every_path
+from funcamp._optim.class_state import ClassState
+from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, Grads, empty_state
+from funcamp._optim.dataflow import OperationCall
+from funcamp._optim.decisions import results_of_paths
 from funcamp._optim.first_state import CHUNK_SIZE, first_state
-from funcamp._optim.hyperparameters import is_dynamic, map_items, without_values
-from funcamp._optim.independence import flow_of, operations_on
-from funcamp._optim.instance import unfollowed
+from funcamp._optim.hyperparameters import Hyper, Signature, is_dynamic, map_items, without_values
+from funcamp._optim.independence import independence_of, operations_on
+from funcamp._optim.instance import fixed_parts
+from funcamp._optim.instance_state import aliases_in, container_of
 from funcamp._optim.modes import without_modes
-from funcamp._optim.record import SEED, Record, changing_in, distance, forms_of, key_of, recorded
+from funcamp._optim.record import SEED, Record, changing_in, forms_of, recorded
 from funcamp._optim.tensor_hyperparameters import (
     refuse_choices_of_constructor,
     refuse_other_results,
     refuse_reads_of,
-    with_known_comparisons,
+    without_needless_questions,
 )
-from funcamp._optim.trial import Inputs, are_equal, inputs_on, tensors_in
+from funcamp._optim.trial import Inputs, are_equal, distance, inputs_on, tensors_in
 from funcamp._optim.wrong_arguments import check_class
 from funcamp._trace.as_compiled import as_eager
 from funcamp._trace.python_state import Form as PythonForm
+
+#: The shape and dtype of a parameter.
+_Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
+
+
+class StoredParam(NamedTuple):
+    """A parameter in flat storage."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    joined_size: int
+    """The number of elements of the group that it is in."""
 
 
 @dataclass(frozen=True)
@@ -57,58 +72,49 @@ class Traits:
     """Its step as a function."""
     starts_at_zero: bool
     """Whether its first step equals a later one from zero state, although it has no state before it (SGD momentum).
-    At most one of this and `step.first_step_differs`; neither where a first step records its state, as Adam's does."""
+    At most one of this and `step.first_step_differs`; neither if a first step records its state, as Adam's does."""
     pointwise: bool
     """Whether each element of a small parameter steps for itself (not so in Muon). A class may do otherwise with larger
     ones: see `elementwise`."""
     entries: frozenset[str]
     """The names of its state entries for a matrix."""
-    takes_late: bool = True
-    """Whether its step as a function follows it where the first gradient of a parameter comes later than others'."""
-    _operations: dict[Any, list[Any] | None] = field(default_factory=dict, compare=False)
+    takes_late_gradients: bool = True
+    """Whether its step as a function follows it if the first gradient of a parameter comes later than others'."""
+    _operations: dict[_Kind, list[OperationCall] | None] = field(default_factory=dict, compare=False)
 
-    def elementwise(self, kinds: Iterable[Kind]) -> bool:
+    def elementwise(self, params: Iterable[StoredParam]) -> bool:
         """Return whether a step on parameters joined into one equals a step on each.
 
         So it is if the step of each calls the same operations as that of the joined one, and none mixes elements. A
         class may treat a tensor by its dimensions or its size, so each shape is tried, on tensors without values.
 
         Args:
-            kinds: those of the parameters.
+            params: the parameters.
         """
         if not self.pointwise:
             return False
-        for kind in dict.fromkeys(kinds):
-            operations = self._operations_on(kind.shape, kind.dtype)
-            if operations is None or operations != self._operations_on((kind.joined_size,), kind.dtype):
+        for param in dict.fromkeys(params):
+            operations = self._operations_on(param.shape, param.dtype)
+            if operations is None or operations != self._operations_on((param.joined_size,), param.dtype):
                 return False
         return True
 
-    def _operations_on(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[Any] | None:
-        key = (shape, dtype)
-        if key not in self._operations:
-            self._operations[key] = operations_on(self.step, [shape], dtype)
-        return self._operations[key]
+    def _operations_on(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[OperationCall] | None:
+        kind = (shape, dtype)
+        if kind not in self._operations:
+            self._operations[kind] = operations_on(self.step, [shape], dtype)
+        return self._operations[kind]
 
-    def first_state(self, params: list[Tensor], hyper: dict[str, Any]) -> ClassState:
+    def first_state(self, params: list[Tensor], hyper: Hyper) -> ClassState:
         """Return the state of parameters before the first step."""
 
-        def by_chunks(param: Tensor) -> bool:
-            return self.elementwise([Kind(tuple(param.shape), param.dtype, CHUNK_SIZE)])
+        def can_split(param: Tensor) -> bool:
+            return self.elementwise([StoredParam(tuple(param.shape), param.dtype, CHUNK_SIZE)])
 
-        return first_state(self.step, params, hyper, starts_at_zero=self.starts_at_zero, by_chunks=by_chunks)
-
-
-class Kind(NamedTuple):
-    """A parameter in flat storage."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    joined_size: int
-    """The number of elements of the group that it is in."""
+        return first_state(self.step, params, hyper, starts_at_zero=self.starts_at_zero, can_split=can_split)
 
 
-def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> Traits:
+def probe(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, object]) -> Traits:
     """Find a class's traits, or raise with the reason why it cannot be used.
 
     Raises:
@@ -128,11 +134,11 @@ def probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> 
 
 
 #: The traits of classes with hyperparameters: a trial takes as long as some hundred steps.
-_known_traits: dict[Any, Traits] = {}
+_known_traits: dict[Hashable, Traits] = {}
 _LARGEST_COUNT_OF_TRAITS = 256
 
 
-def _key_of(cls: type, hyperparameters: Mapping[str, Any]) -> Any:
+def _key_of(cls: type, hyperparameters: Mapping[str, object]) -> Hashable | None:
     """Return what decides the traits; None if it cannot be hashed."""
 
     def typed(_: str, item: object) -> object:
@@ -147,18 +153,14 @@ def _key_of(cls: type, hyperparameters: Mapping[str, Any]) -> Any:
     return key
 
 
-def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) -> Traits:
+def _probe(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, object]) -> Traits:
     """Find a class's traits by running it."""
     accepted = inspect.signature(cls.__init__).parameters
-    check_names(cls, hyperparameters, accepted)
-    check_implementation(hyperparameters)
-    refuse_closure(cls)
-    dynamic = tuple(name for name, value in hyperparameters.items() if is_dynamic(value))
-    for name in dynamic:
-        check_is_no_choice(name, hyperparameters[name], accepted)
+    dynamic = _checked_names(cls, hyperparameters, accepted)
     arguments = constructor_arguments(hyperparameters, accepted)
     # This must run on real numbers, with the formulas of eager mode.
     with without_modes(), as_eager(), torch.random.fork_rng(devices=[]):
+        # The class by itself.
         check_constructor(cls, hyperparameters, arguments, dynamic)
         record = recorded(cls, arguments)
         step = ClassStep(
@@ -169,42 +171,53 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: dict[str, Any]) ->
             changing_in(record),
             asks_divisors=catches_zero_divisions(cls),
         )
+        # The class with tensors for its numbers.
         refuse_choices_of_constructor(step)
         for name in dynamic:
             refuse_reads_of(step, name)
-        step = taken_on_every_path(step)
-        for name in {key_of(name) for name in step.changing.shared_names} & set(dynamic):
-            raise TypeError(
-                f"stateless: {name} must be a number, because {cls.__name__} changes it; got a tensor or a schedule"
-            )
+        step = with_changing_numbers(step)
+        _refuse_changes_of_hyperparameters(step)
         _refuse_hidden_changes(step, record)
         refuse_caught_errors(cls)
         refuse_identity_of_flags(cls, step.changing)
         for name in dynamic:
             refuse_other_results(step, name)
-        step = with_known_comparisons(step)
-        is_pointwise, separable, writes_grads = flow_of(step, record)
-        # torch's classes do the same for every dtype; others may write for narrow ones only.
-        writes_grads = writes_grads or not is_torchs(cls)
-        step = replace(step, separable=separable, writes_grads=writes_grads)
-        starts_as_recorded = _reproduces_first_step(step, starts_at_zero=False)
-        starts_at_zero = not starts_as_recorded and _reproduces_first_step(step, starts_at_zero=True)
-        if not (starts_as_recorded or starts_at_zero):
-            step = replace(step, first_step_differs=True)
-        if step.changing.forms:  # two steps do not show what it does in later ones
+        # How its steps can be taken.
+        step = without_needless_questions(step)
+        step, is_pointwise = _with_independence(step, record)
+        step, starts_at_zero = _with_first_step(step, record)
+        if step.changing.form_changes:  # two steps do not show what it does in later ones
             step = replace(step, separable=False)
-        is_pointwise = is_pointwise and step.separable and _has_no_places(step, record)
-        if not is_torchs(cls):
-            step = replace(step, known_beginnings=_beginnings(step, record))
+        is_pointwise = is_pointwise and step.separable and _ignores_positions(step, record)
+        # Its steps as a function, against the record.
         traits = Traits(step, starts_at_zero, is_pointwise, _entries(step))
         _refuse_other_numbers(traits, record)
-        try:
-            takes_late = _follows(traits, record.params, record.late_grads, record.late_results)
-        except Exception:
-            takes_late = False
-        # A step runs with all parameters in one form: with late gradients they would have several.
-        takes_late = takes_late and not step.changing.forms
-    return replace(traits, takes_late=takes_late)
+        return replace(traits, takes_late_gradients=_takes_late_gradients(traits, record))
+
+
+def _checked_names(
+    cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, object], accepted: Signature
+) -> tuple[str, ...]:
+    """Return the names of the hyperparameters that are tensors or schedules.
+
+    Raises:
+        TypeError, ValueError: a name or a value is refused before the class runs.
+    """
+    check_names(cls, hyperparameters, accepted)
+    check_implementation(hyperparameters)
+    refuse_closure(cls)
+    dynamic = tuple(name for name, value in hyperparameters.items() if is_dynamic(value))
+    for name in dynamic:
+        check_is_no_choice(name, hyperparameters[name], accepted)
+    return dynamic
+
+
+def _refuse_changes_of_hyperparameters(step: ClassStep) -> None:
+    """Refuse a tensor or a schedule for a number that the class itself changes."""
+    for name in {container_of(name) for name in step.changing.shared_names} & set(step.dynamic):
+        raise TypeError(
+            f"stateless: {name} must be a number, because {step.cls.__name__} changes it; got a tensor or a schedule"
+        )
 
 
 def _refuse_hidden_changes(step: ClassStep, record: Record) -> None:
@@ -212,43 +225,77 @@ def _refuse_hidden_changes(step: ClassStep, record: Record) -> None:
     # Not on meta tensors: a class may keep a tensor on the device where it was last used.
     hyper = step.examples("cpu")
     inputs = inputs_on("cpu")
-    for params, grads in inputs.one_by_one() if step.separate else [inputs]:
-        first = step.along_paths(params, grads, None, nothing(params), hyper)
-        seen: list[tuple[torch.optim.Optimizer, dict[str, object], dict[str, PythonForm]]] = []
+    for params, grads in inputs.one_by_one() if step.steps_separately else [inputs]:
+        first = step.along_paths(params, grads, None, empty_state(params), hyper)
+        observations: list[_Observation] = []
 
-        def look(optimizer: torch.optim.Optimizer, seen: list[Any] = seen) -> None:
-            seen.append((optimizer, unfollowed(optimizer), forms_of(optimizer)))
+        def observe(optimizer: torch.optim.Optimizer, observations: list[_Observation] = observations) -> None:
+            observations.append(_Observation(optimizer, fixed_parts(optimizer), forms_of(optimizer)))
 
-        run = functools.partial(step.run, first.params, grads, first.state, hyper, look=look)
-        for step_run in every_path(run, step.decisions).values():
-            for names in aliases_in(step_run.held, step_run.params) - record.aliases:
-                places = " and as ".join(sorted(names))
-                raise impure(step.cls, f"it keeps one tensor as {places} from some later step on; clone it")
-        for (optimizer, before, forms), (other, after, later_forms) in itertools.pairwise(seen):
-            if other is not optimizer:
-                continue  # another run; a run that raises is looked at once
-            changes = [name for name in before if name in after and before[name] != after[name]]
-            differences = [forms[path].difference(path, form) for path, form in later_forms.items() if path in forms]
-            changes += [difference[0] for difference in differences if difference is not None]
-            if changes:
-                place = changes[0].partition(" (")[0]
+        run = functools.partial(step.run, first.params, grads, first.state, hyper, observe=observe)
+        for step_run in results_of_paths(run, step.decisions):
+            for names in aliases_in(step_run.state, step_run.params) - record.aliases:
+                both_names = " and as ".join(sorted(names))
+                raise impure(step.cls, f"it keeps one tensor as {both_names} from some later step on; clone it")
+        for before, after in itertools.pairwise(observations):
+            # A run that raises is observed once, so two neighbours may be of two runs.
+            change = before.change_to(after) if before.optimizer is after.optimizer else None
+            if change is not None:
                 raise impure(
                     step.cls,
-                    f"some step of it changes {place}, where it is not followed; keep it in self.state[param], in "
+                    f"some step of it changes {change}, where it is not followed; keep it in self.state[param], in "
                     "the group or in an attribute, made by the first step",
                 )
+
+
+class _Observation(NamedTuple):
+    """What no step may change in an instance, as it is before a step or after it."""
+
+    optimizer: torch.optim.Optimizer
+    fixed_parts: dict[str, object]
+    forms: dict[str, PythonForm]
+
+    def change_to(self, after: _Observation) -> str | None:
+        """Return the name of something that has changed; None if nothing has."""
+        for name, part in self.fixed_parts.items():
+            if name in after.fixed_parts and part != after.fixed_parts[name]:
+                return name.partition(" (")[0]
+        for path, form in after.forms.items():
+            difference = self.forms[path].difference(path, form) if path in self.forms else None
+            if difference is not None:
+                return difference[0].partition(" (")[0]
+        return None
+
+
+def _with_independence(step: ClassStep, record: Record) -> tuple[ClassStep, bool]:
+    """Return the class with what its step computes independently, and whether the step is pointwise."""
+    independence = independence_of(step, record)
+    # torch's classes do the same for every dtype; others may write for narrow ones only.
+    writes_grads = independence.writes_grads or not is_torchs(step.cls)
+    step = replace(step, separable=independence.is_separable, writes_grads=writes_grads)
+    return step, independence.is_pointwise
+
+
+def _with_first_step(step: ClassStep, record: Record) -> tuple[ClassStep, bool]:
+    """Return the class with whether its first step differs, and whether its state starts at zero."""
+    starts_as_recorded = _reproduces_first_step(step, starts_at_zero=False)
+    starts_at_zero = not starts_as_recorded and _reproduces_first_step(step, starts_at_zero=True)
+    step = replace(step, first_step_differs=not (starts_as_recorded or starts_at_zero))
+    if not is_torchs(step.cls):
+        step = replace(step, known_first_operations=_first_operations(step, record))
+    return step, starts_at_zero
 
 
 def _reproduces_first_step(step: ClassStep, *, starts_at_zero: bool) -> bool:
     """Return whether a step from the state that `init` would give equals the first step without state."""
     inputs = inputs_on("cpu")
-    trials = inputs.one_by_one() if step.separate else [inputs]
+    trials = inputs.one_by_one() if step.steps_separately else [inputs]
     return all(_reproduces_first_step_of(step, trial, starts_at_zero=starts_at_zero) for trial in trials)
 
 
 def _reproduces_first_step_of(step: ClassStep, inputs: Inputs, *, starts_at_zero: bool) -> bool:
     """Return this for parameters that begin together, and for those that begin when others have taken a few steps."""
-    step = replace(step, wide=False)
+    step = replace(step, wide_counters=False)
     hyper = step.examples("cpu")
     torch.manual_seed(SEED)
     state = first_state(step, inputs.params, hyper, starts_at_zero=starts_at_zero)
@@ -267,27 +314,27 @@ def _reproduces_first_step_of(step: ClassStep, inputs: Inputs, *, starts_at_zero
     later = state
     for _ in range(_STEPS_OF_OTHERS):
         later = step.along_paths(inputs.params, inputs.grads, later, later, hyper).state
-    without_leaves = ClassState([{} for _ in inputs.params], later.shared)
+    only_shared = ClassState([{} for _ in inputs.params], later.shared)
     try:
-        return is_reproduced(without_leaves, ClassState(state.leaves, later.shared))
+        return is_reproduced(only_shared, ClassState(state.per_param, later.shared))
     except Exception as error:
         if is_own_refusal(error):
             raise
-        return True  # it has nothing for a parameter that begins late, or begins all at once
+        return True  # the class fails for a parameter that begins late, or begins all at once
 
 
 #: Steps that others have taken before a parameter begins, in a trial.
 _STEPS_OF_OTHERS = 3
 
 
-def _has_no_places(step: ClassStep, record: Record) -> bool:
+def _ignores_positions(step: ClassStep, record: Record) -> bool:
     """Return whether a step does the same with several parameters as with one: by no index, and by no count of them."""
     param = record.params[0]
-    alone, several = (operations_on(step, [tuple(param.shape)] * count, param.dtype) for count in (1, 3))
-    return alone is not None and several is not None and {*alone} == {*several}
+    of_one, of_three = (operations_on(step, [tuple(param.shape)] * count, param.dtype) for count in (1, 3))
+    return of_one is not None and of_three is not None and {*of_one} == {*of_three}
 
 
-def _beginnings(step: ClassStep, record: Record) -> frozenset[tuple[object, ...]]:
+def _first_operations(step: ClassStep, record: Record) -> frozenset[tuple[object, ...]]:
     """Return the operations of the first steps of the parameters of the trial."""
     params = [param.to(dtype) for param in record.params for dtype in (torch.float32, record.params[0].dtype)]
     return frozenset(step.form([param]).operations for param in params)
@@ -296,8 +343,8 @@ def _beginnings(step: ClassStep, record: Record) -> frozenset[tuple[object, ...]
 def _entries(step: ClassStep) -> frozenset[str]:
     """Return the names of the entries of a matrix's state."""
     params = inputs_on("cpu").params
-    leaves = first_state(step, params, step.examples("cpu"), starts_at_zero=False).leaves
-    return frozenset(name for entries in leaves for name in entries if name != APPLIED_ENTRY)
+    state = first_state(step, params, step.examples("cpu"), starts_at_zero=False)
+    return frozenset(name for entries in state.per_param for name in entries if name != APPLIED_ENTRY)
 
 
 def _refuse_other_numbers(traits: Traits, record: Record) -> None:
@@ -309,6 +356,17 @@ def _refuse_other_numbers(traits: Traits, record: Record) -> None:
             "state elsewhere than in self.state, its group and numbers of its own, or draws random numbers; keep "
             "it in self.state[param]",
         )
+
+
+def _takes_late_gradients(traits: Traits, record: Record) -> bool:
+    """Return whether the class follows itself if the first gradient of a parameter comes later than others'."""
+    # A step runs with all parameters in one form: with late gradients they would have several.
+    if traits.step.changing.form_changes:
+        return False
+    try:
+        return _follows(traits, record.params, record.late_grads, record.late_results)
+    except Exception:
+        return False
 
 
 def _follows(traits: Traits, params: list[Tensor], all_grads: Sequence[Grads], results: Sequence[list[Tensor]]) -> bool:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcamp._optim.class_state import ClassState
-from funcamp._optim.class_step import ClassStep, nothing
-from funcamp._optim.record import is_same
+from funcamp._optim.class_step import ClassStep, empty_state
 
 
 class Inputs(NamedTuple):
@@ -20,7 +19,7 @@ class Inputs(NamedTuple):
     grads: list[Tensor]
 
     def one_by_one(self) -> list[Inputs]:
-        """Return those of a step of each parameter alone."""
+        """Return the arguments of a separate step for each parameter."""
         return [Inputs([param], [grad]) for param, grad in zip(self.params, self.grads)]
 
 
@@ -43,7 +42,10 @@ def precise_inputs(step: ClassStep) -> Inputs:
 
 
 def two_steps(
-    step: ClassStep, inputs: Inputs, values: Mapping[str, Any] | None = None, zeros: frozenset[str] = frozenset()
+    step: ClassStep,
+    inputs: Inputs,
+    values: Mapping[str, object] | None = None,
+    treated_as_zero: frozenset[str] = frozenset(),
 ) -> list[Tensor]:
     """Return the parameters and the state after two steps along the path that the numbers of the trial propose.
 
@@ -52,14 +54,15 @@ def two_steps(
         inputs: those of the first step; the second has other gradients, so that it changes all of the state.
         values: of the hyperparameters that are tensors; the others are Python numbers. By default all dynamic ones are
             tensors, with their examples as values.
-        zeros: as in `Decisions`.
+        treated_as_zero: as in `Decisions`.
     """
-    if step.separate and len(inputs.params) > 1:
-        return [tensor for alone in inputs.one_by_one() for tensor in two_steps(step, alone, values, zeros)]
+    if step.steps_separately and len(inputs.params) > 1:
+        return [tensor for single in inputs.one_by_one() for tensor in two_steps(step, single, values, treated_as_zero)]
     hyper = step.examples(inputs.params[0].device.type, values)
-    first = step.along_paths(inputs.params, inputs.grads, None, nothing(inputs.params), hyper)
+    first = step.along_paths(inputs.params, inputs.grads, None, empty_state(inputs.params), hyper)
     other_grads = [grad.cos() for grad in inputs.grads]
-    second_run = step.run(first.params, other_grads, first.state, hyper, step.decisions(zeros=zeros))
+    decisions = step.decisions(treated_as_zero=treated_as_zero)
+    second_run = step.run(first.params, other_grads, first.state, hyper, decisions)
     second = step.stepped(second_run, step.form(first.params), other_grads, first.state, first.state)
     return tensors_in(second.params, second.state)
 
@@ -67,11 +70,35 @@ def two_steps(
 def tensors_in(params: list[Tensor], state: ClassState) -> list[Tensor]:
     """Return parameters and a state in one list."""
     tensors = list(params)
-    for entries in (*state.leaves, state.shared):
+    for entries in (*state.per_param, state.shared):
         tensors += [entries[name] for name in sorted(entries)]
     return tensors
 
 
 def are_equal(tensors: list[Tensor], others: list[Tensor]) -> bool:
     """Return whether two lists of tensors are equal; NaN equals NaN."""
-    return len(tensors) == len(others) and all(map(is_same, tensors, others))
+    return len(tensors) == len(others) and all(map(is_equal, tensors, others))
+
+
+def distance(tensors: list[Tensor], expected: list[Tensor]) -> float:
+    """Return the largest difference of two lists of tensors, relative to the tensor's largest element."""
+    if len(tensors) != len(expected):
+        return float("inf")
+    distances = [0.0]
+    for tensor, reference in zip(tensors, expected):
+        if reference.numel() == 0:
+            continue
+        reference = reference.double()
+        tensor = tensor.double()
+        largest = reference.abs().max().clamp(min=1e-30)
+        distance = float((tensor - reference).abs().max() / largest)
+        distances.append(float("inf") if distance != distance else distance)
+    return max(distances)
+
+
+def is_equal(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether tensors are equal; NaN equals NaN, of which a path that is not taken may be full."""
+    if tensor.shape != other.shape:
+        return False
+    are_nan = (tensor != tensor) & (other != other)
+    return bool(((tensor == other) | are_nan).all())

@@ -34,7 +34,7 @@ def check_class(cls: object) -> None:
 
 
 def refuse_positional(cls: type, positional: tuple[object, ...]) -> None:
-    """Raise TypeError if there are arguments besides the class without a name."""
+    """Raise TypeError if an argument after the class has no name."""
     if not positional:
         return
     value = positional[0]

@@ -80,7 +80,7 @@ class TorchGroup(NamedTuple):
                     "step.load_state_dict"
                 )
         form = optimizer._traits.step.form([param])
-        leaf, shared = entries_in(form.leaves[0]), entries_in(form.shared)
+        leaf, shared = entries_in(form.per_param[0]), entries_in(form.shared)
         return {entry for entry in entries if (leaf.get(entry) or shared[entry]).kind != "tensor"}
 
     def entries_in(self, saved: Iterable[str]) -> list[str]:

@@ -123,7 +123,7 @@ def test_a_function_of_the_update_is_a_part() -> None:
     assert_same(now["w"], params()["w"] - (matrix - matrix.mean(0)))
 
 
-def test_one_state_is_the_chains_so_that_clipping_can_come_and_go() -> None:
+def test_the_state_of_one_part_is_the_chains_so_that_clipping_can_come_and_go() -> None:
     now, state = by_chain(ADAMW, 2, params())
     clipped = chain(clip_by_norm(1.0), ADAMW)
     assert_same(clipped.init(params()), ADAMW.init(params()))
@@ -201,7 +201,7 @@ def test_a_skipped_step_changes_no_state_of_a_chain(wrap: Callable[[Any], Any]) 
     assert_same(step.load_state_dict(step.state_dict(state), like=step.init()), state)
 
 
-def test_the_rate_is_the_optimizers() -> None:
+def test_a_chain_reports_the_rate_of_its_optimizer() -> None:
     rate = stateless(torch.optim.SGD, lr=lambda applied: 0.5 / (1 + applied))
     step = make_train_step(
         module_loss(model(), nn.functional.mse_loss),
@@ -243,7 +243,7 @@ def test_an_average_can_begin_and_end_in_mid_training() -> None:
         (lambda: clip_by_value(torch.ones(2)), ValueError, r"clip_by_value: max_value must have shape \(\)"),
     ],
 )
-def test_what_is_no_part_is_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_what_is_no_part_of_a_chain_is_refused(make: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         make()
 
@@ -380,7 +380,7 @@ def test_what_a_part_returns_is_checked(optimizer: Any, error: type[Exception], 
         optimizer.update(params(), gradients(0), optimizer.init(params()))
 
 
-def test_the_states_of_parts_are_in_their_order() -> None:
+def test_states_in_another_order_than_the_parts_are_refused() -> None:
     state = chain(ADAMW, average(0.5)).init(params())
     with pytest.raises(TypeError, match="the states of the chain's parts in their order; got an OptState for average"):
         chain(average(0.5), ADAMW).update(params(), gradients(0), state)

@@ -66,7 +66,7 @@ Set = Callable[[Any], dict[str, Any]]
 
 def numbers(cls: type[optim.Optimizer]) -> dict[str, tuple[Set, float]]:
     """Return for each number among a class's arguments how to set it, and its default."""
-    found: dict[str, tuple[Set, float]] = {}
+    setters: dict[str, tuple[Set, float]] = {}
     for name, parameter in inspect.signature(cls).parameters.items():
         default = parameter.default
         if name in SIZES or isinstance(default, bool):
@@ -76,15 +76,15 @@ def numbers(cls: type[optim.Optimizer]) -> dict[str, tuple[Set, float]]:
             def put_alone(value: Any, name: str = name) -> dict[str, Any]:
                 return {name: value}
 
-            found[name] = put_alone, float(default)
+            setters[name] = put_alone, float(default)
         if isinstance(default, tuple):
             for index, item in enumerate(default):
 
                 def put(value: Any, name: str = name, index: int = index, default: Any = default) -> dict[str, Any]:
                     return {name: (*default[:index], value, *default[index + 1 :])}
 
-                found[f"{name}[{index}]"] = put, item or 0.0
-    return found
+                setters[f"{name}[{index}]"] = put, item or 0.0
+    return setters
 
 
 CASES = {f"{cls.__name__}-{label}": (cls, label) for cls in CLASSES for label in numbers(cls)}
@@ -210,6 +210,15 @@ def test_vmap_over_a_hyperparameter_equals_each_value(case: str) -> None:
         assert_close(row, two_steps(value), max(tolerance(cls, label), 1e-6))
 
 
+def assert_updates_follow(optimizer: Any, expected: list[dict[str, Tensor]]) -> None:
+    """The parameters after each update are those of torch's loop, with its gradients."""
+    params = parameters()
+    opt_state = optimizer.init(params)
+    for step, params_after in enumerate(expected):
+        params, opt_state = optimizer.update(params, gradients(step), opt_state)
+        assert_close(params, params_after, 5e-7)
+
+
 def piecewise(*table: float) -> Callable[[Tensor], Tensor]:
     return lambda applied: torch.tensor(table, dtype=torch.float64)[applied]
 
@@ -234,23 +243,13 @@ def test_momentum_that_is_sometimes_zero_follows_torchs_loop(arguments: dict[str
     ]
     expected = loop(optim.SGD, scheduled)
     given = {name: piecewise(*value) if isinstance(value, tuple) else value for name, value in arguments.items()}
-    optimizer = stateless(optim.SGD, **given)
-    params = parameters()
-    opt_state = optimizer.init(params)
-    for step in range(STEPS):
-        params, opt_state = optimizer.update(params, gradients(step), opt_state)
-        assert_close(params, expected[step], 5e-7)
+    assert_updates_follow(stateless(optim.SGD, **given), expected)
 
 
 def test_momentum_that_becomes_zero_leaves_the_buffer_of_rmsprop_alone() -> None:
     momenta = (0.9, 0.0, 0.0, 0.5, 0.0)
     expected = loop(optim.RMSprop, [{"momentum": value} for value in momenta])
-    optimizer = stateless(optim.RMSprop, momentum=piecewise(*momenta))
-    params = parameters()
-    opt_state = optimizer.init(params)
-    for step in range(STEPS):
-        params, opt_state = optimizer.update(params, gradients(step), opt_state)
-        assert_close(params, expected[step], 5e-7)
+    assert_updates_follow(stateless(optim.RMSprop, momentum=piecewise(*momenta)), expected)
 
 
 def test_only_a_value_whose_zero_is_another_formula_costs_a_second_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,12 +348,7 @@ class BranchesOnRate(TakesRoot):
 def test_a_class_may_branch_on_a_schedule_and_compute_with_it_in_python(cls: Any) -> None:
     rates = (0.9, 0.04, 0.5, 0.6, 0.16)
     expected = loop(cls, [{"lr": rate} for rate in rates])
-    optimizer = stateless(cls, lr=piecewise(*rates))
-    params = parameters()
-    opt_state = optimizer.init(params)
-    for step in range(STEPS):
-        params, opt_state = optimizer.update(params, gradients(step), opt_state)
-        assert_close(params, expected[step], 5e-7)
+    assert_updates_follow(stateless(cls, lr=piecewise(*rates)), expected)
 
 
 @pytest.mark.parametrize("value", [torch.tensor(0.5), lambda applied: 0.5 + 0 * applied], ids=["tensor", "schedule"])

@@ -276,7 +276,7 @@ def test_a_step_runs_once_unless_the_first_is_another_formula(name: str) -> None
     assert ("applied" in stateless(cls, **arguments).init(torch.ones(2, 2)).state) == (name == "SGD-dampening")
 
 
-def test_made_under_other_defaults_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_optimizer_is_the_same_under_all_defaults_and_modes(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = stateless(optim.AdamW)._traits
     with torch.device("meta"):
         assert stateless(optim.AdamW)._traits == expected
@@ -294,7 +294,7 @@ def test_made_under_other_defaults_it_is_the_same(monkeypatch: pytest.MonkeyPatc
         torch.set_default_dtype(torch.float32)
 
 
-def test_made_and_used_under_fake_tensors() -> None:
+def test_an_optimizer_can_be_made_and_used_under_fake_tensors() -> None:
     for name in ("SGD-dampening", "Adam", "Muon"):
         cls, arguments = CASES[name]
         with FakeTensorMode():

@@ -41,11 +41,11 @@ def inputs() -> dict[str, tuple[Any, dict[str, Any]]]:
     """Return every input for a CPU, and every flag that the class has."""
     found: dict[str, tuple[Any, dict[str, Any]]] = {}
     for info in DATABASE:
-        given = [dict(one.kwargs) for one in info.optim_inputs_func(device="cpu")]
-        given += [{flag: True} for flag in info.supported_impls]
+        all_kwargs = [dict(database_input.kwargs) for database_input in info.optim_inputs_func(device="cpu")]
+        all_kwargs += [{flag: True} for flag in info.supported_impls]
         if info.has_capturable_arg:
-            given.append({"capturable": True})
-        for number, kwargs in enumerate(given):
+            all_kwargs.append({"capturable": True})
+        for number, kwargs in enumerate(all_kwargs):
             text = ",".join(f"{name}={float(v) if isinstance(v, Tensor) else v}" for name, v in kwargs.items())
             found[f"{info.optim_cls.__name__}-{number}-{text}"] = (info.optim_cls, kwargs)
     return found
@@ -57,7 +57,7 @@ INPUTS = inputs()
 @pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64], ids=["real", "complex"])
 @pytest.mark.parametrize("name", INPUTS)
-def test_follows_the_class(name: str, dtype: torch.dtype) -> None:
+def test_every_input_of_torchs_database_follows_the_class(name: str, dtype: torch.dtype) -> None:
     cls, kwargs = INPUTS[name]
     reason = NEVER.get(cls.__name__) or next((REFUSED[flag] for flag in REFUSED if kwargs.get(flag)), None)
     if reason is not None:

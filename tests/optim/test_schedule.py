@@ -173,7 +173,7 @@ def all_of(cls: Any, **numbers: Any) -> Callable[[Leaves], optim.Optimizer]:
     return lambda leaves: cls(leaves.values(), **numbers)
 
 
-def test_every_class_of_torch_is_here() -> None:
+def test_every_scheduler_of_torch_is_tested() -> None:
     found = {
         name
         for module in (lr_scheduler, swa_utils)
@@ -301,7 +301,7 @@ def test_make_gets_the_numbers_of_the_optimizer_once_and_changes_no_other() -> N
     assert repr(scheduled._hyperparameters["lr"]) == "<StepLR: 3 values, 0.02 to 0.0002>"
 
 
-def test_a_default_rate_and_an_optimizer_that_no_scheduler_changes() -> None:
+def test_a_default_rate_is_scheduled_and_an_unchanged_optimizer_is_returned() -> None:
     scheduled = schedule(stateless(optim.SGD), LinearLR, steps=2)
     opt_state = scheduled.init(parameters())
     assert numbers_of(scheduled, opt_state)[0]["lr"] == 1e-3 / 3
@@ -404,7 +404,7 @@ def test_jitted_step_is_verified_with_torchs_loop() -> None:
     assert funcamp.verify(jit(step, backend="eager"), batches).ok
 
 
-def test_pickled_and_copied_it_is_the_same() -> None:
+def test_pickling_and_copying_give_an_equal_schedule() -> None:
     scheduled = schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED)
     params = parameters()
     expected = scheduled.update(params, batch(1), scheduled.init(params))
@@ -413,7 +413,7 @@ def test_pickled_and_copied_it_is_the_same() -> None:
         assert_same(other.update(params, batch(1), other.init(params)), expected)
 
 
-def test_made_under_other_defaults_and_modes_it_is_the_same() -> None:
+def test_a_schedule_is_the_same_under_all_defaults_and_modes() -> None:
     expected = repr(schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED))
     devices: set[torch.device] = set()
 
@@ -526,7 +526,7 @@ SGD = stateless(optim.SGD, lr=0.1)
         ),
     ],
 )
-def test_what_make_must_do(make: Any, error: type[Exception], message: str) -> None:
+def test_a_make_that_returns_no_fresh_scheduler_is_refused(make: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"schedule: .*{message}"):
         schedule(SGD, make, steps=9)
 

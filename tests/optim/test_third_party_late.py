@@ -11,10 +11,16 @@ from typing import Any
 import pytest
 import torch
 
-from funcamp import make_train_step, stateless
+from funcamp import stateless
 from tests.support.helpers import assert_close
+from tests.support.torch_loop import TorchLoop, linear_step
 
-Params = dict[str, torch.Tensor]
+SHAPES = {"w": (8, 16), "b": (4,), "v": (8, 16)}
+
+
+def example() -> dict[str, torch.Tensor]:
+    """Random parameters, or gradients of such."""
+    return {name: torch.randn(shape) for name, shape in SHAPES.items()}
 
 
 class Counting(torch.optim.Optimizer):
@@ -100,7 +106,6 @@ class UsesWhatIsMade(Counting):
             p.sub_(p.grad / state["made"].clone(), alpha=0.1)
 
 
-SHAPES = {"w": (8, 16), "b": (4,), "v": (8, 16)}
 CLASSES = [CouplesLargeOnes, WritesByData, GoesByPlaces, BeginsWithTheGradient, UsesWhatIsMade]
 #: For each the steps in which a parameter has no gradient.
 ABSENCES: dict[str, dict[str, range]] = {
@@ -113,22 +118,17 @@ ABSENCES: dict[str, dict[str, range]] = {
 
 @pytest.mark.parametrize("absent", ABSENCES)
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
-def test_a_class_follows_itself_where_gradients_are_missing(cls: Any, absent: str) -> None:
-    params: Params = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
-    eager, optimizer = cls(leaves.values()), stateless(cls)
+def test_a_class_follows_itself_if_gradients_are_missing(cls: Any, absent: str) -> None:
+    params = example()
+    loop, optimizer = TorchLoop(cls, params), stateless(cls)
     state = optimizer.init(params)
     for number in range(12):
-        grads = {
-            name: None if number in ABSENCES[absent].get(name, ()) else torch.randn(shape)
-            for name, shape in SHAPES.items()
-        }
+        grads: dict[str, Any] = {**example()}
+        for name, steps in ABSENCES[absent].items():
+            if number in steps:
+                grads[name] = None
         params, state = optimizer.update(params, grads, state)
-        for name, leaf in leaves.items():
-            grad = grads[name]
-            leaf.grad = None if grad is None else grad.clone()
-        eager.step()
-        assert_close(params, {name: leaf.detach() for name, leaf in leaves.items()}, 1e-5)
+        assert_close(params, loop.step(grads), 1e-5)
 
 
 class KeepsTheParameter(Counting):
@@ -165,7 +165,7 @@ class BeginsWithAll(Counting):
             p.copy_(self.slow[p])
 
 
-def test_a_class_that_follows_itself_only_with_all_gradients_says_so() -> None:
+def test_a_class_that_begins_with_all_parameters_refuses_a_gradient_of_none() -> None:
     optimizer = stateless(BeginsWithAll)
     params = {"w": torch.ones(2), "b": torch.ones(3)}
     state = optimizer.init(params)
@@ -256,29 +256,22 @@ class AsksIfClose(Counting):
     "cls", [CountsAlways, AsksWithinAQuestion, CountsInADefaultDict, AsksIfClose], ids=lambda cls: cls.__name__
 )
 def test_a_class_follows_itself_into_later_branches(cls: Any, flat: bool) -> None:
-    step = make_train_step(
-        lambda p, batch: sum((p[name] * batch[name]).sum() for name in p), stateless(cls), policy=None
-    )
-    params: Params = {name: torch.randn(shape) for name, shape in SHAPES.items()}
-    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
-    eager, state = cls(leaves.values()), step.init(params, flat=flat)
+    step = linear_step(stateless(cls))
+    params = example()
+    loop, state = TorchLoop(cls, params), step.init(params, flat=flat)
     for _ in range(12):
-        grads = {name: torch.randn(shape) for name, shape in SHAPES.items()}
+        grads = example()
         state, _ = step(state, grads)
-        for name, leaf in leaves.items():
-            leaf.grad = grads[name].clone()
-        eager.step()
-        assert_close(state.params.tree(), {name: leaf.detach() for name, leaf in leaves.items()}, 1e-5)
+        assert_close(state.params.tree(), loop.step(grads), 1e-5)
 
 
-def test_a_class_steps_without_any_gradient() -> None:
+def test_a_class_that_steps_without_gradients_does_so_as_a_function() -> None:
     optimizer = stateless(CountsAlways)
-    params, leaf = {"w": torch.ones(2)}, torch.ones(2)
-    eager, state = CountsAlways([leaf]), optimizer.init(params)
+    params = {"w": torch.ones(2)}
+    loop, state = TorchLoop(CountsAlways, params), optimizer.init(params)
     for _ in range(3):
         params, state = optimizer.update(params, {"w": None}, state)
-        eager.step()
-    assert_close(params["w"], leaf, 1e-6)
+        assert_close(params, loop.step({"w": None}), 1e-6)
 
 
 class Keeper(Counting):

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from funcamp import jit, make_train_step, stateless
-from tests.support.helpers import assert_close, assert_same
+from tests.support.helpers import assert_close, assert_same, clone
+from tests.support.torch_loop import TorchLoop, linear_step, randn_like
 
 
 class Lion(torch.optim.Optimizer):
@@ -389,6 +390,13 @@ class ChangesText(Refused):
             state["mode"] = "warm" if "mode" not in state or state["mode"] == "cold" else "cold"
 
 
+class SortsIntoGroups(torch.optim.SGD):
+    """Makes two parameter groups."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__([{"params": list(params)}, {"params": []}], lr)
+
+
 class DrawsNumbers(Refused):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -408,7 +416,7 @@ class NormalizesRarely(Refused):
             p.sub_(update, alpha=group["lr"])
 
 
-def test_a_rare_branch_counts_for_what_is_element_by_element() -> None:
+def test_a_class_that_normalizes_in_a_rare_branch_is_not_pointwise() -> None:
     assert not stateless(NormalizesRarely)._traits.pointwise
     assert stateless(CountsInGroup)._traits.pointwise
 
@@ -420,45 +428,44 @@ FOLLOWERS = [
 ]
 
 
+def example() -> dict[str, torch.Tensor]:
+    return {"w": torch.randn(3, 2), "b": torch.randn(4)}
+
+
 @pytest.mark.parametrize("cls", FOLLOWERS, ids=lambda cls: cls.__name__)
-def test_a_saved_state_goes_on(cls: Any) -> None:
-    optimizer = stateless(cls)
-    step = make_train_step(lambda p, batch: sum((p[name] * batch[name]).sum() for name in p), optimizer, policy=None)
-    state = step.init({"w": torch.randn(3, 2), "b": torch.randn(4)})
+def test_training_continues_from_a_saved_state(cls: Any) -> None:
+    step = linear_step(stateless(cls))
+    state = step.init(example())
     for _ in range(3):
-        state, _ = step(state, {"w": torch.randn(3, 2), "b": torch.randn(4)})
-    loaded = step.load_state_dict(step.state_dict(state), like=step.init({"w": torch.zeros(3, 2), "b": torch.zeros(4)}))
-    grads = {"w": torch.randn(3, 2), "b": torch.randn(4)}
+        state, _ = step(state, example())
+    zeros = {name: torch.zeros_like(value) for name, value in example().items()}
+    loaded = step.load_state_dict(step.state_dict(state), like=step.init(zeros))
+    grads = example()
     assert_same(step(loaded, grads)[0].params.tree(), step(state, grads)[0].params.tree())
 
 
 @pytest.mark.parametrize(
     "cls", [ReadsCounter, BranchesOnCounter, CountsInGroup, DividesByZero], ids=lambda cls: cls.__name__
 )
-def test_a_torch_loop_goes_on_and_back(cls: Any) -> None:
+def test_training_continues_in_a_torch_loop_and_back(cls: Any) -> None:
     """The counts of a class are Python's numbers in torch's format, in states and in the group."""
-    params = {"w": torch.randn(3, 2), "b": torch.randn(4)}
-    grads = [{name: torch.randn_like(value) for name, value in params.items()} for _ in range(9)]
-    step = make_train_step(
-        lambda p, batch: sum((p[name] * batch[name]).sum() for name in p), stateless(cls), policy=None
-    )
+    params = example()
+    grads = [randn_like(params) for _ in range(9)]
+    step = linear_step(stateless(cls))
     state = step.init(params)
     for number in range(3):
         state, _ = step(state, grads[number])
 
     exported = step.to_torch(state)["optimizer"]
-    leaves = {name: value.clone().requires_grad_() for name, value in state.params.tree().items()}
-    eager = cls(leaves.values())
-    eager.load_state_dict(exported)
+    loop = TorchLoop(cls, state.params.tree())
+    loop.optimizer.load_state_dict(exported)
     for number in range(3, 6):
         state, _ = step(state, grads[number])
-        for name, leaf in leaves.items():
-            leaf.grad = grads[number][name].clone()
-        eager.step()
-    assert_close(state.params.tree(), {name: leaf.detach() for name, leaf in leaves.items()}, 1e-6)
+        loop.step(grads[number])
+    assert_close(state.params.tree(), loop.params(), 1e-6)
 
-    again = step.init({name: leaf.detach().clone() for name, leaf in leaves.items()})
-    again = step.from_torch(again, optimizer=eager.state_dict(), steps=6)
+    again = step.init(clone(loop.params()))
+    again = step.from_torch(again, optimizer=loop.optimizer.state_dict(), steps=6)
     for number in range(6, 9):
         state, _ = step(state, grads[number])
         again, _ = step(again, grads[number])
@@ -480,21 +487,18 @@ def test_a_state_that_torchs_format_does_not_name_is_refused(cls: Any, reason: s
         step.to_torch(state)
 
 
-def test_parameters_to_evaluate_with() -> None:
-    params = {"w": torch.randn(3, 2), "b": torch.randn(4)}
-    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
-    eager, optimizer = ChangesModes(leaves.values()), stateless(ChangesModes)
-    eager.train()
+def test_evaluation_params_are_those_that_the_classs_eval_sets() -> None:
+    params = example()
+    loop, optimizer = TorchLoop(ChangesModes, params), stateless(ChangesModes)
+    loop.optimizer.train()
     opt_state = optimizer.init(params)
     for _ in range(4):
-        grads = {name: torch.randn_like(value) for name, value in params.items()}
+        grads = randn_like(params)
         params, opt_state = optimizer.update(params, grads, opt_state)
-        for name, leaf in leaves.items():
-            leaf.grad = grads[name].clone()
-        eager.step()
-    eager.eval()
+        loop.step(grads)
+    loop.optimizer.eval()
     evaluated = optimizer.evaluation_params(params, opt_state)
-    assert_close(evaluated, {name: leaf.detach() for name, leaf in leaves.items()}, 1e-6)
+    assert_close(evaluated, loop.params(), 1e-6)
     assert not torch.equal(evaluated["w"], params["w"])
 
 
@@ -562,56 +566,47 @@ class Decomposes(Refused):
 @pytest.mark.parametrize("flat", [False, True], ids=["per_tensor", "flat"])
 @pytest.mark.parametrize("cls", [*FOLLOWERS, Wraps, Compiles, Decomposes], ids=lambda cls: cls.__name__)
 def test_a_class_follows_itself_with_skipped_steps(cls: Any, flat: bool, jitted: bool) -> None:
-    """The loss is linear, so that the batch is the gradients; infinite ones are skipped."""
-    optimizer = stateless(cls)
+    """Infinite gradients are skipped."""
     # Other gradients of the padding would be another norm: flat storage is for elementwise classes.
-    step = make_train_step(lambda p, batch: sum((p[name] * batch[name]).sum() for name in p), optimizer, policy=None)
+    step = linear_step(stateless(cls))
     run = jit(step, backend="eager") if jitted else step
-    params = {"w": torch.randn(3, 2), "b": torch.randn(4), "v": torch.randn(3, 2)}
+    params = {**example(), "v": torch.randn(3, 2)}
     state = step.init(params, flat=flat)
-    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
-    eager = cls(leaves.values())
+    loop = TorchLoop(cls, params)
     if cls is ChangesModes:
-        eager.train()
+        loop.optimizer.train()
     for number in range(12):
-        grads = {name: torch.randn_like(value) for name, value in params.items()}
+        grads = randn_like(params)
         if number in (0, 4, 7):
             state, metrics = run(state, {name: grad * math.inf for name, grad in grads.items()})
             assert metrics.found_inf
             continue
         state, _ = run(state, grads)
-        for name, leaf in leaves.items():
-            leaf.grad = grads[name].clone()
-        eager.step()
-        assert_close(state.params.tree(), {name: leaf.detach() for name, leaf in leaves.items()}, 1e-6)
+        assert_close(state.params.tree(), loop.step(grads), 1e-6)
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-def test_third_party_optimizer_follows_itself(compiled: bool) -> None:
-    params = {"w": torch.randn(3, 2), "b": torch.randn(4)}
-    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
-    eager, optimizer = Lion(leaves.values()), stateless(Lion)
+def test_a_class_with_counters_follows_itself_from_its_first_values(compiled: bool) -> None:
+    params = example()
+    loop, optimizer = TorchLoop(Lion, params), stateless(Lion)
     update = torch.compile(optimizer.update, fullgraph=True, backend="aot_eager") if compiled else optimizer.update
     opt_state = optimizer.init(params)
     assert_same(opt_state.state["step"]["w"], torch.tensor(0))
     assert_same(opt_state.state["slow"], params)
     for _ in range(6):
-        grads = {name: torch.randn_like(value) for name, value in params.items()}
-        for name, leaf in leaves.items():
-            leaf.grad = grads[name].clone()
-        eager.step()
+        grads = randn_like(params)
         params, opt_state = update(params, grads, opt_state)
-        assert_close(params, {name: leaf.detach() for name, leaf in leaves.items()}, 1e-6)
+        assert_close(params, loop.step(grads), 1e-6)
     assert opt_state.state["step"]["b"] == 6
 
 
-def test_optimizer_that_computes_with_its_counters_is_taken() -> None:
+def test_counters_that_a_class_computes_with_are_entries_of_its_state() -> None:
     entries = stateless(ReadsCounter, lr=torch.tensor(0.1)).init({"w": torch.zeros(2)}).state
     assert_same(entries, {"seen": {"w": torch.tensor(0)}, "count": {"w": torch.tensor(0)}})
 
 
-def test_optimizer_that_makes_a_tensor_of_its_tensor_is_taken() -> None:
+def test_a_class_may_call_as_tensor_on_a_tensor() -> None:
     """In a region of torch.device("cpu") `torch.as_tensor` would copy the trial's tensors, which have no values."""
 
     class Wraps(Refused):
@@ -635,17 +630,14 @@ def test_optimizer_that_makes_a_tensor_of_its_tensor_is_taken() -> None:
 @pytest.mark.parametrize("scheduled", [False, True])
 def test_optimizer_with_a_state_of_the_default_dtype_follows_itself(scheduled: bool) -> None:
     params, rates = {"w": torch.randn(3, 2)}, (0.1, 0.05, 0.02)
-    leaf = params["w"].clone().requires_grad_()
-    eager = Shampooing([leaf])
+    loop = TorchLoop(Shampooing, params)
     optimizer = stateless(Shampooing, lr=(lambda step: torch.tensor(rates)[step]) if scheduled else 0.1)
     opt_state = optimizer.init(params)
     for rate in rates:
-        grads = {"w": torch.randn(3, 2)}
-        leaf.grad = grads["w"].clone()
-        eager.param_groups[0]["lr"] = rate if scheduled else 0.1
-        eager.step()
+        grads = randn_like(params)
+        loop.optimizer.param_groups[0]["lr"] = rate if scheduled else 0.1
         params, opt_state = optimizer.update(params, grads, opt_state)
-        assert_close(params, {"w": leaf.detach()}, 1e-6)
+        assert_close(params, loop.step(grads), 1e-6)
 
 
 def test_optimizer_that_writes_into_gradients_leaves_the_callers_alone() -> None:
@@ -675,6 +667,10 @@ def test_optimizer_that_writes_into_gradients_leaves_the_callers_alone() -> None
             DrawsNumbers,
             "DrawsNumbers cannot be made pure: its steps .* come to other numbers than its own.* draws random",
         ),
+        (
+            SortsIntoGroups,
+            "SortsIntoGroups cannot be made pure: it sorts .* into 2 groups; .*by_group\\({...}, group=...\\)",
+        ),
         (torch.optim.LBFGS, "LBFGS cannot be made pure: its step needs closure, .*use it in an ordinary float32 loop"),
         (torch.optim.SparseAdam, ".*does not support dense gradients.*; use it in an ordinary loop with"),
         (torch.nn.Linear, "optimizer must be a subclass of torch.optim.Optimizer; got .*Linear"),
@@ -685,7 +681,7 @@ def test_optimizer_that_writes_into_gradients_leaves_the_callers_alone() -> None
     ],
     ids=lambda value: getattr(value, "__name__", None),
 )
-def test_impure_optimizer_is_refused_by_name(cls: Any, reason: str) -> None:
+def test_a_class_that_cannot_be_pure_is_refused_with_the_reason(cls: Any, reason: str) -> None:
     with pytest.raises(TypeError, match=f"(?s)stateless: {reason}"):
         stateless(cls)
 
@@ -748,16 +744,12 @@ class BeginsOtherwise(torch.optim.Optimizer):
 
 
 def test_a_parameter_whose_first_gradient_is_late_does_not_begin_the_group_anew() -> None:
-    params: Any = {"a": torch.randn(3, 2), "b": torch.randn(4)}
-    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
-    eager, optimizer = BeginsOtherwise(leaves.values()), stateless(BeginsOtherwise)
+    params = example()
+    loop, optimizer = TorchLoop(BeginsOtherwise, params), stateless(BeginsOtherwise)
     opt_state = optimizer.init(params)
     for number in range(5):
-        grads: Any = {name: torch.randn_like(value) for name, value in params.items()}
+        grads: dict[str, Any] = {**randn_like(params)}
         if number < 2:
-            grads["a"] = None
+            grads["w"] = None
         params, opt_state = optimizer.update(params, grads, opt_state)
-        for name, leaf in leaves.items():
-            leaf.grad = None if grads[name] is None else grads[name].clone()
-        eager.step()
-        assert_close(params, {name: leaf.detach() for name, leaf in leaves.items()}, 1e-6)
+        assert_close(params, loop.step(grads), 1e-6)

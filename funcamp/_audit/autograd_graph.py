@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcamp._audit.events import Form
+from funcamp._audit.events import Reduction
 
 #: The nodes of losses that are means if their reduction is 1.
 _REDUCED = ("Loss", "CrossEntropy")
@@ -32,7 +32,7 @@ class Graph(NamedTuple):
     leaves: list[Tensor]
     scaling: Scaling | None
     dtypes: frozenset[torch.dtype]
-    form: Form
+    reduction: Reduction
 
 
 def mark_scaled(node: Any, scaling: Scaling) -> None:
@@ -65,8 +65,8 @@ def read_graph(outputs: Iterable[Tensor]) -> Graph:
         else:
             dtypes |= _dtypes_of(node)
         stack.extend([next_node for next_node, _ in node.next_functions])
-    form = _form_of(roots[0]) if len(roots) == 1 else Form.OTHER
-    return Graph(leaves, scaling, frozenset(dtypes), form)
+    reduction = _reduction_of(roots[0]) if len(roots) == 1 else Reduction.OTHER
+    return Graph(leaves, scaling, frozenset(dtypes), reduction)
 
 
 def _dtypes_of(node: Any) -> set[torch.dtype]:
@@ -74,13 +74,13 @@ def _dtypes_of(node: Any) -> set[torch.dtype]:
     return {output.dtype for output in getattr(node, "_input_metadata", ()) if output.dtype in _HALF}
 
 
-def _form_of(root: Any) -> Form:
+def _reduction_of(root: Any) -> Reduction:
     """Return how a loss comes out of its last operation, apart from scaling and casts."""
     node = root
     while _scaling_of(node) is not None or node.name().startswith("ToCopy"):
         node = node.next_functions[0][0]
         if node is None:
-            return Form.OTHER
+            return Reduction.OTHER
     name = node.name()
     is_loss = any(word in name for word in _REDUCED) and getattr(node, "_saved_reduction", None) == _MEAN
-    return Form.MEAN if is_loss or name.startswith("MeanBackward") else Form.OTHER
+    return Reduction.MEAN if is_loss or name.startswith("MeanBackward") else Reduction.OTHER

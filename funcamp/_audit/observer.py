@@ -19,7 +19,7 @@ from torch.optim.optimizer import (
 from funcamp import _upstream
 from funcamp._audit import events
 from funcamp._audit.autograd_graph import Scaling, mark_scaled, read_graph
-from funcamp._audit.events import Event, Form, Key
+from funcamp._audit.events import Event, Key, Reduction
 from funcamp._audit.lines import calling_line, calling_lines, is_called_by_torch
 from funcamp._audit.operations import Operations, all_finite
 from funcamp._audit.replicas import Replicas
@@ -349,11 +349,11 @@ class Observer:
                 empty=empty,
                 scaler=None if scaling is None else scaling.scaler,
                 dtypes=graph.dtypes,
-                form=Form.OTHER if is_nested else graph.form,
+                reduction=Reduction.OTHER if is_nested else graph.reduction,
                 autocast_dtype=None if is_nested else _autocast_dtype(outputs),
                 lines=calling_lines(),
                 not_finite=not_finite,
-                came_in=self._operations.came_in,
+                nonfinite_input=self._operations.nonfinite_input,
                 retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
                 synced=synced,
                 unsynced=self._replicas.parameters().intersection(keys) - synced,
@@ -384,7 +384,7 @@ class Observer:
 
     def _halve(self, function: Any, module: nn.Module) -> Any:
         result = self._quietly(function, module)
-        self._emit(events.Halved(calling_line(), self._tracked.parameters(module.parameters())))
+        self._emit(events.CastToFloat16(calling_line(), self._tracked.parameters(module.parameters())))
         return result
 
     def _clip(self, function: Any, parameters: Any, *args: Any, **kwargs: Any) -> Any:

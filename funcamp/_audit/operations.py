@@ -98,7 +98,7 @@ class Operations(_Mode):
         self._lost_epsilons = LostEpsilons()
         self._has_mask = False
         """Whether -inf came of a mask."""
-        self.came_in = ""
+        self.nonfinite_input = ""
         """The first float16 operation of the run whose input was inf or NaN already; empty without one."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -202,30 +202,30 @@ class Operations(_Mode):
 
     def _report_overflow(self, call: Call, inputs: list[Tensor]) -> None:
         """Report an operation that makes inf or NaN of finite numbers."""
-        proposes = functools.partial(propose, call, name_of_weight)
-        self._emit(events.Overflowed(calling_line(), call.label, range_of(inputs), proposes=proposes))
+        make_proposal = functools.partial(propose, call, name_of_weight)
+        self._emit(events.Overflowed(calling_line(), call.label, range_of(inputs), make_proposal=make_proposal))
 
     def _report_division(self, call: Call, inputs: list[Tensor], lost: LostEpsilon) -> None:
         """Report an operation that makes inf or NaN because an epsilon is zero."""
-        proposes = functools.partial(propose_for_epsilon, call, lost.run, lost.epsilon)
+        make_proposal = functools.partial(propose_for_epsilon, call, lost.run, lost.epsilon)
         cause = f"the epsilon of {lost.epsilon:g} at {lost.line} is zero in float16"
-        self._emit(events.Overflowed(calling_line(), call.label, range_of(inputs), cause, proposes=proposes))
+        self._emit(events.Overflowed(calling_line(), call.label, range_of(inputs), cause, make_proposal=make_proposal))
 
     def _note_input(self, call: Call, inputs: list[Tensor]) -> None:
         """Remember the first operation that gets inf or NaN; -inf may be a mask."""
-        if self.came_in or self._has_mask:  # a mask may make NaN further on
+        if self.nonfinite_input or self._has_mask:  # a mask may make NaN further on
             return
         found = range_of(inputs)
         if not found.largest < math.inf:
             kind = "inf" if found.largest == math.inf else "NaN"
-            self.came_in = f"{kind} is in an input of {call.label} at {calling_line()} already"
+            self.nonfinite_input = f"{kind} is in an input of {call.label} at {calling_line()} already"
 
     def _find_constant(self, call: Call) -> bool:
         """Report a constant beyond float16, and return whether there is one."""
         for value in _numbers_in(call.arguments):
             if _LARGEST < abs(value) < math.inf:
-                proposes = functools.partial(propose_for_constant, call, value)
-                self._emit(events.ConstantUsed(calling_line(), call.name, value, proposes=proposes))
+                make_proposal = functools.partial(propose_for_constant, call, value)
+                self._emit(events.ConstantUsed(calling_line(), call.name, value, make_proposal=make_proposal))
                 return True
         return False
 

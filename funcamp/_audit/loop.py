@@ -93,7 +93,7 @@ class Gradient:
     unsynced_line: Line | None = None
     """For a parameter of a DDP model: the last pass that added to it, if it was not summed over ranks since."""
     is_written: bool = False
-    """Whether the loop itself multiplied or replaced it, for example divided it by the scale or by a number of batches."""
+    """Whether the loop itself multiplied or replaced it, for example divided by the scale or by a number of batches."""
 
     def after(self, event: Backward, updates: int) -> Gradient:
         """Return the gradient after a backward pass has added to it.

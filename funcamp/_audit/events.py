@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 import torch
 
 from funcamp._audit.lines import Line
-from funcamp._audit.proposals import Proposal, Range
+from funcamp._audit.proposals import Proposal
+from funcamp._audit.reruns import Range
 
 Key = int
 

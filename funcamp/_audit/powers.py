@@ -39,6 +39,13 @@ _COMPARISONS = {"gt", "lt", "ge", "le"}
 USES = {"_local_scalar_dense", "histc", *_COMPARISONS}
 
 
+def combined(powers: list[Power], degree: float) -> Power:
+    """Return the power of what is computed from several tensors, with its degree."""
+    parameters = tuple([key for power in powers for key in power.parameters])
+    read_ids = tuple([read_id for power in powers for read_id in power.read_ids])
+    return Power(parameters, degree, read_ids)
+
+
 def degree_of(name: str, arguments: Args, powers: list[Power | None], scales: Iterable[float]) -> float | None:
     """Return the degree of an operation's result; None if it is unknown.
 

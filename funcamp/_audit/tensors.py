@@ -55,3 +55,14 @@ def tensors_in(nested: object) -> list[Tensor]:
     if not isinstance(nested, Iterable):
         return []
     return [tensor for part in nested for tensor in tensors_in(part)]
+
+
+def tensor_arguments(arguments: Iterable[object]) -> list[Tensor]:
+    """Return the tensors among an operation's arguments, and in lists of them."""
+    tensors = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            tensors += [part for part in argument if isinstance(part, Tensor)]
+    return tensors

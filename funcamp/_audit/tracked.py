@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from funcamp._audit.autograd_graph import Scaling
 from funcamp._audit.events import Key
 from funcamp._audit.lines import Line
-from funcamp._audit.powers import Power
+from funcamp._audit.powers import Power, combined
 from funcamp._audit.tensors import address_of
 
 #: The number of scaled losses that are remembered, to notice when one is read.
@@ -117,9 +117,7 @@ class Tracked:
         powers = [power for tensor in tensors for power in self._computed(tensor)]
         if not powers:
             return None
-        parameters = tuple([key for power in powers for key in power.parameters])
-        read_ids = tuple([read_id for power in powers for read_id in power.read_ids])
-        return Power(parameters, powers[0].degree, read_ids)
+        return combined(powers, powers[0].degree)
 
     def drop_powers(self, tensors: Iterable[Tensor] | None = None) -> None:
         """Forget that tensors are computed from gradients; None for all tensors."""

@@ -26,7 +26,7 @@ from funcamp._upstream.replaced import replaced
 from funcamp.float8.linears import layer_of
 from funcamp.numerics import taps
 from funcamp.numerics.counting import count
-from funcamp.numerics.report.backward_passes import BackwardPass, Operation, Trial, judge_pass
+from funcamp.numerics.report.backward_passes import BackwardPass, Operation, Trial, examine_pass
 from funcamp.numerics.report.engine_call import EngineCall, RunEngine, find_obstacle
 from funcamp.numerics.report.float8_fit import Multiplied
 from funcamp.numerics.report.location import CallSites, sequence_number
@@ -297,7 +297,7 @@ class Recorder(_Mode):
         if not self._finite_losses:  # no scaler or step was called: the outputs are the losses
             self._note_losses(call.outputs)
         with self._in_phase(_Phase.MUTED):
-            self.passes.append(self._judge_pass(call, obstacle, gradients_before))
+            self.passes.append(self._examine_pass(call, obstacle, gradients_before))
         self._end_pass()
         return result
 
@@ -311,14 +311,14 @@ class Recorder(_Mode):
         if not self._passes_left:
             self._phase = _Phase.DONE
 
-    def _judge_pass(self, call: EngineCall, obstacle: str, gradients_before: dict[str, Stats]) -> BackwardPass:
+    def _examine_pass(self, call: EngineCall, obstacle: str, gradients_before: dict[str, Stats]) -> BackwardPass:
         """Return the findings about the last pass, and correct the recorded gradients if it overflowed.
 
         call: the call that ran it, with its graph kept unless there is an obstacle.
         obstacle: why it must not be repeated, or empty.
         gradients_before: the recorded gradients before the pass.
         """
-        findings, gradients = judge_pass(
+        findings, gradients = examine_pass(
             [operation for operation in self.recording.operations[self.end :] if operation.backward],
             self.loss_scale,
             lambda factor: self._try_factor(call, factor),

@@ -49,7 +49,9 @@ WRITE = events.GradientWritten(HERE, (PARAMETER,))
         ([SCALED, STEP, UPDATE, SCALED], Condition.MIXED, Mixture.ON_USED),
     ],
 )
-def test_condition_after(happened: list[Event], condition: Condition, mixture: Mixture | None) -> None:
+def test_a_gradient_is_in_the_condition_that_its_events_lead_to(
+    happened: list[Event], condition: Condition, mixture: Mixture | None
+) -> None:
     loop = Loop()
     for event in happened:
         loop.follow(event)

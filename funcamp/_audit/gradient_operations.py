@@ -91,7 +91,7 @@ class GradientOperations:
         degree = degree_of(plain_name, args, powers, self._tracked.scales)
         if degree is None:
             if name.endswith("_"):  # the loop may have unscaled a copy
-                self._tracked.drop_powers(tensor_arguments(args[:1]))
+                self._tracked.forget_powers(tensor_arguments(args[:1]))
             return
         power = combined(known_powers, degree)
         if plain_name in _READS and not power.read_ids:
@@ -104,7 +104,7 @@ class GradientOperations:
             self._emit(events.ReadsUsed(calling_line(), power.read_ids))
         else:
             for tensor in tensor_arguments((result,)):
-                self._tracked.keep_power(tensor, power)
+                self._tracked.remember_power(tensor, power)
 
 
 def _is_mask(factor: object) -> bool:

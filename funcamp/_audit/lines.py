@@ -69,9 +69,9 @@ def are_in_one_loop(first: tuple[Line, ...], second: tuple[Line, ...]) -> bool:
     first, second: `calling_lines` of the two calls. The loop is looked for in the innermost function that made both,
     where the lines begin to differ.
     """
-    for one, other in zip(first, second):
-        if one != other:
-            return one.file == other.file and _is_in_loop_of(one, other)
+    for line, other in zip(first, second):
+        if line != other:
+            return line.file == other.file and _is_in_loop_of(line, other)
     return False
 
 

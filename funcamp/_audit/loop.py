@@ -42,7 +42,7 @@ from funcamp._audit.lines import UNKNOWN, Line
 
 
 class Condition(enum.Enum):
-    """What was done to a parameter's gradient last."""
+    """What a parameter's gradient is: what was done to it last."""
 
     ABSENT = enum.auto()
     """There is none, or it is zero."""
@@ -87,7 +87,7 @@ class Gradient:
     dtypes: frozenset[torch.dtype] = frozenset()
     """The 16-bit dtypes of its forward passes."""
     plain_line: Line | None = None
-    """The last backward pass of an unscaled loss that added to it."""
+    """A backward pass of an unscaled loss that added to it."""
     clipped_line: Line | None = None
     """Where it was clipped after the loop itself had written it: a mistake only if a scaler unscales it afterwards."""
     unsynced_line: Line | None = None
@@ -116,9 +116,9 @@ class Gradient:
         mixture = self._mixture_with(added)
         if mixture is not None:
             return replace(added, condition=Condition.MIXED, mixture=mixture)
-        if self.condition is Condition.MIXED:
+        if self.condition is Condition.MIXED:  # the first mixture stays, with the line that made it
             return replace(self, dtypes=added.dtypes, plain_line=added.plain_line)
-        return replace(self, line=event.line, dtypes=added.dtypes, plain_line=self.plain_line)
+        return replace(self, line=event.line, dtypes=added.dtypes)
 
     def _mixture_with(self, added: Gradient) -> Mixture | None:
         """Return what the sum with another gradient mixes; None if the sum is in the condition of this gradient."""

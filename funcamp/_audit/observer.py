@@ -187,7 +187,7 @@ class Observer:
         scaling = Scaling(key, self._updates.get(key, 0))
         self._has_scaled = True
         for loss in tensors_in(losses):
-            self._tracked.keep_loss(loss, scaling)
+            self._tracked.remember_loss(loss, scaling)
             if loss.grad_fn is not None:
                 mark_scaled(loss.grad_fn, scaling)
 
@@ -261,7 +261,7 @@ class Observer:
         self, event_type: type[events.OptimizerEvent], optimizer: Optimizer, scaler: GradScaler | None
     ) -> None:
         """Report a call that uses an optimizer's gradients, and before it the gradients that the loop has replaced."""
-        written = self._tracked.replaced_gradients(optimizer)
+        written = self._tracked.find_replaced_gradients(optimizer)
         if written:
             self._emit(events.GradientWritten(calling_line(), written))
         event = event_type(
@@ -309,7 +309,7 @@ class Observer:
         is_nested = current_node() is not None  # in a checkpoint whose forward pass runs again
         if not is_nested:
             self._hooks.forget()
-            self._tracked.drop_powers()  # the loop may have unscaled earlier gradients since
+            self._tracked.forget_powers()  # the loop may have unscaled earlier gradients since
         scaling = self._outer_scaling if is_nested else graph.scaling
         synced = self._replicas.synced()
         keys = self._tracked.parameters(leaves)
@@ -318,7 +318,7 @@ class Observer:
         with replaced(self, _outer_scaling=scaling), replaced(self._nesting, in_backward=True):
             result = function(tensors, *args, inputs=inputs, **kwargs)
         self._passes += not is_nested
-        self._tracked.note_gradients(leaves)
+        self._tracked.remember_gradients(leaves)
         self._replicas.end_pass(keys)
         self._emit(
             events.Backward(
@@ -380,7 +380,7 @@ class Observer:
             if keys:
                 self._emit(events.Reduced(calling_line(), keys))
             else:
-                self._tracked.keep_reduced(tensor, calling_line())
+                self._tracked.remember_reduced(tensor, calling_line())
         return self._quietly(function, *args, **kwargs)
 
     def _make_replica(

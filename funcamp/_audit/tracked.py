@@ -64,7 +64,7 @@ class Tracked:
         """Return the keys of an optimizer's parameters."""
         return self.parameters(parameter for group in optimizer.param_groups for parameter in group["params"])
 
-    def note_gradients(self, leaves: Iterable[Tensor]) -> None:
+    def remember_gradients(self, leaves: Iterable[Tensor]) -> None:
         """Remember where the gradients of leaves are."""
         for leaf in leaves:
             address = address_of(leaf.grad)
@@ -94,7 +94,7 @@ class Tracked:
         finally:
             self._hooked.pop()
 
-    def replaced_gradients(self, optimizer: Optimizer) -> tuple[Key, ...]:
+    def find_replaced_gradients(self, optimizer: Optimizer) -> tuple[Key, ...]:
         """Return an optimizer's parameters whose gradients the loop has replaced since the backward pass.
 
         The new gradients are remembered, so that each replacement is returned once.
@@ -105,7 +105,7 @@ class Tracked:
                 address = address_of(parameter.grad)
                 if address and self._addresses.get(self.key(parameter), address) != address:
                     keys.append(self.key(parameter))
-                    self.note_gradients([parameter])
+                    self.remember_gradients([parameter])
         return tuple(keys)
 
     def power_of(self, argument: object) -> Power | None:
@@ -114,12 +114,13 @@ class Tracked:
         keys = self.gradients_among(tensors)
         if keys:
             return Power(keys)
-        powers = [power for tensor in tensors for power in self._computed(tensor)]
+        computed = [self._power_of_computed(tensor) for tensor in tensors]
+        powers = [power for power in computed if power is not None]
         if not powers:
             return None
         return combined(powers, powers[0].degree)
 
-    def drop_powers(self, tensors: Iterable[Tensor] | None = None) -> None:
+    def forget_powers(self, tensors: Iterable[Tensor] | None = None) -> None:
         """Forget that tensors are computed from gradients; None for all tensors."""
         if tensors is None:
             self._powers.clear()
@@ -129,19 +130,21 @@ class Tracked:
 
     def grows_like_gradients(self, tensor: object) -> bool:
         """Return whether a tensor is computed from gradients and grows with the scale as they do."""
-        return any(power.degree == 1 for power in self._computed(tensor))
+        power = self._power_of_computed(tensor)
+        return power is not None and power.degree == 1
 
-    def _computed(self, tensor: object) -> list[Power]:
-        """Return the power of a tensor that is computed from gradients, in a list; an empty list for anything else."""
+    def _power_of_computed(self, tensor: object) -> Power | None:
+        """Return the power of a tensor that is computed from gradients; None for anything else."""
         reference, power = self._powers.get(id(tensor), (None, None))
-        return [power] if reference is not None and power is not None and reference() is tensor else []
+        is_same_tensor = reference is not None and reference() is tensor
+        return power if is_same_tensor else None
 
-    def keep_power(self, tensor: Tensor, power: Power) -> None:
+    def remember_power(self, tensor: Tensor, power: Power) -> None:
         """Remember a tensor that is computed from gradients."""
         address = id(tensor)
         self._powers[address] = weakref.ref(tensor, lambda _: self._powers.pop(address, None)), power
 
-    def keep_reduced(self, tensor: Tensor, line: Line) -> None:
+    def remember_reduced(self, tensor: Tensor, line: Line) -> None:
         """Remember a tensor that was summed over ranks, if it is computed from gradients: one flat tensor of many."""
         if self.power_of(tensor) is not None:
             self._reduced = [*self._reduced[1 - _REDUCED :], (weakref.ref(tensor), line)]
@@ -155,7 +158,7 @@ class Tracked:
                 return line
         return None
 
-    def keep_loss(self, loss: Tensor, scaling: Scaling) -> None:
+    def remember_loss(self, loss: Tensor, scaling: Scaling) -> None:
         """Remember a scaled loss."""
         self._losses = self._losses[1 - _LOSSES :]
         self._losses.append((weakref.ref(loss), scaling))

@@ -112,8 +112,8 @@ class OptimizerEvent(Event):
     scaler: Key | None
     """The scaler whose method was called; None if the optimizer's own `step` was called."""
     parameters: tuple[Key, ...]
-    enabled: bool
-    """Whether the scaler is enabled; False without a scaler."""
+    has_enabled_scaler: bool
+    """Whether a scaler was called, and it is enabled: then it divides the gradients by its scale."""
     has_refused_float16: bool
     """Whether a gradient is float16 and the scaler refuses float16."""
     lines: tuple[Line, ...] = ()
@@ -146,7 +146,7 @@ class Updated(Event):
     scaler: Key
     sets_scale: bool
     """Whether `new_scale` was passed."""
-    enabled: bool
+    is_enabled: bool
 
 
 @dataclass(frozen=True)

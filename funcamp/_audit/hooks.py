@@ -38,8 +38,8 @@ class ParameterHooks:
         self._nesting = nesting
         self._deferred: list[Event] = []
         self._called: set[tuple[int, Key]] = set()
-        """The hooks, with their parameters, that were called in this pass: if the report repeats the pass, they are called
-        again and must not be reported again."""
+        """The hooks, with their parameters, that were called in this pass. If the report repeats the pass, they are
+        called again and must not be reported again."""
 
     def forget(self) -> None:
         """Drop the events of passes that are not reported: of `torch.autograd.grad`, or of a pass that raised."""

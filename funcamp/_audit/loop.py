@@ -271,7 +271,7 @@ class Loop:
     def _(self, event: Unscaled) -> None:
         self.scaled_reads.clear()
         self.optimizer(event.optimizer).parameters = event.parameters
-        if event.scaler is not None and event.enabled:
+        if event.scaler is not None and event.has_enabled_scaler:
             self.scaler(event.scaler).unscaled.add(event.optimizer)
             self._note_unscaled(event.parameters, event.line)
 
@@ -287,7 +287,7 @@ class Loop:
             optimizer.scaler = event.scaler
             scaler = self.scaler(event.scaler)
             scaler.steps += 1
-            if event.enabled:
+            if event.has_enabled_scaler:
                 scaler.stepped.add(event.optimizer)
         for parameter in event.parameters:
             gradient = self.gradient(parameter)
@@ -301,7 +301,7 @@ class Loop:
     @follow.register
     def _(self, event: Updated) -> None:
         scaler = self.scaler(event.scaler)
-        scaler.updates += event.enabled
+        scaler.updates += event.is_enabled
         scaler.last_read_line = UNKNOWN
         self.stale_loss_line = UNKNOWN
         scaler.unscaled.clear()

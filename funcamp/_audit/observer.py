@@ -269,7 +269,7 @@ class Observer:
             optimizer=self._tracked.key(optimizer),
             scaler=None if scaler is None else self._tracked.key(scaler),
             parameters=self._tracked.parameters_of(optimizer),
-            enabled=scaler is not None and scaler.is_enabled(),
+            has_enabled_scaler=scaler is not None and scaler.is_enabled(),
             has_refused_float16=_refuses_float16(scaler) and _has_float16_gradient(optimizer),
             lines=calling_lines(),
         )

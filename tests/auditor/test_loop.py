@@ -20,7 +20,7 @@ PLAIN = Backward(HERE, (PARAMETER,), frozenset(), None, frozenset(), Reduction.M
 SCALED = replace(PLAIN, scaler=SCALER, dtypes=frozenset({torch.float16}))
 UNSCALE = events.Unscaled(HERE, *CALL)
 STEP = events.StepCalled(HERE, *CALL)
-UPDATE = events.Updated(HERE, SCALER, sets_scale=False, enabled=True)
+UPDATE = events.Updated(HERE, SCALER, sets_scale=False, is_enabled=True)
 CLEAR = events.Cleared(HERE, (PARAMETER,), OPTIMIZER)
 WRITE = events.GradientWritten(HERE, (PARAMETER,))
 

@@ -24,7 +24,9 @@ def clip_before_unscale(event: Clipped | OptimizerEvent, loop: Loop) -> Iterator
     scaler unscales them later.
     """
     if isinstance(event, OptimizerEvent):
-        if event.scaler is not None and event.enabled and event.optimizer not in loop.scaler(event.scaler).unscaled:
+        if event.scaler is None or not event.has_enabled_scaler:
+            return
+        if event.optimizer not in loop.scaler(event.scaler).unscaled:
             gradients = loop.gradients_of(event.parameters)
             yield from {gradient.clipped_line for gradient in gradients if gradient.clipped_line is not None}
         return
@@ -114,7 +116,7 @@ def optimizer_step_on_scaled(event: StepCalled, loop: Loop) -> Iterator[Line]:
 )
 def unscaled_backward(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
     """Unscaled or stepped by a scaler, and gradients come from a loss that was not scaled, completely or in part."""
-    if event.scaler is None or not event.enabled:
+    if not event.has_enabled_scaler:
         return
     lines = set()
     for gradient in loop.gradients_of(event.parameters):
@@ -149,6 +151,6 @@ def reduced_after_unscale(event: Reduced, loop: Loop) -> Iterator[Line]:
 )
 def ddp_not_synced(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """Stepped by a scaler, and not summed since the last backward pass."""
-    if event.scaler is not None and event.enabled:
+    if event.has_enabled_scaler:
         gradients = loop.gradients_of(event.parameters)
         yield from {gradient.unsynced_line for gradient in gradients if gradient.unsynced_line is not None}

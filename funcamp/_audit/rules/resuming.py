@@ -33,7 +33,7 @@ def checkpoint_without_scaler(_event: Ended, loop: Loop) -> Iterator[Line]:
 def scale_restarts(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """The first step of a scaler whose state was not loaded, with an optimizer whose state was."""
     loaded_line = loop.optimizer(event.optimizer).loaded_line
-    if event.scaler is None or not event.enabled or loaded_line is None:
+    if event.scaler is None or not event.has_enabled_scaler or loaded_line is None:
         return
     scaler = loop.scaler(event.scaler)
     if not scaler.steps and not scaler.is_loaded:

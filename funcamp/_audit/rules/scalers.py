@@ -46,7 +46,7 @@ def scaler_made_in_loop(event: StepCalled, loop: Loop) -> Iterator[Line]:
 )
 def scaler_disabled(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """Stepped by a disabled scaler, and float16 ran."""
-    if event.scaler is not None and not event.enabled and torch.float16 in _forward_dtypes(event, loop):
+    if event.scaler is not None and not event.has_enabled_scaler and torch.float16 in _forward_dtypes(event, loop):
         yield event.line
 
 
@@ -73,7 +73,7 @@ def float16_without_scaler(event: StepCalled, loop: Loop) -> Iterator[Line]:
 )
 def scaler_with_bfloat16(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """Stepped by a scaler, and bfloat16 is the only 16-bit dtype that ran."""
-    if event.scaler is not None and event.enabled and _forward_dtypes(event, loop) == {torch.bfloat16}:
+    if event.has_enabled_scaler and _forward_dtypes(event, loop) == {torch.bfloat16}:
         yield event.line
 
 
@@ -85,7 +85,7 @@ def scaler_with_bfloat16(event: StepCalled, loop: Loop) -> Iterator[Line]:
 )
 def model_half_with_scaler(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
     """Unscaled or stepped by a scaler that refuses float16 gradients, and a gradient is float16."""
-    if event.scaler is not None and event.enabled and event.has_refused_float16:
+    if event.has_enabled_scaler and event.has_refused_float16:
         lines = [loop.float16_lines[parameter] for parameter in event.parameters if parameter in loop.float16_lines]
         yield lines[0] if lines else event.line
 

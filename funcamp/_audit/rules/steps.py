@@ -71,7 +71,7 @@ def update_of_another_scaler(event: Updated, loop: Loop) -> Iterator[Line]:
 def _updates_nothing(event: Updated, loop: Loop) -> bool:
     """Return whether the scaler has checked no gradients since its last update, which is what an update is about."""
     scaler = loop.scaler(event.scaler)
-    return event.enabled and not event.sets_scale and not (scaler.unscaled or scaler.stepped)
+    return event.is_enabled and not event.sets_scale and not (scaler.unscaled or scaler.stepped)
 
 
 def _another_needs_update(event: Updated, loop: Loop) -> bool:
@@ -87,7 +87,7 @@ def _another_needs_update(event: Updated, loop: Loop) -> bool:
 )
 def update_between_steps(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
     """Unscaled or stepped by a scaler, and gradients were scaled before that scaler's last update."""
-    if event.scaler is None or not event.enabled:
+    if not event.has_enabled_scaler:
         return
     for gradient in loop.gradients_of(event.parameters):
         if gradient.condition is Condition.SCALED and gradient.updates != loop.updates_of(gradient.scaler):

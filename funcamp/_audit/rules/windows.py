@@ -78,7 +78,7 @@ def _added_means(event: StepCalled, loop: Loop) -> list[Backward]:
 )
 def gradients_not_cleared(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """Stepped by a scaler, and gradients contain those that an earlier step has used."""
-    if event.scaler is not None and event.enabled:
+    if event.has_enabled_scaler:
         yield from _lines_of_mixtures(event, loop, Mixture.ON_USED)
 
 

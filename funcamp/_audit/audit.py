@@ -1,4 +1,4 @@
-"""The auditor: it feeds the events of a run to the rules, and collects what they find."""
+"""The auditor: it passes the events of a run to the rules and to the state machine, and collects the findings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from funcamp._audit.rules import RULES, Rule
 
 
 class Enough(BaseException):
-    """Ends a run that has been watched long enough; a BaseException, so that `except Exception` misses it."""
+    """Ends a run that was watched long enough. A BaseException: `except Exception` in the script does not catch it."""
 
 
 class Finding(NamedTuple):
@@ -25,14 +25,15 @@ class Finding(NamedTuple):
     rule: Rule
     line: Line
     times: int
+    """The number of events at which it was found on this line."""
     detail: str = ""
     """What the first event adds, such as the operation and the range of its inputs."""
     proposal: Proposal | None = None
-    """The change that was tried on the operation of the first event; None for a rule that runs none."""
+    """The change that was tried on the operation of the first event; None if the event has no operation."""
 
     @property
     def change(self) -> str:
-        """The changed line: the one that is proven to hold, else the rule's; empty if none holds."""
+        """The changed line: the one that was tried and helps, else the rule's; empty if none helps."""
         return self.rule.change if self.proposal is None else self.proposal.change
 
 
@@ -40,7 +41,7 @@ class Auditor:
     """Watches a run and names its mistakes.
 
     Args:
-        passes: the number of backward passes to watch; the next one ends the run. None for no end.
+        passes: the number of backward passes to watch; the next one ends the run. None for no limit.
     """
 
     def __init__(self, passes: int | None = None) -> None:
@@ -48,8 +49,10 @@ class Auditor:
         self.passes = 0
         """The number of backward passes that were watched."""
         self._has_ended = False
+        """Whether more backward passes began than are to be watched."""
         self.loop = Loop()
         """The state after the last event."""
+        # By the name of the rule and the line, in the order in which they were first found.
         self._times: Counter[tuple[str, Line]] = Counter()
         self._details: dict[tuple[str, Line], str] = {}
         self._proposals: dict[tuple[str, Line], Proposal | None] = {}
@@ -58,7 +61,7 @@ class Auditor:
     def watching(self) -> Iterator[None]:
         """Context manager: the run is watched."""
         observer = Observer(self._take)
-        is_cut = True
+        is_cut = True  # unless the run ends by itself
         try:
             with contextlib.suppress(Enough), observer.observing():
                 yield
@@ -70,29 +73,33 @@ class Auditor:
             self._check(Ended(UNKNOWN, is_cut or self._has_ended))
 
     def findings(self) -> list[Finding]:
-        """Return what was found: mistakes before notes, each in the order in which it was first seen."""
-        by_name = {rule.name: rule for rule in RULES}
-        found = [
-            Finding(by_name[name], line, times, self._details[name, line], self._proposals[name, line])
+        """Return the findings: mistakes before notes, each in the order in which it was first found."""
+        rules_by_name = {rule.name: rule for rule in RULES}
+        findings = [
+            Finding(rules_by_name[name], line, times, self._details[name, line], self._proposals[name, line])
             for (name, line), times in self._times.items()
         ]
-        return sorted(found, key=lambda finding: finding.rule.is_note)
+        return sorted(findings, key=lambda finding: finding.rule.is_note)
 
     def has_mistakes(self) -> bool:
-        """Return whether something else than a note was found."""
+        """Return whether a mistake was found; a note is none."""
         return any(not finding.rule.is_note for finding in self.findings())
 
     def _take(self, event: Event) -> None:
-        """Check an event and follow it; end the run before the first pass that is not watched."""
+        """Check an event and follow it; end the run before the first pass that is not to be watched.
+
+        The rules get the event before the state machine does: they see the state before the event.
+        """
         if isinstance(event, (Backward, GradientsTaken)):
             self._has_ended |= self.passes == self._limit
             self.passes += not self._has_ended
-        if self._has_ended:  # also if the run caught the exception
+        if self._has_ended:  # at every later event too, if the script caught the exception
             raise Enough
         self._check(event)
         self.loop.follow(event)
 
     def _check(self, event: Event) -> None:
+        """Ask every rule about an event, and note the lines of the mistakes."""
         for rule in RULES:
             for line in rule.lines(event, self.loop):
                 self._times[rule.name, line] += 1

@@ -1,58 +1,66 @@
-"""What the graph behind a loss says: its leaves, its scaler, its dtypes and its form."""
+"""What autograd's graph of a loss shows: its leaves, its scaler, the dtypes of its operations, its reduction."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
-from funcamp._audit.events import Form
+from funcamp._audit.events import Key, Reduction
 
-#: The nodes of losses that are means if their reduction is 1.
-_REDUCED = ("Loss", "CrossEntropy")
+#: Parts of the names of nodes that have an argument `reduction`.
+_WITH_REDUCTION = ("Loss", "CrossEntropy")
+#: torch's number for `reduction="mean"`.
 _MEAN = 1
-#: Where a node's metadata says how its loss was scaled.
-_KEY = "funcamp_scaling"
-_HALF = (torch.float16, torch.bfloat16)
+#: The entry of a node's metadata that has the scaling of its loss.
+_SCALING_ENTRY = "funcamp_scaling"
+_DTYPES_OF_16_BITS = (torch.float16, torch.bfloat16)
 
 
 class Scaling(NamedTuple):
     """How a loss was scaled."""
 
-    scaler: int
+    scaler: Key
     updates: int
     """How many updates the scaler had had."""
 
 
 class Graph(NamedTuple):
-    """What is behind a loss."""
+    """What the graph of a loss, or of several, shows."""
 
     leaves: list[Tensor]
     scaling: Scaling | None
     dtypes: frozenset[torch.dtype]
-    form: Form
+    reduction: Reduction
 
 
-def mark_scaled(node: Any, scaling: Scaling) -> None:
-    """Write into the node of a scaled loss how it was scaled. The node, and its graph, is not kept."""
-    node.metadata[_KEY] = scaling
+def mark_scaled(node: Node, scaling: Scaling) -> None:
+    """Write into the node of a scaled loss how it was scaled.
+
+    The node's own metadata needs no reference from the auditor, which would keep the graph alive.
+    """
+    _metadata_of(node)[_SCALING_ENTRY] = scaling
 
 
-def _scaling_of(node: Any) -> Scaling | None:
-    scaling: Scaling | None = node.metadata.get(_KEY)
-    return scaling
+def _scaling_of(node: Node) -> Scaling | None:
+    return _metadata_of(node).get(_SCALING_ENTRY)
+
+
+def _metadata_of(node: Node) -> dict[str, Scaling]:
+    return cast("dict[str, Scaling]", node.metadata)  # torch declares a method; it is a dict
 
 
 def read_graph(outputs: Iterable[Tensor]) -> Graph:
-    """Walk the graph behind some losses."""
+    """Walk the graph of some losses."""
     leaves: list[Tensor] = []
     scaling: Scaling | None = None
     dtypes: set[torch.dtype] = set()
-    seen: set[Any] = set()
+    seen: set[Node] = set()
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    stack: list[Any] = [*roots]
+    stack: list[Node | None] = [*roots]
     while stack:
         node = stack.pop()
         if node is None or node in seen:
@@ -65,22 +73,23 @@ def read_graph(outputs: Iterable[Tensor]) -> Graph:
         else:
             dtypes |= _dtypes_of(node)
         stack.extend([next_node for next_node, _ in node.next_functions])
-    form = _form_of(roots[0]) if len(roots) == 1 else Form.OTHER
-    return Graph(leaves, scaling, frozenset(dtypes), form)
+    reduction = _reduction_of(roots[0]) if len(roots) == 1 else Reduction.OTHER
+    return Graph(leaves, scaling, frozenset(dtypes), reduction)
 
 
-def _dtypes_of(node: Any) -> set[torch.dtype]:
-    """Return the dtypes of 16 bits of a node's outputs; none if this torch does not say."""
-    return {output.dtype for output in getattr(node, "_input_metadata", ()) if output.dtype in _HALF}
+def _dtypes_of(node: Node) -> set[torch.dtype]:
+    """Return the 16-bit dtypes of a node's outputs; none if this torch has no such metadata."""
+    outputs = getattr(node, "_input_metadata", ())
+    return {output.dtype for output in outputs if output.dtype in _DTYPES_OF_16_BITS}
 
 
-def _form_of(root: Any) -> Form:
-    """Return how a loss comes out of its last operation, apart from scaling and casts."""
-    node = root
-    while _scaling_of(node) is not None or node.name().startswith("ToCopy"):
+def _reduction_of(root: Node) -> Reduction:
+    """Return how a loss is reduced, from its last operation before scaling and casts."""
+    node: Node | None = root
+    while node is not None and (_scaling_of(node) is not None or node.name().startswith("ToCopy")):
         node = node.next_functions[0][0]
-        if node is None:
-            return Form.OTHER
+    if node is None:
+        return Reduction.OTHER
     name = node.name()
-    is_loss = any(word in name for word in _REDUCED) and getattr(node, "_saved_reduction", None) == _MEAN
-    return Form.MEAN if is_loss or name.startswith("MeanBackward") else Form.OTHER
+    is_mean_loss = any(word in name for word in _WITH_REDUCTION) and getattr(node, "_saved_reduction", None) == _MEAN
+    return Reduction.MEAN if is_mean_loss or name.startswith("MeanBackward") else Reduction.OTHER

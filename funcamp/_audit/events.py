@@ -1,6 +1,7 @@
-"""What a training loop does, one event a call. Rules see nothing else.
+"""What a training loop does: one event per call. The state machine and the rules get nothing else.
 
-A `Key` stands for an object of the run: a parameter, an optimizer or a scaler.
+A `Key` identifies an object of the run: a parameter, an optimizer or a scaler. An event does not hold the object, so
+that the auditor keeps no tensor alive.
 """
 
 from __future__ import annotations
@@ -12,18 +13,19 @@ from dataclasses import dataclass, field
 import torch
 
 from funcamp._audit.lines import Line
-from funcamp._audit.proposals import Proposal, Range
+from funcamp._audit.proposals import Proposal
+from funcamp._audit.reruns import Range
 
 Key = int
 
 
-class Form(enum.Enum):
-    """How a loss comes out of its last operations."""
+class Reduction(enum.Enum):
+    """How the last operations of a loss reduce it."""
 
     MEAN = enum.auto()
-    """A mean over the batch, not divided further."""
+    """A mean over the batch, not divided afterwards."""
     OTHER = enum.auto()
-    """Anything else: a sum, a quotient, a loss of the user's own."""
+    """Anything else: a sum, a quotient, a user-defined loss."""
 
 
 @dataclass(frozen=True)
@@ -31,15 +33,15 @@ class Event:
     """Something that a loop did."""
 
     line: Line
-    """The line that called it."""
+    """The line of the script that made the call."""
 
     @property
     def detail(self) -> str:
-        """What a finding adds about this event; mostly nothing."""
+        """What a finding adds about this event; empty for most events."""
         return ""
 
     def propose(self) -> Proposal | None:
-        """Return the change that holds, proven; None if there is no such proof. Runs an operation again."""
+        """Return the smallest change that helps, and its proof; None if there is no operation to run again."""
         return None
 
 
@@ -64,76 +66,77 @@ class Backward(Event):
 
     parameters: tuple[Key, ...]
     empty: frozenset[Key]
-    """Those that had no gradient before, or zeros."""
+    """The parameters that had no gradient before, or zeros."""
     scaler: Key | None
-    """The scaler whose `scale` made the loss; None if none did."""
+    """The scaler that scaled the loss; None if no scaler did."""
     dtypes: frozenset[torch.dtype]
-    """The dtypes of 16 bits in which the forward pass ran."""
-    form: Form
+    """The 16-bit dtypes in which the forward pass ran."""
+    reduction: Reduction
     autocast_dtype: torch.dtype | None
-    """The dtype of the autocast region that it was called in; None outside of one."""
+    """The dtype of the autocast region in which it was called; None outside of autocast."""
     lines: tuple[Line, ...]
     """The lines of all calling functions, the outermost first."""
     not_finite: str
-    """What was not finite in the first pass of a run before any step: "loss", "parameter" or ""."""
+    """What was not finite in the first pass of the run: "loss", "parameter" or ""."""
     retains_graph: bool = False
     """Whether it was called with `retain_graph=True`."""
     synced: frozenset[Key] = frozenset()
-    """The parameters whose gradients it summed over ranks, with what they had before: those of DDP models."""
+    """The parameters of DDP models whose gradients it summed over ranks, accumulated gradients included."""
     unsynced: frozenset[Key] = frozenset()
-    """Those of DDP models whose gradients it did not sum."""
-    came_in: str = ""
-    """Where inf or NaN came into the forward pass, if an input of an operation had it."""
+    """The parameters of DDP models whose gradients it did not sum."""
+    nonfinite_input: str = ""
+    """The first operation of the forward pass with inf or NaN in an input; empty if there was none."""
 
     @property
     def detail(self) -> str:
         """What was not finite, and where that was first seen."""
         if not self.not_finite:
             return ""
-        came_in = f"; {self.came_in}; no change of policy helps" if self.came_in else ""
-        return f"the first {self.not_finite} is not finite{came_in}"
+        origin = f"; {self.nonfinite_input}; no change of policy helps" if self.nonfinite_input else ""
+        return f"the first {self.not_finite} is not finite{origin}"
 
 
 @dataclass(frozen=True)
 class GradientsTaken(Event):
-    """`torch.autograd.grad` was called; if a scaler scaled the loss, the loop unscales the gradients itself."""
+    """`torch.autograd.grad` was called, whose gradients no scaler unscales: the loop does it itself."""
 
     scaler: Key | None
+    """The scaler that scaled the loss; None if no scaler did."""
 
 
 @dataclass(frozen=True)
-class OfOptimizer(Event):
-    """A call for an optimizer's gradients."""
+class OptimizerEvent(Event):
+    """A call that uses the gradients of an optimizer's parameters."""
 
     optimizer: Key
     scaler: Key | None
-    """The scaler that was called; None if it was the optimizer itself."""
+    """The scaler whose method was called; None if the optimizer's own `step` was called."""
     parameters: tuple[Key, ...]
-    enabled: bool
-    """Whether the scaler is enabled; False without one."""
+    has_enabled_scaler: bool
+    """Whether a scaler was called, and it is enabled: then it divides the gradients by its scale."""
     has_refused_float16: bool
-    """Whether a gradient is float16, which the scaler refuses."""
+    """Whether a gradient is float16 and the scaler refuses float16."""
     lines: tuple[Line, ...] = ()
     """The lines of all calling functions, the outermost first."""
 
 
 @dataclass(frozen=True)
-class Unscaled(OfOptimizer):
+class Unscaled(OptimizerEvent):
     """`scaler.unscale_(optimizer)` was called."""
 
 
 @dataclass(frozen=True)
-class StepCalled(OfOptimizer):
-    """`scaler.step(optimizer)` was called, or `optimizer.step()` outside of it."""
+class StepCalled(OptimizerEvent):
+    """`scaler.step(optimizer)` was called, or `optimizer.step()` outside of `scaler.step`."""
 
 
 @dataclass(frozen=True)
 class StepEnded(Event):
-    """The call of a step ended."""
+    """`scaler.step(optimizer)`, or `optimizer.step()` outside of it, has returned."""
 
     optimizer: Key
     applied: bool
-    """Whether the optimizer's own step was called."""
+    """Whether the optimizer took its step; False if the scaler skipped it."""
 
 
 @dataclass(frozen=True)
@@ -142,8 +145,8 @@ class Updated(Event):
 
     scaler: Key
     sets_scale: bool
-    """Whether it was given a scale."""
-    enabled: bool
+    """Whether `new_scale` was passed."""
+    is_enabled: bool
 
 
 @dataclass(frozen=True)
@@ -163,55 +166,54 @@ class ScaledLossRead(Event):
 
 
 @dataclass(frozen=True)
-class OfGradients(Event):
-    """Something was done with gradients."""
+class GradientEvent(Event):
+    """The loop, or a function of torch that it called, did something with gradients."""
 
     parameters: tuple[Key, ...]
 
 
 @dataclass(frozen=True)
-class Clipped(OfGradients):
+class Clipped(GradientEvent):
     """Gradients were clipped, by a function of torch or by the loop itself."""
 
 
 @dataclass(frozen=True)
-class GradientRead(OfGradients):
-    """A norm or another statistic of a gradient was computed."""
+class GradientRead(GradientEvent):
+    """A norm or another statistic of gradients was computed, which this package calls a read of the gradients."""
 
-    number: int
-    """Of the read, by which `ReadsCancelled` and `ReadsUsed` mean it."""
-
-
-@dataclass(frozen=True)
-class OfReads(Event):
-    """Something was done with statistics of gradients."""
-
-    numbers: tuple[int, ...]
-    """Of the reads."""
+    read_id: int
+    """A number that identifies the read in `ReadsCancelled` and `ReadsUsed`."""
 
 
 @dataclass(frozen=True)
-class ReadsCancelled(OfReads):
-    """A number was computed of them that does not grow with the scale, such as a cosine, or that may not."""
+class ReadEvent(Event):
+    """Something was computed from reads of gradients."""
+
+    read_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class ReadsUsed(OfReads):
-    """A number that grows with the scale was read on the host, or compared with one that grows otherwise."""
+class ReadsCancelled(ReadEvent):
+    """A number was computed from them that does not grow with the scale, such as a cosine, or may not."""
 
 
 @dataclass(frozen=True)
-class GradientWritten(OfGradients):
+class ReadsUsed(ReadEvent):
+    """A number that grows with the scale was read on the host, or compared with a number that grows differently."""
+
+
+@dataclass(frozen=True)
+class GradientWritten(GradientEvent):
     """A gradient was multiplied, divided or replaced by the loop itself."""
 
 
 @dataclass(frozen=True)
-class Reduced(OfGradients):
+class Reduced(GradientEvent):
     """Gradients were summed over ranks by the loop itself."""
 
 
 @dataclass(frozen=True)
-class Cleared(OfGradients):
+class Cleared(GradientEvent):
     """`zero_grad` was called, by an optimizer or a module."""
 
     optimizer: Key | None
@@ -219,8 +221,8 @@ class Cleared(OfGradients):
 
 
 @dataclass(frozen=True)
-class Halved(OfGradients):
-    """A module was cast to float16 by `half()`."""
+class CastToFloat16(GradientEvent):
+    """`module.half()` was called: the parameters are float16 now."""
 
 
 @dataclass(frozen=True)
@@ -265,22 +267,22 @@ class FileLoaded(Event):
 
 
 @dataclass(frozen=True)
-class OfNumbers(Event):
-    """A float16 operation met numbers that float16 does not have."""
+class OutOfRange(Event):
+    """A float16 operation got or made a number outside of float16's range."""
 
     operation: str
     """Its name among torch's operators."""
-    proposes: Callable[[], Proposal] | None = field(default=None, kw_only=True, compare=False)
-    """Runs the operation again, while its inputs are as they were."""
+    make_proposal: Callable[[], Proposal] | None = field(default=None, kw_only=True, compare=False)
+    """Runs the operation again with changes; to be called before the script continues and writes into the inputs."""
 
     def propose(self) -> Proposal | None:
-        """Return the smallest change with which the operation is finite, or why there is none."""
-        return None if self.proposes is None else self.proposes()
+        """Return the smallest change that makes the operation finite, or why no change does."""
+        return None if self.make_proposal is None else self.make_proposal()
 
 
 @dataclass(frozen=True)
-class ConstantUsed(OfNumbers):
-    """A float16 operation got a number that float16 does not have."""
+class ConstantUsed(OutOfRange):
+    """A float16 operation got a Python number that is inf or zero in float16."""
 
     value: float
 
@@ -291,13 +293,13 @@ class ConstantUsed(OfNumbers):
 
 
 @dataclass(frozen=True)
-class Overflowed(OfNumbers):
+class Overflowed(OutOfRange):
     """A float16 operation of the forward pass made inf or NaN of finite numbers."""
 
     inputs: Range
     """Of all its inputs."""
     cause: str = ""
-    """What else is known of the reason."""
+    """What the detail gives as the cause; empty for float16's limit."""
 
     @property
     def detail(self) -> str:

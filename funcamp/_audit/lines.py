@@ -1,4 +1,4 @@
-"""Lines of the user's code: where a call came from."""
+"""Lines of the user's code: where a call comes from."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 _AUDITOR = f"{Path(__file__).parent}{os.sep}"
 _FUNCAMP = f"{Path(__file__).parent.parent}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
-#: The starts of the names of files that call nothing on their own account: torch's, this library's, code in no file.
+#: The starts of the names of files that are not the user's: torch's, this library's, and code that is in no file.
 _NOT_USERS = (_TORCH, _FUNCAMP, "<")
 _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 #: Installed packages are below the standard library's folder in some layouts.
@@ -52,32 +52,33 @@ UNKNOWN = Line("unknown", 0)
 
 
 def calling_line() -> Line:
-    """Return the innermost current line outside of torch, this library and Python's own files."""
+    """Return the user's line that runs now, the innermost one: not of torch, this library or the standard library."""
     for frame in _user_frames():
         return Line(frame.f_code.co_filename, frame.f_lineno)
     return UNKNOWN
 
 
 def calling_lines() -> tuple[Line, ...]:
-    """Return all current lines outside of those files, the outermost first."""
+    """Return the user's lines of all functions that run now, the outermost first."""
     return tuple([Line(frame.f_code.co_filename, frame.f_lineno) for frame in _user_frames()])[::-1]
 
 
 def are_in_one_loop(first: tuple[Line, ...], second: tuple[Line, ...]) -> bool:
-    """Return whether the innermost loop around a call is around another call too; False if there is none.
+    """Return whether the innermost loop around one call contains another call too; False without a loop.
 
-    first, second: `calling_lines` of the calls. The loop is looked for in the function in which their ways part.
+    first, second: `calling_lines` of the two calls. The loop is looked for in the innermost function that made both,
+    where the lines begin to differ.
     """
-    for one, other in zip(first, second):
-        if one != other:
-            return one.file == other.file and _is_in_loop_of(one, other)
+    for line, other in zip(first, second):
+        if line != other:
+            return line.file == other.file and _is_in_loop_of(line, other)
     return False
 
 
 def _is_in_loop_of(line: Line, other: Line) -> bool:
     """Return whether the innermost loop around a line contains another line of the file."""
-    around = [node for node in _blocks(line.file) if _contains(node, line)]
-    innermost = max(around, key=lambda node: node.lineno, default=None)
+    surrounding = [node for node in _blocks(line.file) if _contains(node, line)]
+    innermost = max(surrounding, key=lambda node: node.lineno, default=None)
     return isinstance(innermost, _LOOPS) and _contains(innermost, other)
 
 
@@ -96,7 +97,7 @@ def _contains(node: ast.expr | ast.stmt, line: Line) -> bool:
 
 
 def is_called_by_torch() -> bool:
-    """Return whether the caller of an observed function is torch itself."""
+    """Return whether torch itself called an observed function."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_AUDITOR):
         frame = frame.f_back
@@ -104,9 +105,9 @@ def is_called_by_torch() -> bool:
 
 
 def is_called_by_funcamp() -> bool:
-    """Return whether the innermost current line outside of torch is this library's, apart from the auditor.
+    """Return whether this library runs now, without the auditor, and no code of the user inside it.
 
-    A line that only passes on an operation (`__torch_function__`) does not count.
+    Functions that only pass on an operation (`__torch_function__`) do not count.
     """
     frame: FrameType | None = sys._getframe(1)
     is_funcamps = False

@@ -1,4 +1,4 @@
-"""The state machine: what is known of a loop's gradients, optimizers and scalers after each event."""
+"""The state machine: what is known about a loop's gradients, optimizers and scalers after each event."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 
 from funcamp._audit.events import (
     Backward,
+    CastToFloat16,
     Cleared,
     Clipped,
     Event,
@@ -20,12 +21,11 @@ from funcamp._audit.events import (
     GradientRead,
     GradientsTaken,
     GradientWritten,
-    Halved,
     Key,
-    OfNumbers,
-    OfReads,
     OptimizerLoaded,
     OptimizerMade,
+    OutOfRange,
+    ReadEvent,
     Reduced,
     ScaledLossRead,
     ScaleRead,
@@ -42,59 +42,63 @@ from funcamp._audit.lines import UNKNOWN, Line
 
 
 class Condition(enum.Enum):
-    """What a parameter's gradient is."""
+    """What a parameter's gradient is: what was done to it last."""
 
     ABSENT = enum.auto()
     """There is none, or it is zero."""
     PLAIN = enum.auto()
-    """Of a loss that no scaler scaled."""
+    """The loss was not scaled."""
     SCALED = enum.auto()
-    """Times the scale."""
+    """It is multiplied by the scale."""
     UNSCALED = enum.auto()
     """Divided by the scale, by `unscale_` or by the loop itself."""
-    SPENT = enum.auto()
-    """A step used it."""
+    USED = enum.auto()
+    """A step has used it, and it was not cleared since."""
     MIXED = enum.auto()
-    """A sum of gradients in different conditions, which no factor can repair."""
+    """It is a sum of gradients in different conditions, which no factor can correct."""
 
 
 class Mixture(enum.Enum):
     """What a mixed gradient is a sum of."""
 
     SCALED_ON_UNSCALED = enum.auto()
+    """A scaled gradient was added to an unscaled one."""
     SCALED_AND_PLAIN = enum.auto()
+    """A scaled gradient, and one of a loss that was not scaled."""
     TWO_SCALES = enum.auto()
-    ON_SPENT = enum.auto()
+    """Gradients that were scaled by different scales."""
+    ON_USED = enum.auto()
+    """A gradient was added to one that a step had used."""
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A parameter's gradient."""
+    """What is known about a parameter's gradient."""
 
     condition: Condition = Condition.ABSENT
     line: Line = UNKNOWN
     """The call that put it into this condition."""
     mixture: Mixture | None = None
-    """Of a mixed one."""
+    """For a mixed gradient: what it mixes."""
     scaler: Key | None = None
-    """Of a scaled one."""
+    """For a scaled gradient: the scaler."""
     updates: int = 0
-    """How many updates the scaler had had."""
+    """How many updates the scaler had had when it scaled the loss."""
     dtypes: frozenset[torch.dtype] = frozenset()
-    """The dtypes of 16 bits of its forward passes."""
+    """The 16-bit dtypes of its forward passes."""
     plain_line: Line | None = None
-    """A backward pass without a scaler that added to it."""
-    clipped: Line | None = None
-    """Where it was clipped after the loop had written it, and not by then unscaled by a scaler."""
-    unsynced: Line | None = None
-    """The last backward pass that added to it without a sum over ranks, if it is a DDP model's and none followed."""
+    """A backward pass of an unscaled loss that added to it."""
+    clipped_line: Line | None = None
+    """Where it was clipped after the loop itself had written it: a mistake only if a scaler unscales it afterwards."""
+    unsynced_line: Line | None = None
+    """For a parameter of a DDP model: the last pass that added to it, if it was not summed over ranks since."""
     is_written: bool = False
-    """Whether the loop itself multiplied or replaced it: by the scale, by a number of micro-batches, or otherwise."""
+    """Whether the loop itself multiplied or replaced it, for example divided by the scale or by a number of batches."""
 
     def after(self, event: Backward, updates: int) -> Gradient:
-        """Return the gradient after a backward pass added to it.
+        """Return the gradient after a backward pass has added to it.
 
-        updates: how many updates the pass's scaler has had.
+        updates: how many updates the scaler of the pass has had.
         """
         is_plain = event.scaler is None
         added = Gradient(
@@ -112,14 +116,14 @@ class Gradient:
         mixture = self._mixture_with(added)
         if mixture is not None:
             return replace(added, condition=Condition.MIXED, mixture=mixture)
-        if self.condition is Condition.MIXED:
+        if self.condition is Condition.MIXED:  # the first mixture stays, with the line that made it
             return replace(self, dtypes=added.dtypes, plain_line=added.plain_line)
-        return replace(self, line=event.line, dtypes=added.dtypes, plain_line=self.plain_line)
+        return replace(self, line=event.line, dtypes=added.dtypes)
 
     def _mixture_with(self, added: Gradient) -> Mixture | None:
-        """Return what the sum with another gradient mixes; None if it is in this gradient's condition."""
-        if self.condition is Condition.SPENT:
-            return Mixture.ON_SPENT
+        """Return what the sum with another gradient mixes; None if the sum is in the condition of this gradient."""
+        if self.condition is Condition.USED:
+            return Mixture.ON_USED
         if self.condition is Condition.UNSCALED and added.condition is Condition.SCALED:
             return Mixture.SCALED_ON_UNSCALED
         if {self.condition, added.condition} == {Condition.PLAIN, Condition.SCALED}:
@@ -131,51 +135,51 @@ class Gradient:
 
 @dataclass
 class Scaler:
-    """A `GradScaler`."""
+    """What is known about a `GradScaler`."""
 
-    made: Line = UNKNOWN
+    made_line: Line = UNKNOWN
     updates: int = 0
     passes: int = 0
-    """Backward passes of losses that it scaled."""
-    taken: int = 0
-    """How often the loop took gradients of its losses by `torch.autograd.grad`."""
+    """The number of backward passes of losses that it scaled."""
+    gradients_taken: int = 0
+    """How often `torch.autograd.grad` was called for a loss that it scaled."""
     steps: int = 0
     unscaled: set[Key] = field(default_factory=set)
     """The optimizers that were unscaled since the last update."""
     stepped: set[Key] = field(default_factory=set)
     """The optimizers that were stepped since the last update."""
-    reads: Counter[Line] = field(default_factory=Counter)
-    """Where its scale was read, and how often."""
+    scale_reads: Counter[Line] = field(default_factory=Counter)
+    """The lines that read its scale, and how often each did."""
     is_compared: bool = False
-    """Whether it was read before the first pass: a loop that keeps it finds skipped steps by it."""
-    last_read: Line = UNKNOWN
-    """Where its scale was read last since its last update."""
+    """Whether its scale was read before the first backward pass: the loop compares scales to find skipped steps."""
+    last_read_line: Line = UNKNOWN
+    """The last line that read its scale since its last update."""
     is_saved: bool = False
     is_loaded: bool = False
 
 
 @dataclass
 class Optimizer:
-    """An optimizer."""
+    """What is known about an optimizer."""
 
     parameters: tuple[Key, ...] = ()
     scaler: Key | None = None
     """The scaler that stepped it last."""
     steps: int = 0
     clears: int = 0
-    """How often it cleared gradients that no step had used."""
+    """How often its `zero_grad` cleared gradients that no step had used."""
     window: list[Backward] = field(default_factory=list)
-    """The backward passes that reached it since its last step, or since its gradients were cleared."""
+    """The backward passes that added to its gradients since its last step, or since they were cleared."""
     last_pass: Backward | None = None
-    """The last backward pass that reached it."""
-    cleared: Line | None = None
-    """Where its gradients were cleared after a backward pass, if none followed."""
-    loaded: Line | None = None
+    """The last backward pass that added to its gradients."""
+    cleared_line: Line | None = None
+    """Where its gradients were cleared after a backward pass, if no other pass followed."""
+    loaded_line: Line | None = None
     """Where its state was loaded from a file."""
 
 
 class Loop:
-    """What is known of a loop. `follow` takes it to the state after an event."""
+    """What is known about a loop. `follow` changes it to the state after an event."""
 
     def __init__(self) -> None:
         self.gradients: dict[Key, Gradient] = {}
@@ -186,39 +190,39 @@ class Loop:
         self.clears = 0
         """How often gradients were cleared that no step had used."""
         self.last_pass: Backward | None = None
-        self.outcomes: dict[Key, list[bool]] = {}
-        """For each optimizer whether its steps since the last call of a scheduler were applied."""
-        self.optimizer_saved: Line | None = None
-        """Where the state of an optimizer was saved to a file."""
+        self.applied_flags: dict[Key, list[bool]] = {}
+        """For each optimizer whether its steps since the last step of its scheduler were applied, one flag a step."""
+        self.optimizer_saved_line: Line | None = None
+        """Where an optimizer's state was last saved to a file."""
         self.has_loaded_file = False
-        self.has_overflowed = False
-        """Whether float16 made inf or NaN in a forward pass."""
-        self.stale_loss_read = UNKNOWN
-        """Where a scaled loss was read last whose scaler had been updated since."""
+        self.left_float16_range = False
+        """Whether a float16 operation got or made a number outside of float16's range."""
+        self.stale_loss_line = UNKNOWN
+        """The last line that read a scaled loss after the scaler's update; `UNKNOWN` if a newer loss was read since."""
         self.scaled_reads: dict[int, Line] = {}
-        """Where statistics of scaled gradients were computed, and it is not known yet what becomes of them."""
-        self.halved: dict[Key, Line] = {}
-        """Where parameters were cast to float16."""
+        """By read id: where statistics of scaled gradients were computed whose use is not known yet."""
+        self.float16_lines: dict[Key, Line] = {}
+        """Where each parameter was cast to float16 by `half()`."""
 
     def gradient(self, parameter: Key) -> Gradient:
-        """Return a parameter's gradient."""
+        """Return what is known about a parameter's gradient."""
         return self.gradients.get(parameter, Gradient())
 
-    def present(self, parameters: tuple[Key, ...]) -> list[Gradient]:
-        """Return the gradients of parameters that have one."""
+    def gradients_of(self, parameters: tuple[Key, ...]) -> list[Gradient]:
+        """Return the gradients of the parameters that have one."""
         gradients = [self.gradient(parameter) for parameter in parameters]
         return [gradient for gradient in gradients if gradient.condition is not Condition.ABSENT]
 
     def conditions(self, parameters: tuple[Key, ...]) -> set[Condition]:
-        """Return the conditions of the gradients of parameters that have one."""
-        return {gradient.condition for gradient in self.present(parameters)}
+        """Return the conditions of the gradients of the parameters that have one."""
+        return {gradient.condition for gradient in self.gradients_of(parameters)}
 
     def scaler(self, key: Key) -> Scaler:
-        """Return a scaler."""
+        """Return what is known about a scaler."""
         return self.scalers.setdefault(key, Scaler())
 
     def optimizer(self, key: Key) -> Optimizer:
-        """Return an optimizer."""
+        """Return what is known about an optimizer."""
         return self.optimizers.setdefault(key, Optimizer())
 
     def updates_of(self, scaler: Key | None) -> int:
@@ -227,11 +231,11 @@ class Loop:
 
     @singledispatchmethod
     def follow(self, event: Event) -> None:
-        """Take the state after an event. Most events change nothing."""
+        """Change to the state after an event. An event without a function below changes nothing."""
 
     @follow.register
     def _(self, event: ScalerMade) -> None:
-        self.scalers[event.scaler] = Scaler(made=event.line)
+        self.scalers[event.scaler] = Scaler(made_line=event.line)
 
     @follow.register
     def _(self, event: OptimizerMade) -> None:
@@ -247,27 +251,29 @@ class Loop:
         for parameter in event.parameters:
             before = Gradient() if parameter in event.empty else self.gradient(parameter)
             after = before.after(event, updates)
-            self.gradients[parameter] = replace(after, unsynced=event.line) if parameter in event.unsynced else after
-        self._sync(event.synced)
-        reached = set(event.parameters)
+            if parameter in event.unsynced:
+                after = replace(after, unsynced_line=event.line)
+            self.gradients[parameter] = after
+        self._note_summed(event.synced)
+        parameters = set(event.parameters)
         for optimizer in self.optimizers.values():
-            if reached.intersection(optimizer.parameters):
+            if parameters.intersection(optimizer.parameters):
                 optimizer.window.append(event)
                 optimizer.last_pass = event
-                optimizer.cleared = None
+                optimizer.cleared_line = None
 
     @follow.register
     def _(self, event: GradientsTaken) -> None:
         if event.scaler is not None:
-            self.scaler(event.scaler).taken += 1
+            self.scaler(event.scaler).gradients_taken += 1
 
     @follow.register
     def _(self, event: Unscaled) -> None:
         self.scaled_reads.clear()
         self.optimizer(event.optimizer).parameters = event.parameters
-        if event.scaler is not None and event.enabled:
+        if event.scaler is not None and event.has_enabled_scaler:
             self.scaler(event.scaler).unscaled.add(event.optimizer)
-            self._unscale(event.parameters, event.line)
+            self._note_unscaled(event.parameters, event.line)
 
     @follow.register
     def _(self, event: StepCalled) -> None:
@@ -281,23 +287,23 @@ class Loop:
             optimizer.scaler = event.scaler
             scaler = self.scaler(event.scaler)
             scaler.steps += 1
-            if event.enabled:
+            if event.has_enabled_scaler:
                 scaler.stepped.add(event.optimizer)
         for parameter in event.parameters:
             gradient = self.gradient(parameter)
             if gradient.condition is not Condition.ABSENT:
-                self.gradients[parameter] = replace(gradient, condition=Condition.SPENT, line=event.line)
+                self.gradients[parameter] = replace(gradient, condition=Condition.USED, line=event.line)
 
     @follow.register
     def _(self, event: StepEnded) -> None:
-        self.outcomes.setdefault(event.optimizer, []).append(event.applied)
+        self.applied_flags.setdefault(event.optimizer, []).append(event.applied)
 
     @follow.register
     def _(self, event: Updated) -> None:
         scaler = self.scaler(event.scaler)
-        scaler.updates += event.enabled
-        scaler.last_read = UNKNOWN
-        self.stale_loss_read = UNKNOWN
+        scaler.updates += event.is_enabled
+        scaler.last_read_line = UNKNOWN
+        self.stale_loss_line = UNKNOWN
         scaler.unscaled.clear()
         scaler.stepped.clear()
 
@@ -305,51 +311,50 @@ class Loop:
     def _(self, event: ScaleRead) -> None:
         scaler = self.scaler(event.scaler)
         scaler.is_compared |= not scaler.passes
-        scaler.reads[event.line] += 1
-        scaler.last_read = event.line
+        scaler.scale_reads[event.line] += 1
+        scaler.last_read_line = event.line
 
     @follow.register
     def _(self, event: ScaledLossRead) -> None:
         is_stale = event.updates != self.updates_of(event.scaler)
-        self.stale_loss_read = event.line if is_stale else UNKNOWN
+        self.stale_loss_line = event.line if is_stale else UNKNOWN
 
     @follow.register
     def _(self, event: GradientRead) -> None:
         if Condition.SCALED in self.conditions(event.parameters):
-            self.scaled_reads[event.number] = event.line
+            self.scaled_reads[event.read_id] = event.line
 
     @follow.register
-    def _(self, event: OfReads) -> None:
-        for number in event.numbers:
-            self.scaled_reads.pop(number, None)
+    def _(self, event: ReadEvent) -> None:
+        for read_id in event.read_ids:
+            self.scaled_reads.pop(read_id, None)
 
     @follow.register
     def _(self, event: GradientWritten) -> None:
-        self._unscale(event.parameters, event.line)
+        self._note_unscaled(event.parameters, event.line)
         for parameter in event.parameters:
-            self.gradients[parameter] = replace(self.gradient(parameter), is_written=True, unsynced=None)
+            self.gradients[parameter] = replace(self.gradient(parameter), is_written=True, unsynced_line=None)
 
     @follow.register
     def _(self, event: Reduced) -> None:
-        self._sync(event.parameters)
+        self._note_summed(event.parameters)
 
     @follow.register
     def _(self, event: Clipped) -> None:
         for parameter in event.parameters:
             gradient = self.gradient(parameter)
-            if gradient.condition is Condition.UNSCALED and gradient.is_written and gradient.clipped is None:
-                self.gradients[parameter] = replace(gradient, clipped=event.line)
+            if gradient.condition is Condition.UNSCALED and gradient.is_written and gradient.clipped_line is None:
+                self.gradients[parameter] = replace(gradient, clipped_line=event.line)
 
     @follow.register
     def _(self, event: Cleared) -> None:
         if event.optimizer is not None:
             self.optimizer(event.optimizer).parameters = event.parameters
         cleared = set(event.parameters)
-        self.clears += bool(self.conditions(event.parameters) - {Condition.SPENT})
+        self.clears += self._has_unused(event.parameters)
         for key, optimizer in self.optimizers.items():
-            unspent = self.conditions(optimizer.parameters) - {Condition.SPENT}
-            if unspent and cleared.issuperset(optimizer.parameters):
-                optimizer.cleared = event.line
+            if self._has_unused(optimizer.parameters) and cleared.issuperset(optimizer.parameters):
+                optimizer.cleared_line = event.line
                 optimizer.clears += key == event.optimizer
             if cleared.intersection(optimizer.parameters):
                 optimizer.window = []
@@ -357,12 +362,12 @@ class Loop:
             self.gradients.pop(parameter, None)
 
     @follow.register
-    def _(self, event: Halved) -> None:
-        self.halved |= dict.fromkeys(event.parameters, event.line)
+    def _(self, event: CastToFloat16) -> None:
+        self.float16_lines |= dict.fromkeys(event.parameters, event.line)
 
     @follow.register
     def _(self, event: SchedulerStepped) -> None:
-        self.outcomes.pop(event.optimizer, None)
+        self.applied_flags.pop(event.optimizer, None)
 
     @follow.register
     def _(self, event: ScalerSaved) -> None:
@@ -375,29 +380,33 @@ class Loop:
     @follow.register
     def _(self, event: OptimizerLoaded) -> None:
         if self.has_loaded_file:
-            self.optimizer(event.optimizer).loaded = event.line
+            self.optimizer(event.optimizer).loaded_line = event.line
 
     @follow.register
     def _(self, event: FileSaved) -> None:
         if event.has_optimizer:
-            self.optimizer_saved = event.line
+            self.optimizer_saved_line = event.line
 
     @follow.register
     def _(self, _event: FileLoaded) -> None:
         self.has_loaded_file = True
 
     @follow.register
-    def _(self, _event: OfNumbers) -> None:
-        self.has_overflowed = True
+    def _(self, _event: OutOfRange) -> None:
+        self.left_float16_range = True
 
-    def _sync(self, parameters: Iterable[Key]) -> None:
-        """Sum the gradients of parameters over ranks."""
+    def _has_unused(self, parameters: tuple[Key, ...]) -> bool:
+        """Return whether a parameter has a gradient that no step has used."""
+        return not self.conditions(parameters) <= {Condition.USED}
+
+    def _note_summed(self, parameters: Iterable[Key]) -> None:
+        """Note that the gradients of parameters were summed over ranks."""
         for parameter in parameters:
             if parameter in self.gradients:
-                self.gradients[parameter] = replace(self.gradient(parameter), unsynced=None)
+                self.gradients[parameter] = replace(self.gradient(parameter), unsynced_line=None)
 
-    def _unscale(self, parameters: tuple[Key, ...], line: Line) -> None:
-        """Divide the gradients of parameters by the scale."""
+    def _note_unscaled(self, parameters: tuple[Key, ...], line: Line) -> None:
+        """Note that the gradients of parameters were divided by the scale."""
         for parameter in parameters:
             gradient = self.gradient(parameter)
             if gradient.condition in (Condition.SCALED, Condition.PLAIN):

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 from funcamp._audit.audit import Auditor, Finding
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+#: A finding for JSON.
+Row: TypeAlias = dict[str, str | int]
 
 
 def headline(auditor: Auditor) -> str:
@@ -23,26 +29,26 @@ def text(auditor: Auditor) -> str:
 
 
 def _paragraph(finding: Finding) -> str:
-    return "\n    ".join([finding.rule.name, *_sentences(finding)])
+    return "\n    ".join([finding.rule.name, *_lines_of(finding)])
 
 
-def _sentences(finding: Finding) -> list[str]:
-    """Return where a finding is, what it is, what it does and what to change."""
+def _lines_of(finding: Finding) -> list[str]:
+    """Return the lines of a finding below its name: where it is, the mistake, its effect, and what to change."""
     rule = finding.rule
     kind = "note: " if rule.is_note else ""
-    sentences = [
+    lines = [
         f"{finding.line}, {_counted(finding.times, 'time')}: {finding.line.text}",
         f"{kind}{rule.mistake}{f' ({finding.detail})' if finding.detail else ''}",
         f"effect: {rule.effect}",
     ]
     if finding.change:
-        sentences.append(f"change: {finding.change}")
+        lines.append(f"change: {finding.change}")
     if finding.proposal is not None:
-        sentences.append(f"tried: {finding.proposal.proof}")
-    return sentences
+        lines.append(f"tried: {finding.proposal.proof}")
+    return lines
 
 
-def table(auditor: Auditor) -> Any:
+def table(auditor: Auditor) -> Table:
     """Return the findings as a `rich.table.Table`.
 
     Raises:
@@ -57,12 +63,12 @@ def table(auditor: Auditor) -> Any:
     rich_table.add_column("where, what it does to training, and the changed line")
     for finding in auditor.findings():
         name, style = finding.rule.name, "yellow" if finding.rule.is_note else "red"
-        rich_table.add_row(Text(name, style=style), Text("\n".join(_sentences(finding))))
+        rich_table.add_row(Text(name, style=style), Text("\n".join(_lines_of(finding))))
     return rich_table
 
 
-def rows(auditor: Auditor) -> list[dict[str, Any]]:
-    """Return a dict of strings and numbers for each finding, for JSON."""
+def rows(auditor: Auditor) -> list[Row]:
+    """Return the findings for JSON."""
     return [
         {
             "name": finding.rule.name,
@@ -82,4 +88,5 @@ def rows(auditor: Auditor) -> list[dict[str, Any]]:
 
 
 def _counted(number: int, word: str, plural: str = "s") -> str:
+    """Return a number with a word, to which the plural's ending is added if needed."""
     return f"{number} {word}{'' if number == 1 else plural}"

@@ -1,4 +1,4 @@
-"""The names of parameters, as the outermost module that runs has them."""
+"""The names of parameters in the outermost module that runs."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from types import FrameType
 
 from torch import Tensor, nn
 
-from funcamp._audit.tracked import address_of
+from funcamp._audit.tensors import address_of
 
+#: In place of a name that is not found.
 _UNKNOWN = "the weight's name"
 
 

@@ -1,4 +1,4 @@
-"""Mistakes in other words than those of the loops: one call between backward and step."""
+"""Mistakes in other forms than those of the loops, and runs that the auditor ends."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.nn.functional import mse_loss
 
 from funcamp._audit.audit import Auditor
 from tests.auditor.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.auditor.training import train
 
 
 def clamp(model: nn.Module) -> None:
@@ -37,24 +38,12 @@ def average_and_clip(model: nn.Module) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-@pytest.mark.parametrize("call", [clamp, clip_with_norm, mask_and_clip, average_and_clip])
-def test_clipped_before_unscale(call: Callable[[nn.Module], None]) -> None:
-    model, optimizer = model_and_optimizer()
-    scaler = scaler_of()
-    auditor = Auditor()
-    with auditor.watching():
-        for x, y in batches():
-            optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                loss = mse_loss(model(x), y)
-            scaler.scale(loss).backward()
-            call(model)
-            scaler.step(optimizer)
-            scaler.update()
-    (finding,) = auditor.findings()
+@pytest.mark.parametrize("clip", [clamp, clip_with_norm, mask_and_clip, average_and_clip])
+def test_clipping_before_unscale_is_named_in_every_form(clip: Callable[[nn.Module], None]) -> None:
+    (finding,) = train(before_step=clip, autocast=True).findings()
     assert finding.rule.name == "clip-before-unscale"
-    first = call.__code__.co_firstlineno
-    assert first < finding.line.number < first + 8
+    first_line = clip.__code__.co_firstlineno
+    assert first_line < finding.line.number < first_line + 8
 
 
 def test_a_function_that_the_run_has_imported_by_name_is_torchs_own_afterwards() -> None:
@@ -70,7 +59,7 @@ def test_a_function_that_the_run_has_imported_by_name_is_torchs_own_afterwards()
 
 
 @pytest.mark.parametrize("clears", [False, True])
-def test_a_window_that_the_auditor_cuts_may_step_later(clears: bool) -> None:
+def test_scaled_passes_without_a_step_are_a_mistake_of_a_cut_run_only_if_gradients_are_cleared(clears: bool) -> None:
     model, optimizer = model_and_optimizer()
     scaler = scaler_of()
     auditor = Auditor(8)

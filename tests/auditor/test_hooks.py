@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 from funcamp.__main__ import main
 from funcamp._audit.audit import Auditor
 from tests.auditor.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.auditor.training import train
 
 norms: list[float] = []
 Hook: TypeAlias = Callable[[Tensor], Any]
@@ -55,22 +56,6 @@ def log_after(parameter: Tensor) -> None:
     norms.append(parameter.grad.norm().item())
 
 
-def train(register: Callable[[nn.Module], None], *, scaled: bool = True, windows: int = 1) -> Auditor:
-    """Steps with hooks, and what the auditor finds."""
-    auditor = Auditor()
-    with auditor.watching():
-        model, optimizer = model_and_optimizer()
-        register(model)
-        scaler = scaler_of() if scaled else torch.amp.GradScaler("cpu", enabled=False)
-        for number, (x, y) in enumerate(batches()):
-            scaler.scale(mse_loss(model(x), y) / windows).backward()
-            if number % windows == windows - 1:
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-    return auditor
-
-
 def on_gradients(hook: Hook) -> Callable[[nn.Module], None]:
     def register(model: nn.Module) -> None:
         for parameter in model.parameters():
@@ -101,34 +86,26 @@ def after_gradients(hook: Hook) -> Callable[[nn.Module], None]:
 def test_a_hook_that_clips_or_reads_scaled_gradients_is_named(
     register: Callable[[Hook], Callable[[nn.Module], None]], hook: Hook, name: str
 ) -> None:
-    (finding,) = train(register(hook)).findings()
+    (finding,) = train(prepare=register(hook)).findings()
     assert finding.rule.name == name
-    first = hook.__code__.co_firstlineno
-    assert first < finding.line.number <= first + 2
+    first_line = hook.__code__.co_firstlineno
+    assert first_line < finding.line.number <= first_line + 2
     assert finding.times == 6 * 4
-    assert train(register(hook), scaled=False).findings() == []
+    assert train(prepare=register(hook), scaled=False).findings() == []
 
 
 @pytest.mark.parametrize("hook", [mask, halve])
-@pytest.mark.parametrize("windows", [1, 2])
-def test_a_hook_that_changes_gradients_by_a_factor_has_no_finding(hook: Hook, windows: int) -> None:
-    assert train(on_gradients(hook), windows=windows).findings() == []
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_hook_that_changes_gradients_by_a_factor_has_no_finding(hook: Hook, window: int) -> None:
+    assert train(prepare=on_gradients(hook), window=window).findings() == []
 
 
-def test_a_gradient_that_a_hook_masked_is_scaled() -> None:
-    auditor = Auditor()
-    with auditor.watching():
-        model, optimizer = model_and_optimizer()
-        on_gradients(mask)(model)
-        scaler = scaler_of()
-        for x, y in batches():
-            optimizer.zero_grad()
-            scaler.scale(mse_loss(model(x), y)).backward()
-            for parameter in model.parameters():
-                log_after(parameter)
-            scaler.step(optimizer)
-            scaler.update()
-    (finding,) = auditor.findings()
+def test_a_gradient_that_a_hook_masked_is_still_scaled() -> None:
+    def log_each(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            log_after(parameter)
+
+    (finding,) = train(prepare=on_gradients(mask), before_step=log_each).findings()
     assert finding.rule.name == "read-before-unscale"
 
 
@@ -175,7 +152,7 @@ def test_what_a_hook_returns_is_what_it_returns_without_the_auditor() -> None:
     assert gradient() == [1.0, 1.0]
 
 
-def test_the_hook_of_an_optimizer_in_the_backward_pass_is_followed() -> None:
+def test_a_step_in_a_hook_of_the_backward_pass_is_named_if_the_gradient_is_scaled() -> None:
     auditor = Auditor()
     with auditor.watching():
         model, _ = model_and_optimizer()
@@ -194,7 +171,7 @@ def test_the_hook_of_an_optimizer_in_the_backward_pass_is_followed() -> None:
     assert finding.rule.name == "optimizer-step-on-scaled"
 
 
-def test_taken_gradients_leave_no_event_for_the_next_pass() -> None:
+def test_a_hook_called_by_autograd_grad_leaves_no_event_for_the_next_pass() -> None:
     auditor = Auditor()
     with auditor.watching():
         weight = torch.ones(2, requires_grad=True)

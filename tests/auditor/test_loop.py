@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from funcamp._audit import events
-from funcamp._audit.events import Backward, Event, Form
+from funcamp._audit.events import Backward, Event, Reduction
 from funcamp._audit.lines import Line
 from funcamp._audit.loop import Condition, Loop, Mixture
 
@@ -16,11 +16,11 @@ PARAMETER, OPTIMIZER, SCALER, OTHER = 1, 2, 3, 4
 HERE = Line("train.py", 1)
 CALL = (OPTIMIZER, SCALER, (PARAMETER,), True, False)
 
-PLAIN = Backward(HERE, (PARAMETER,), frozenset(), None, frozenset(), Form.MEAN, None, (HERE,), "")
+PLAIN = Backward(HERE, (PARAMETER,), frozenset(), None, frozenset(), Reduction.MEAN, None, (HERE,), "")
 SCALED = replace(PLAIN, scaler=SCALER, dtypes=frozenset({torch.float16}))
 UNSCALE = events.Unscaled(HERE, *CALL)
 STEP = events.StepCalled(HERE, *CALL)
-UPDATE = events.Updated(HERE, SCALER, sets_scale=False, enabled=True)
+UPDATE = events.Updated(HERE, SCALER, sets_scale=False, is_enabled=True)
 CLEAR = events.Cleared(HERE, (PARAMETER,), OPTIMIZER)
 WRITE = events.GradientWritten(HERE, (PARAMETER,))
 
@@ -36,7 +36,7 @@ WRITE = events.GradientWritten(HERE, (PARAMETER,))
         ([SCALED, UNSCALE], Condition.UNSCALED, None),
         ([SCALED, WRITE], Condition.UNSCALED, None),
         ([SCALED, UNSCALE, PLAIN], Condition.UNSCALED, None),
-        ([SCALED, STEP], Condition.SPENT, None),
+        ([SCALED, STEP], Condition.USED, None),
         ([SCALED, CLEAR], Condition.ABSENT, None),
         ([SCALED, STEP, CLEAR, SCALED], Condition.SCALED, None),
         ([SCALED, STEP, UPDATE, replace(SCALED, empty=frozenset({PARAMETER}))], Condition.SCALED, None),
@@ -46,10 +46,12 @@ WRITE = events.GradientWritten(HERE, (PARAMETER,))
         ([SCALED, UNSCALE, SCALED, SCALED, UNSCALE], Condition.MIXED, Mixture.SCALED_ON_UNSCALED),
         ([SCALED, UPDATE, SCALED], Condition.MIXED, Mixture.TWO_SCALES),
         ([SCALED, replace(SCALED, scaler=OTHER)], Condition.MIXED, Mixture.TWO_SCALES),
-        ([SCALED, STEP, UPDATE, SCALED], Condition.MIXED, Mixture.ON_SPENT),
+        ([SCALED, STEP, UPDATE, SCALED], Condition.MIXED, Mixture.ON_USED),
     ],
 )
-def test_condition_after(happened: list[Event], condition: Condition, mixture: Mixture | None) -> None:
+def test_a_gradient_is_in_the_condition_that_its_events_lead_to(
+    happened: list[Event], condition: Condition, mixture: Mixture | None
+) -> None:
     loop = Loop()
     for event in happened:
         loop.follow(event)

@@ -16,35 +16,15 @@ from torch.nn.functional import mse_loss
 from funcamp._audit.audit import Auditor
 from funcamp._audit.rules import RULES
 from tests.auditor.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.auditor.scripts import LOOPS, RIGHT_LOOPS, marked_lines, watch
 from tests.support.helpers import assert_same
 
-FOLDER = Path(__file__).parent
-LOOPS = {path.stem.replace("_", "-"): path for path in sorted((FOLDER / "loops").glob("[!_]*.py"))}
-del LOOPS["parts"]
-RIGHT = {path.stem: path for path in sorted((FOLDER / "right_loops").glob("[!_]*.py"))}
-
-#: Findings beside the mistake of a loop: to divide by the scale is to read it.
+#: Right findings besides the mistake of a loop: to divide by the scale is to read it.
 BESIDES = {"loss-over-updated-scale": {"scale-read-each-step"}}
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Detected call of `lr_scheduler.step:UserWarning", "ignore:.*reentrant:UserWarning"
 )
-
-
-def watch(path: Path, *arguments: str, raises: bool = False) -> Auditor:
-    """Run a script under the auditor."""
-    auditor = Auditor()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [str(path), *arguments])
-        allowed = (RuntimeError, ValueError, AssertionError) if raises else ()
-        with contextlib.suppress(*allowed), auditor.watching():
-            runpy.run_path(str(path), run_name="__main__")
-    return auditor
-
-
-def marked_lines(path: Path) -> set[int]:
-    lines = path.read_text().splitlines()
-    return {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
 
 
 def test_each_rule_has_a_loop() -> None:
@@ -54,10 +34,10 @@ def test_each_rule_has_a_loop() -> None:
 
 @pytest.mark.parametrize("name", LOOPS)
 def test_the_mistake_is_named_with_its_line_and_nothing_else(name: str) -> None:
-    found = watch(LOOPS[name], raises=True).findings()
-    names = {finding.rule.name for finding in found}
+    findings = watch(LOOPS[name], raises=True).findings()
+    names = {finding.rule.name for finding in findings}
     assert names - BESIDES.get(name, set()) == {name}
-    (finding,) = [finding for finding in found if finding.rule.name == name]
+    (finding,) = [finding for finding in findings if finding.rule.name == name]
     assert finding.line.file == str(LOOPS[name])
     assert {finding.line.number} == marked_lines(LOOPS[name])
 
@@ -83,7 +63,7 @@ def trained(path: Path, *, audited: bool) -> list[torch.Tensor]:
     "name", ["typical", "accumulation", "gradient_penalty", "funcamp_scaler", "plain", "iterators"]
 )
 def test_the_auditor_changes_no_number(name: str) -> None:
-    assert_same(trained(RIGHT[name], audited=True), trained(RIGHT[name], audited=False))
+    assert_same(trained(RIGHT_LOOPS[name], audited=True), trained(RIGHT_LOOPS[name], audited=False))
 
 
 def test_the_auditor_keeps_no_batch_and_no_graph() -> None:
@@ -102,8 +82,8 @@ def test_the_auditor_keeps_no_batch_and_no_graph() -> None:
         assert [reference() for reference in references] == [None] * 6
 
 
-@pytest.mark.parametrize("name", RIGHT)
+@pytest.mark.parametrize("name", RIGHT_LOOPS)
 def test_a_right_loop_has_no_finding(name: str) -> None:
-    auditor = watch(RIGHT[name])
+    auditor = watch(RIGHT_LOOPS[name])
     assert auditor.passes >= 6
     assert auditor.findings() == []

@@ -1,4 +1,4 @@
-"""An overflow's first operation, the range of its inputs, and the smallest change that holds, proven by running it."""
+"""The first operation of an overflow, the range of its inputs, and the smallest change that makes it finite."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ X = torch.tensor([[1.0, -2.0, 3.0, -4.0]], dtype=torch.float16)
 
 
 def findings(compute: Callable[[Tensor], Tensor]) -> list[Finding]:
-    """What the auditor finds in a backward pass of a function of float16 numbers."""
+    """The findings in a forward and a backward pass of a function of float16 numbers."""
     auditor = Auditor()
     with auditor.watching(), contextlib.suppress(RuntimeError):
         compute(X.clone().requires_grad_()).float().sum().backward()
     return auditor.findings()
 
 
-def changed(compute: Callable[[Tensor], Tensor]) -> tuple[str, str, str]:
+def proposed(compute: Callable[[Tensor], Tensor]) -> tuple[str, str, str]:
     """The detail, the change and the proof of the only overflow or constant."""
     (finding,) = findings(compute)
     assert finding.line.number == compute.__code__.co_firstlineno
@@ -102,8 +102,10 @@ BEYOND = "; float16 ends at 65504, so its result stays in float32"
         ),
     ],
 )
-def test_the_change_holds(compute: Callable[[Tensor], Tensor], detail: str, change: str, proof: str) -> None:
-    assert changed(compute) == (detail, change, proof)
+def test_the_smallest_change_that_makes_the_operation_finite_is_proposed(
+    compute: Callable[[Tensor], Tensor], detail: str, change: str, proof: str
+) -> None:
+    assert proposed(compute) == (detail, change, proof)
 
 
 def zeros_over(x: Tensor, epsilon: float) -> Tensor:
@@ -111,7 +113,7 @@ def zeros_over(x: Tensor, epsilon: float) -> Tensor:
     return x / (largest + epsilon).sqrt()
 
 
-def test_a_division_by_a_lost_epsilon_is_finite_with_the_smallest_that_holds() -> None:
+def test_for_a_division_by_a_lost_epsilon_the_smallest_epsilon_that_helps_is_proposed() -> None:
     lost, division = findings(lambda x: zeros_over(x, 1e-9))
     assert lost.rule.name == "epsilon-below-float16"
     assert lost.proposal is None
@@ -127,17 +129,17 @@ def test_an_epsilon_too_small_to_divide_by_is_not_proposed() -> None:
     assert division.change == "an epsilon of 0.0001 in place of 1e-08"
 
 
-def test_without_an_epsilon_that_holds_the_division_is_in_float32() -> None:
+def test_if_no_epsilon_helps_the_division_in_float32_is_proposed() -> None:
     _, division = findings(lambda x: 1e3 * x / (0 * x + 1e-8))
     assert division.change == "x.float() + 1e-08  # and the division in float32"
 
 
-def test_a_division_by_zero_without_an_epsilon_is_none_of_float16() -> None:
+def test_a_division_by_zero_without_an_epsilon_is_no_overflow_of_float16() -> None:
     (finding,) = findings(lambda x: x.relu() / (0 * x))
     assert finding.rule.name == "not-finite-from-start"
 
 
-def test_if_no_change_holds_it_says_why() -> None:
+def test_if_no_change_helps_the_finding_has_the_reason() -> None:
     (finding,) = findings(lambda x: (x + 300).exp())
     assert finding.change == ""
     assert finding.proposal is not None

@@ -130,7 +130,7 @@ def reduce_norm(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("reduce", [reduce_each, reduce_together, reduce_copies])
-def test_gradients_that_are_reduced_in_another_form_after_unscale(reduce: Callable[[nn.Module], None]) -> None:
+def test_a_reduction_after_unscale_is_named_in_every_form(reduce: Callable[[nn.Module], None]) -> None:
     (found,) = train(of_its_module, reduce, unscale=True)
     assert found.startswith("reduced-after-unscale, distributed.")
     assert train(of_its_module, reduce, unscale=False) == []
@@ -140,21 +140,21 @@ def test_a_norm_that_is_reduced_after_unscale_is_no_finding() -> None:
     assert train(of_ddp, reduce_norm, unscale=True) == []
 
 
-def test_a_ddp_model_that_is_not_called_itself() -> None:
+def test_gradients_of_a_ddp_model_whose_module_is_called_must_be_reduced_by_the_loop() -> None:
     (found,) = train(of_its_module, reduce_nothing, unscale=False)
     assert found == "ddp-not-synced, scaler.scale(loss).backward()"
     assert train(of_ddp, reduce_nothing, unscale=True) == []
     assert train(of_its_module, reduce_and_replace, unscale=False) == []
 
 
-def test_a_parameter_that_ddp_is_to_ignore_is_none_of_its_own() -> None:
+def test_a_parameter_that_ddp_ignores_needs_no_reduction() -> None:
     assert train(of_its_module, reduce_all_but_first, unscale=False, ignored=("0.weight",)) == []
     (found,) = train(of_its_module, reduce_all_but_first, unscale=False)
     assert found.startswith("ddp-not-synced")
 
 
 @pytest.mark.filterwarnings("ignore:.*reentrant:UserWarning")
-def test_backward_passes_within_the_backward_pass_are_summed_too() -> None:
+def test_gradients_of_backward_passes_inside_the_backward_pass_are_reduced_by_ddp() -> None:
     assert train(of_checkpoints, reduce_nothing, unscale=False) == []
 
 

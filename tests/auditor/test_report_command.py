@@ -13,7 +13,7 @@ import pytest
 
 from funcamp.__main__ import main
 from funcamp._audit.audit import Auditor
-from tests.auditor.test_loops import LOOPS, watch
+from tests.auditor.scripts import LOOPS, watch
 
 CLIPS = LOOPS["clip-before-unscale"]
 READS = LOOPS["scale-read-each-step"]

@@ -1,4 +1,4 @@
-"""The rules, by subject. Each is one small function."""
+"""The rules, one small function each, in a file per subject. Their order here is that of the documentation's table."""
 
 from funcamp._audit.rules import gradients, resuming, scalers, steps, values, windows
 from funcamp._audit.rules.rule import RULES, Rule

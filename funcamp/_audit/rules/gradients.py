@@ -1,10 +1,10 @@
-"""Gradients that are used before `unscale_`, and the other way round."""
+"""Gradients that are used while they are scaled, and scaled gradients that are taken for unscaled ones."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from funcamp._audit.events import Clipped, Ended, OfOptimizer, ReadsUsed, Reduced, StepCalled, Unscaled
+from funcamp._audit.events import Clipped, Ended, OptimizerEvent, ReadsUsed, Reduced, StepCalled, Unscaled
 from funcamp._audit.lines import Line
 from funcamp._audit.loop import Condition, Loop, Mixture
 from funcamp._audit.rules.rule import rule
@@ -12,16 +12,23 @@ from funcamp._audit.rules.rule import rule
 
 @rule(
     Clipped,
-    OfOptimizer,
+    OptimizerEvent,
     mistake="gradients are clipped before unscale_",
     effect="the norm is times the scale, so almost every gradient is clipped, to max_norm / scale after the step",
     change="scaler.unscale_(optimizer)  # before the clipping",
 )
-def clip_before_unscale(event: Clipped | OfOptimizer, loop: Loop) -> Iterator[Line]:
-    """Clipped, and none is unscaled; if the loop had multiplied them, the scaler's own unscaling tells."""
-    if isinstance(event, OfOptimizer):
-        if event.scaler is not None and event.enabled and event.optimizer not in loop.scaler(event.scaler).unscaled:
-            yield from {one.clipped for one in loop.present(event.parameters) if one.clipped is not None}
+def clip_before_unscale(event: Clipped | OptimizerEvent, loop: Loop) -> Iterator[Line]:
+    """Clipped, and no gradient is unscaled.
+
+    If the loop itself multiplied the gradients, it may have unscaled them. Then the mistake is certain only when the
+    scaler unscales them later.
+    """
+    if isinstance(event, OptimizerEvent):
+        if event.scaler is None or not event.has_enabled_scaler:
+            return
+        if event.optimizer not in loop.scaler(event.scaler).unscaled:
+            gradients = loop.gradients_of(event.parameters)
+            yield from {gradient.clipped_line for gradient in gradients if gradient.clipped_line is not None}
         return
     conditions = loop.conditions(event.parameters)
     if Condition.SCALED in conditions and Condition.UNSCALED not in conditions:
@@ -35,23 +42,26 @@ def clip_before_unscale(event: Clipped | OfOptimizer, loop: Loop) -> Iterator[Li
     change="scaler.unscale_(other_optimizer)  # for each optimizer, before the clipping",
 )
 def optimizer_not_unscaled(event: Clipped, loop: Loop) -> Iterator[Line]:
-    """Clipped, and only some are unscaled."""
+    """Clipped, and only some gradients are unscaled."""
     if loop.conditions(event.parameters) >= {Condition.SCALED, Condition.UNSCALED}:
         yield event.line
 
 
 @rule(
     ReadsUsed,
-    OfOptimizer,
+    OptimizerEvent,
     Ended,
     mistake="a norm or statistic of gradients is computed before unscale_",
     effect="the number is times the scale: it changes with the scale, and a threshold on it means nothing",
     change="scaler.unscale_(optimizer)  # before the gradients are read",
 )
-def read_before_unscale(event: ReadsUsed | OfOptimizer | Ended, loop: Loop) -> Iterator[Line]:
-    """Read and scaled, and then used, or never made free of the scale (a cosine is)."""
+def read_before_unscale(event: ReadsUsed | OptimizerEvent | Ended, loop: Loop) -> Iterator[Line]:
+    """Read while they are scaled, and the number is used.
+
+    It is also a finding if it is not seen whether the number is used, unless the scale cancels, as in a cosine.
+    """
     if isinstance(event, ReadsUsed):
-        yield from [loop.scaled_reads[number] for number in event.numbers if number in loop.scaled_reads]
+        yield from [loop.scaled_reads[read_id] for read_id in event.read_ids if read_id in loop.scaled_reads]
     else:
         yield from loop.scaled_reads.values()
 
@@ -63,7 +73,10 @@ def read_before_unscale(event: ReadsUsed | OfOptimizer | Ended, loop: Loop) -> I
     change="scaler.update()  # in each iteration, also if the step is left out",
 )
 def unscale_twice(event: Unscaled, loop: Loop) -> Iterator[Line]:
-    """Unscaled again, and no backward pass has added to the gradients between."""
+    """Unscaled again, and no backward pass has added to the gradients since.
+
+    A mixed gradient has another rule: `unscale_in_window`.
+    """
     is_again = event.scaler is not None and event.optimizer in loop.scaler(event.scaler).unscaled
     if is_again and Condition.MIXED not in loop.conditions(event.parameters):
         yield event.line
@@ -76,10 +89,10 @@ def unscale_twice(event: Unscaled, loop: Loop) -> Iterator[Line]:
     change="scaler.update()  # before the second scaler.scale(loss).backward()",
 )
 def backward_after_unscale(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped by a scaler that takes the gradients for unscaled, and they are scaled."""
+    """Stepped by a scaler that has unscaled this optimizer since its last update, and gradients are scaled again."""
     if event.scaler is None or event.optimizer not in loop.scaler(event.scaler).unscaled:
         return
-    gradients = loop.present(event.parameters)
+    gradients = loop.gradients_of(event.parameters)
     yield from {gradient.line for gradient in gradients if gradient.condition is Condition.SCALED}
 
 
@@ -90,25 +103,25 @@ def backward_after_unscale(event: StepCalled, loop: Loop) -> Iterator[Line]:
     change="scaler.step(optimizer); scaler.update()",
 )
 def optimizer_step_on_scaled(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped outside of a scaler's step, and scaled."""
+    """The optimizer's own step, outside of a scaler's, and gradients are scaled."""
     if event.scaler is None and Condition.SCALED in loop.conditions(event.parameters):
         yield event.line
 
 
 @rule(
-    OfOptimizer,
+    OptimizerEvent,
     mistake="a loss is differentiated without scaler.scale before scaler.step",
     effect="its gradients are divided by the scale: that loss has almost no weight",
     change="scaler.scale(loss).backward()  # for each loss",
 )
-def unscaled_backward(event: OfOptimizer, loop: Loop) -> Iterator[Line]:
-    """Unscaled or stepped by a scaler, and of a loss that is not scaled, or of both kinds."""
-    if event.scaler is None or not event.enabled:
+def unscaled_backward(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
+    """Unscaled or stepped by a scaler, and gradients come from a loss that was not scaled, completely or in part."""
+    if not event.has_enabled_scaler:
         return
     lines = set()
-    for gradient in loop.present(event.parameters):
+    for gradient in loop.gradients_of(event.parameters):
         is_plain = gradient.condition is Condition.PLAIN or gradient.mixture is Mixture.SCALED_AND_PLAIN
-        if is_plain and gradient.condition is not Condition.SPENT and gradient.plain_line is not None:
+        if is_plain and gradient.condition is not Condition.USED and gradient.plain_line is not None:
             lines.add(gradient.plain_line)
     yield from lines
 
@@ -120,8 +133,12 @@ def unscaled_backward(event: OfOptimizer, loop: Loop) -> Iterator[Line]:
     change="all_reduce(parameter.grad)  # before scaler.unscale_ and scaler.step",
 )
 def reduced_after_unscale(event: Reduced, loop: Loop) -> Iterator[Line]:
-    """Reduced, and unscaled by `unscale_`: an average over ranks, by the loop itself, divides too."""
-    gradients = loop.present(event.parameters)
+    """Summed over ranks, and unscaled by `unscale_`.
+
+    Not if the loop itself wrote the gradient: it may have divided the sum by the number of ranks, which looks like
+    unscaling.
+    """
+    gradients = loop.gradients_of(event.parameters)
     if any(gradient.condition is Condition.UNSCALED and not gradient.is_written for gradient in gradients):
         yield event.line
 
@@ -133,6 +150,7 @@ def reduced_after_unscale(event: Reduced, loop: Loop) -> Iterator[Line]:
     change="model(x)  # the DDP model itself, and the last micro-batch outside of no_sync()",
 )
 def ddp_not_synced(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped by a scaler, and not summed since the last pass."""
-    if event.scaler is not None and event.enabled:
-        yield from {gradient.unsynced for gradient in loop.present(event.parameters) if gradient.unsynced is not None}
+    """Stepped by a scaler, and not summed since the last backward pass."""
+    if event.has_enabled_scaler:
+        gradients = loop.gradients_of(event.parameters)
+        yield from {gradient.unsynced_line for gradient in gradients if gradient.unsynced_line is not None}

@@ -17,11 +17,11 @@ from funcamp._audit.rules.rule import rule
     change='checkpoint["scaler"] = scaler.state_dict()',
 )
 def checkpoint_without_scaler(_event: Ended, loop: Loop) -> Iterator[Line]:
-    """The state of an optimizer was saved, a scaler was updated, and the state of no scaler was taken."""
+    """An optimizer's state was saved and a scaler was updated, and no scaler's state was saved."""
     scalers = loop.scalers.values()
     is_used = any(scaler.updates for scaler in scalers)
-    if loop.optimizer_saved is not None and is_used and not any(scaler.is_saved for scaler in scalers):
-        yield loop.optimizer_saved
+    if loop.optimizer_saved_line is not None and is_used and not any(scaler.is_saved for scaler in scalers):
+        yield loop.optimizer_saved_line
 
 
 @rule(
@@ -31,10 +31,10 @@ def checkpoint_without_scaler(_event: Ended, loop: Loop) -> Iterator[Line]:
     change='scaler.load_state_dict(checkpoint["scaler"])',
 )
 def scale_restarts(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """The first step of a scaler that was not loaded, for an optimizer that was."""
-    loaded = loop.optimizer(event.optimizer).loaded
-    if event.scaler is None or not event.enabled or loaded is None:
+    """The first step of a scaler whose state was not loaded, with an optimizer whose state was."""
+    loaded_line = loop.optimizer(event.optimizer).loaded_line
+    if event.scaler is None or not event.has_enabled_scaler or loaded_line is None:
         return
     scaler = loop.scaler(event.scaler)
     if not scaler.steps and not scaler.is_loaded:
-        yield loaded
+        yield loaded_line

@@ -1,4 +1,4 @@
-"""A rule: one mistake, how it is noticed, what it does to training, and the changed line."""
+"""A rule: one mistake, how it is recognized, what it does to training, and the changed line."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from funcamp._audit.loop import Loop
 
 _E = TypeVar("_E", bound=Event)
 
-#: Yields the lines of a mistake at an event, in a loop that has not followed the event yet.
+#: Yields the lines of the mistake, from an event and from the state of the loop before that event.
 Check = Callable[[_E, Loop], Iterable[Line]]
 
 
@@ -20,15 +20,15 @@ class Rule(NamedTuple):
 
     name: str
     mistake: str
-    """What the loop does, in a few words."""
+    """What the loop does wrong, in a few words."""
     effect: str
     """What it does to training."""
     change: str
     """The changed line."""
     is_note: bool
-    """Whether it costs time at most."""
+    """Whether it costs only time, or may be intended; `--strict` does not count it."""
     events: tuple[type[Event], ...]
-    """The events at which it is checked."""
+    """The kinds of events at which it is checked."""
     check: Check[Any]
 
     def lines(self, event: Event, loop: Loop) -> Iterator[Line]:
@@ -44,7 +44,17 @@ RULES: list[Rule] = []
 def rule(
     *events: type[Event], mistake: str, effect: str, change: str, is_note: bool = False
 ) -> Callable[[Check[_E]], Check[_E]]:
-    """Add a function to the rules; its name becomes the rule's, with hyphens."""
+    """Register a function as a rule, named after it with hyphens.
+
+    The order of the rules, and so of the documentation's table, is the order of registration.
+
+    Args:
+        *events: the kinds of events at which the function is called; subclasses are included.
+        mistake: what the loop does wrong. This and the next two are the cells of docs/loop-mistakes.md.
+        effect: what it does to training.
+        change: the changed line, a piece of code.
+        is_note: whether it costs only time, or may be intended.
+    """
 
     def add(check: Check[_E]) -> Check[_E]:
         name = check.__name__.replace("_", "-")

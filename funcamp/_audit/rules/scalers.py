@@ -1,4 +1,4 @@
-"""Scalers: made anew, disabled, missing, unnecessary; their scale, read and divided by."""
+"""Scalers: created again and again, disabled, missing or unnecessary; how a loop uses their scale."""
 
 from __future__ import annotations
 
@@ -6,18 +6,20 @@ from collections.abc import Iterator
 
 import torch
 
-from funcamp._audit.events import Backward, Ended, OfOptimizer, ScaledLossRead, ScaleRead, StepCalled
+from funcamp._audit.events import Backward, Ended, OptimizerEvent, ScaledLossRead, ScaleRead, StepCalled
 from funcamp._audit.lines import UNKNOWN, Line
 from funcamp._audit.loop import Condition, Loop
 from funcamp._audit.rules.rule import rule
 
-#: Reads of the scale that are a habit.
-_READS = 4
+#: From this many reads on, a line reads the scale regularly.
+_REGULAR_READS = 4
+#: A line reads the scale in each iteration if it does in this share of them.
+_SHARE_OF_ITERATIONS = 0.9
 
 
-def _dtypes(event: StepCalled, loop: Loop) -> set[torch.dtype]:
-    """Return the dtypes of 16 bits behind the gradients of a step."""
-    return {dtype for gradient in loop.present(event.parameters) for dtype in gradient.dtypes}
+def _forward_dtypes(event: StepCalled, loop: Loop) -> set[torch.dtype]:
+    """Return the 16-bit dtypes of the forward passes that led to the gradients of a step."""
+    return {dtype for gradient in loop.gradients_of(event.parameters) for dtype in gradient.dtypes}
 
 
 @rule(
@@ -27,13 +29,13 @@ def _dtypes(event: StepCalled, loop: Loop) -> set[torch.dtype]:
     change="scaler = torch.amp.GradScaler(device)  # once, before the loop",
 )
 def scaler_made_in_loop(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped by another scaler than before, which the same line made."""
-    before = loop.optimizer(event.optimizer).scaler
-    if event.scaler is None or before is None or before == event.scaler:
+    """Stepped by another scaler than last time, which the same line created."""
+    previous_scaler = loop.optimizer(event.optimizer).scaler
+    if event.scaler is None or previous_scaler is None or previous_scaler == event.scaler:
         return
-    made = loop.scaler(event.scaler).made
-    if made != UNKNOWN and made == loop.scaler(before).made:
-        yield made
+    made_line = loop.scaler(event.scaler).made_line
+    if made_line != UNKNOWN and made_line == loop.scaler(previous_scaler).made_line:
+        yield made_line
 
 
 @rule(
@@ -44,7 +46,7 @@ def scaler_made_in_loop(event: StepCalled, loop: Loop) -> Iterator[Line]:
 )
 def scaler_disabled(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """Stepped by a disabled scaler, and float16 ran."""
-    if event.scaler is not None and not event.enabled and torch.float16 in _dtypes(event, loop):
+    if event.scaler is not None and not event.has_enabled_scaler and torch.float16 in _forward_dtypes(event, loop):
         yield event.line
 
 
@@ -55,10 +57,10 @@ def scaler_disabled(event: StepCalled, loop: Loop) -> Iterator[Line]:
     change="scaler.scale(loss).backward(); scaler.step(optimizer); scaler.update()  # or bfloat16",
 )
 def float16_without_scaler(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped without a scaler, on gradients of a float16 loss that nothing scaled."""
+    """Stepped without a scaler, with gradients of float16 forward passes whose loss was not scaled."""
     if event.scaler is not None or Condition.PLAIN not in loop.conditions(event.parameters):
         return
-    if torch.float16 in _dtypes(event, loop):
+    if torch.float16 in _forward_dtypes(event, loop):
         yield event.line
 
 
@@ -70,21 +72,21 @@ def float16_without_scaler(event: StepCalled, loop: Loop) -> Iterator[Line]:
     is_note=True,
 )
 def scaler_with_bfloat16(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped by a scaler, and bfloat16 ran and float16 did not."""
-    if event.scaler is not None and event.enabled and _dtypes(event, loop) == {torch.bfloat16}:
+    """Stepped by a scaler, and bfloat16 is the only 16-bit dtype that ran."""
+    if event.has_enabled_scaler and _forward_dtypes(event, loop) == {torch.bfloat16}:
         yield event.line
 
 
 @rule(
-    OfOptimizer,
+    OptimizerEvent,
     mistake="the model is cast to float16 and trained with a scaler",
     effect="torch raises ValueError (Attempting to unscale FP16 gradients); float16 weights lose small steps",
     change="with torch.autocast(device, torch.float16):  # and no model.half()",
 )
-def model_half_with_scaler(event: OfOptimizer, loop: Loop) -> Iterator[Line]:
-    """Unscaled or stepped by a scaler that refuses float16 gradients, and some are."""
-    if event.scaler is not None and event.enabled and event.has_refused_float16:
-        lines = [loop.halved[parameter] for parameter in event.parameters if parameter in loop.halved]
+def model_half_with_scaler(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
+    """Unscaled or stepped by a scaler that refuses float16 gradients, and a gradient is float16."""
+    if event.has_enabled_scaler and event.has_refused_float16:
+        lines = [loop.float16_lines[parameter] for parameter in event.parameters if parameter in loop.float16_lines]
         yield lines[0] if lines else event.line
 
 
@@ -95,7 +97,7 @@ def model_half_with_scaler(event: OfOptimizer, loop: Loop) -> Iterator[Line]:
     change="with torch.autocast(device, torch.float16):  # around the forward pass and the loss only",
 )
 def backward_in_autocast(event: Backward, _loop: Loop) -> Iterator[Line]:
-    """Backward under autocast, of a loss without operations of 16 bits."""
+    """Backward under autocast, and no operation of the forward pass ran in 16 bits."""
     if event.autocast_dtype is not None and not event.dtypes:
         yield event.line
 
@@ -108,13 +110,13 @@ def backward_in_autocast(event: Backward, _loop: Loop) -> Iterator[Line]:
     change="logged = loss.item()  # of the loss before scaler.scale",
 )
 def loss_over_updated_scale(event: ScaleRead | ScaledLossRead, loop: Loop) -> Iterator[Line]:
-    """A stale scaled loss and the scale are read on one line."""
+    """One line reads the scale and a scaled loss that was scaled before the last update, in either order."""
     if isinstance(event, ScaledLossRead):
-        scale_line = loop.scaler(event.scaler).last_read
+        scale_line = loop.scaler(event.scaler).last_read_line
         loss_line = event.line if event.updates != loop.updates_of(event.scaler) else UNKNOWN
     else:
         scale_line = event.line
-        loss_line = loop.stale_loss_read
+        loss_line = loop.stale_loss_line
     if loss_line != UNKNOWN and scale_line == loss_line:
         yield event.line
 
@@ -127,13 +129,13 @@ def loss_over_updated_scale(event: ScaleRead | ScaledLossRead, loop: Loop) -> It
     is_note=True,
 )
 def scale_read_each_step(_event: Ended, loop: Loop) -> Iterator[Line]:
-    """Read by one line of the user's own about as often as updated.
+    """One line of the user's code reads the scale about as often as it is updated.
 
-    Not two lines, which compare the scale before and after the update, also if the first is before the loop;
-    nor a loop that unscales gradients by hand.
+    Two such lines compare the scale before and after the update to find skipped steps, also if the first line is before
+    the loop; and a loop that unscales gradients itself needs the scale. Neither is a finding.
     """
     for scaler in loop.scalers.values():
-        enough = max(_READS, 0.9 * scaler.updates)
-        lines = [line for line, reads in scaler.reads.items() if reads >= enough]
-        if len(lines) == 1 and not lines[0].is_installed and not scaler.taken and not scaler.is_compared:
+        enough = max(_REGULAR_READS, _SHARE_OF_ITERATIONS * scaler.updates)
+        lines = [line for line, reads in scaler.scale_reads.items() if reads >= enough]
+        if len(lines) == 1 and not lines[0].is_installed and not scaler.gradients_taken and not scaler.is_compared:
             yield lines[0]

@@ -1,16 +1,17 @@
-"""Steps and updates: left out, called twice, in the wrong order."""
+"""Steps and updates that are missing, called twice, or in the wrong order."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from funcamp._audit.events import Ended, OfOptimizer, SchedulerStepped, StepCalled, Updated
+from funcamp._audit.events import Ended, OptimizerEvent, SchedulerStepped, StepCalled, Updated
 from funcamp._audit.lines import Line
 from funcamp._audit.loop import Condition, Loop
 from funcamp._audit.rules.rule import rule
 
-#: So many passes without a step are a mistake, and fewer may be the begin of a window.
-_PASSES = 4
+#: From this many on, passes, steps or cleared gradients are a pattern. Fewer may be the beginning of a window of
+#: micro-batches.
+_SEVERAL = 4
 
 
 @rule(
@@ -20,11 +21,14 @@ _PASSES = 4
     change="scaler.step(optimizer); scaler.update()  # after backward",
 )
 def scaled_backward_no_step(event: Ended, loop: Loop) -> Iterator[Line]:
-    """Several scaled passes, and no step of any optimizer; if the run was cut, they may be the begin of a window."""
+    """Several scaled passes, and no step of any optimizer.
+
+    If the auditor ended the run and no gradient was cleared, the passes may be the beginning of a window.
+    """
     if event.is_cut and not loop.clears:
         return
     passes = sum(scaler.passes for scaler in loop.scalers.values())
-    if passes >= _PASSES and not loop.steps and loop.last_pass is not None:
+    if passes >= _SEVERAL and not loop.steps and loop.last_pass is not None:
         yield loop.last_pass.line
 
 
@@ -47,8 +51,8 @@ def step_without_update(event: StepCalled, loop: Loop) -> Iterator[Line]:
     change="scaler.update()  # once, after the last scaler.step of an iteration",
 )
 def update_twice(event: Updated, loop: Loop) -> Iterator[Line]:
-    """Updated without any check of gradients since the last update, and no other scaler waits for its update."""
-    if _updates_nothing(event, loop) and not _others_wait(event, loop):
+    """Updated, but neither unscaled nor stepped since the last update, and no other scaler needs an update."""
+    if _updates_nothing(event, loop) and not _another_needs_update(event, loop):
         yield event.line
 
 
@@ -59,31 +63,33 @@ def update_twice(event: Updated, loop: Loop) -> Iterator[Line]:
     change="scaler.update()  # of the scaler that took the step",
 )
 def update_of_another_scaler(event: Updated, loop: Loop) -> Iterator[Line]:
-    """Updated without any check of gradients, and another scaler waits for its update."""
-    if _updates_nothing(event, loop) and _others_wait(event, loop):
+    """Updated, but neither unscaled nor stepped since the last update, and another scaler needs an update."""
+    if _updates_nothing(event, loop) and _another_needs_update(event, loop):
         yield event.line
 
 
 def _updates_nothing(event: Updated, loop: Loop) -> bool:
+    """Return whether the scaler has checked no gradients since its last update, which is what an update is about."""
     scaler = loop.scaler(event.scaler)
-    return event.enabled and not event.sets_scale and not (scaler.unscaled or scaler.stepped)
+    return event.is_enabled and not event.sets_scale and not (scaler.unscaled or scaler.stepped)
 
 
-def _others_wait(event: Updated, loop: Loop) -> bool:
+def _another_needs_update(event: Updated, loop: Loop) -> bool:
+    """Return whether another scaler has taken a step since its last update."""
     return any(scaler.stepped for key, scaler in loop.scalers.items() if key != event.scaler)
 
 
 @rule(
-    OfOptimizer,
+    OptimizerEvent,
     mistake="scaler.update is called between backward and step (between the steps of two optimizers)",
     effect="gradients of the old scale are divided by the new one: wrong by a factor whenever the scale changes",
     change="scaler.update()  # once, after the steps of all optimizers",
 )
-def update_between_steps(event: OfOptimizer, loop: Loop) -> Iterator[Line]:
-    """Unscaled or stepped, and scaled before the scaler's last update."""
-    if event.scaler is None or not event.enabled:
+def update_between_steps(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
+    """Unscaled or stepped by a scaler, and gradients were scaled before that scaler's last update."""
+    if not event.has_enabled_scaler:
         return
-    for gradient in loop.present(event.parameters):
+    for gradient in loop.gradients_of(event.parameters):
         if gradient.condition is Condition.SCALED and gradient.updates != loop.updates_of(gradient.scaler):
             yield event.line
             return
@@ -96,10 +102,10 @@ def update_between_steps(event: OfOptimizer, loop: Loop) -> Iterator[Line]:
     change="scaler.step(other_optimizer)  # for each optimizer, before scaler.update",
 )
 def optimizer_not_stepped(_event: Ended, loop: Loop) -> Iterator[Line]:
-    """No step, although it cleared unused gradients again and again, while others were stepped."""
-    others_step = loop.steps >= _PASSES
+    """Never stepped, although its unused gradients were cleared several times while others were stepped."""
+    others_step = loop.steps >= _SEVERAL
     for optimizer in loop.optimizers.values():
-        if others_step and not optimizer.steps and optimizer.clears >= _PASSES and optimizer.last_pass is not None:
+        if others_step and not optimizer.steps and optimizer.clears >= _SEVERAL and optimizer.last_pass is not None:
             yield optimizer.last_pass.line
 
 
@@ -110,10 +116,10 @@ def optimizer_not_stepped(_event: Ended, loop: Loop) -> Iterator[Line]:
     change="optimizer.zero_grad()  # before backward, or after the step",
 )
 def cleared_before_step(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped without a gradient, after a backward pass whose gradients were cleared."""
-    cleared = loop.optimizer(event.optimizer).cleared
-    if cleared is not None and not loop.present(event.parameters):
-        yield cleared
+    """Stepped without a gradient, after the gradients of a backward pass were cleared."""
+    cleared_line = loop.optimizer(event.optimizer).cleared_line
+    if cleared_line is not None and not loop.gradients_of(event.parameters):
+        yield cleared_line
 
 
 @rule(
@@ -123,7 +129,7 @@ def cleared_before_step(event: StepCalled, loop: Loop) -> Iterator[Line]:
     change="if the step was applied: scheduler.step()  # a step_post_hook of the optimizer sees it",
 )
 def scheduler_on_skipped(event: SchedulerStepped, loop: Loop) -> Iterator[Line]:
-    """Stepped, and each step of its optimizer since its last call was skipped."""
-    outcomes = loop.outcomes.get(event.optimizer, [])
-    if outcomes and not any(outcomes):
+    """Stepped, and its optimizer has skipped every step since the scheduler's last one."""
+    applied_flags = loop.applied_flags.get(event.optimizer, [])
+    if applied_flags and not any(applied_flags):
         yield event.line

@@ -1,4 +1,4 @@
-"""Numbers that float16 does not have, and numbers that are not finite."""
+"""Numbers outside of float16's range, and numbers that are not finite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from funcamp._audit.rules.rule import rule
     change="torch.finfo(scores.dtype).min  # in place of the constant, or scores.float()",
 )
 def constant_beyond_float16(event: ConstantUsed, _loop: Loop) -> Iterator[Line]:
-    """Too large."""
+    """The constant is too large for float16, not too small."""
     if abs(event.value) > 1:
         yield event.line
 
@@ -29,7 +29,7 @@ def constant_beyond_float16(event: ConstantUsed, _loop: Loop) -> Iterator[Line]:
     change="x.float() + epsilon  # or an epsilon of 1e-4",
 )
 def epsilon_below_float16(event: ConstantUsed, _loop: Loop) -> Iterator[Line]:
-    """Too small."""
+    """The constant is too small for float16, not too large."""
     if abs(event.value) < 1:
         yield event.line
 
@@ -41,7 +41,7 @@ def epsilon_below_float16(event: ConstantUsed, _loop: Loop) -> Iterator[Line]:
     change="x.float()  # before the operation",
 )
 def float16_overflow(event: Overflowed, _loop: Loop) -> Iterator[Line]:
-    """Made inf or NaN of finite numbers."""
+    """Every event of this kind is the mistake."""
     yield event.line
 
 
@@ -52,6 +52,6 @@ def float16_overflow(event: Overflowed, _loop: Loop) -> Iterator[Line]:
     change="check the initialization, the checkpoint and the first batch: torch.isfinite(parameter).all()",
 )
 def not_finite_from_start(event: Backward, loop: Loop) -> Iterator[Line]:
-    """The first backward pass, and float16 is not the reason."""
-    if event.not_finite and not loop.has_overflowed:
+    """The first backward pass, and no float16 operation was out of range before."""
+    if event.not_finite and not loop.left_float16_range:
         yield event.line

@@ -1,10 +1,10 @@
-"""Accumulation: several backward passes for one step."""
+"""Windows: gradients that several backward passes accumulate for one step."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from funcamp._audit.events import Backward, Form, StepCalled
+from funcamp._audit.events import Backward, Reduction, StepCalled
 from funcamp._audit.lines import Line, are_in_one_loop
 from funcamp._audit.loop import Condition, Loop, Mixture
 from funcamp._audit.rules.rule import rule
@@ -17,7 +17,7 @@ from funcamp._audit.rules.rule import rule
     change="if the window ends: scaler.unscale_(optimizer)",
 )
 def unscale_in_window(event: Backward, loop: Loop) -> Iterator[Line]:
-    """A scaled pass that adds to gradients that `unscale_` unscaled."""
+    """A scaled pass adds to gradients that `unscale_` unscaled."""
     if event.scaler is None:
         return
     added_to = [loop.gradient(parameter) for parameter in event.parameters if parameter not in event.empty]
@@ -33,7 +33,7 @@ def unscale_in_window(event: Backward, loop: Loop) -> Iterator[Line]:
     change="loss = loss / micro_batches  # before scaler.scale(loss).backward()",
 )
 def accumulation_not_divided(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped in the loop of the passes: not in each iteration of it, so that the batches are micro-batches."""
+    """Stepped in the same loop as the passes, but not in each iteration: the batches are micro-batches."""
     window = _added_means(event, loop)
     if window and are_in_one_loop(window[0].lines, event.lines):
         yield window[0].line
@@ -47,27 +47,27 @@ def accumulation_not_divided(event: StepCalled, loop: Loop) -> Iterator[Line]:
     is_note=True,
 )
 def means_added(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped after the loop of the passes, or elsewhere."""
+    """Stepped outside of the loop of the passes: whether the batches are micro-batches is unknown."""
     window = _added_means(event, loop)
     if window and not are_in_one_loop(window[0].lines, event.lines):
         yield window[0].line
 
 
 def _added_means(event: StepCalled, loop: Loop) -> list[Backward]:
-    """Return the passes of a step if they are of one line, each of a mean, and nothing divided the gradients.
+    """Return the passes of a step if one line ran them, each of a mean loss, and nothing divided the gradients.
 
-    Not with retained graphs, which several losses of one batch share; nor of different parameters, as those of tasks
-    with heads of their own.
+    Passes with `retain_graph` belong to several losses of one batch, and passes that reach different parameters to
+    tasks with separate heads. To add their means is right.
     """
     window = loop.optimizer(event.optimizer).window
     stepped = set(event.parameters)
-    is_repeated = len(window) > 1 and len({one.lines for one in window}) == 1
-    is_written = any(gradient.is_written for gradient in loop.present(event.parameters))
-    is_shared = any(one.retains_graph for one in window)
-    is_of_tasks = len({frozenset(stepped.intersection(one.parameters)) for one in window}) > 1
-    if not is_repeated or is_written or is_shared or is_of_tasks:
+    is_repeated = len(window) > 1 and len({backward.lines for backward in window}) == 1
+    is_written = any(gradient.is_written for gradient in loop.gradients_of(event.parameters))
+    shares_graph = any(backward.retains_graph for backward in window)
+    has_several_tasks = len({frozenset(stepped.intersection(backward.parameters)) for backward in window}) > 1
+    if not is_repeated or is_written or shares_graph or has_several_tasks:
         return []
-    return window if all(one.form is Form.MEAN for one in window) else []
+    return window if all(backward.reduction is Reduction.MEAN for backward in window) else []
 
 
 @rule(
@@ -77,9 +77,9 @@ def _added_means(event: StepCalled, loop: Loop) -> list[Backward]:
     change="optimizer.zero_grad()  # after each step",
 )
 def gradients_not_cleared(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped with gradients that were added to used ones."""
-    if event.scaler is not None and event.enabled:
-        yield from _lines_of_mixtures(event, loop, Mixture.ON_SPENT)
+    """Stepped by a scaler, and gradients contain those that an earlier step has used."""
+    if event.has_enabled_scaler:
+        yield from _lines_of_mixtures(event, loop, Mixture.ON_USED)
 
 
 @rule(
@@ -89,14 +89,14 @@ def gradients_not_cleared(event: StepCalled, loop: Loop) -> Iterator[Line]:
     change="if the window ends: scaler.step(optimizer); scaler.update()",
 )
 def update_in_window(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped with gradients of two scales."""
+    """Stepped with gradients that were scaled by two scales."""
     yield from _lines_of_mixtures(event, loop, Mixture.TWO_SCALES)
 
 
 def _lines_of_mixtures(event: StepCalled, loop: Loop, mixture: Mixture) -> set[Line]:
-    """Return the lines that made mixed gradients of a kind."""
+    """Return the lines of the backward passes that mixed the gradients in this way."""
     return {
         gradient.line
-        for gradient in loop.present(event.parameters)
+        for gradient in loop.gradients_of(event.parameters)
         if gradient.condition is Condition.MIXED and gradient.mixture is mixture
     }

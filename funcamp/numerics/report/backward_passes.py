@@ -70,8 +70,8 @@ class BackwardPass(NamedTuple):
     """Why it could not be repeated, or empty."""
 
 
-class Judgement(NamedTuple):
-    """What `judge_pass` returns."""
+class Examination(NamedTuple):
+    """What `examine_pass` returns."""
 
     findings: BackwardPass
     gradients: dict[str, Stats] | None = None
@@ -79,7 +79,7 @@ class Judgement(NamedTuple):
     scaling; None if those of the run itself are right."""
 
 
-def judge_pass(
+def examine_pass(
     operations: list[Operation],
     loss_scale: float,
     try_factor: Callable[[float], Trial],
@@ -87,7 +87,7 @@ def judge_pass(
     loss_is_finite: bool,
     initial_dtypes: list[torch.dtype],
     obstacle: str,
-) -> Judgement:
+) -> Examination:
     """Return the findings about a pass, which is repeated if it overflowed or may overflow at a larger scale.
 
     Args:
@@ -99,9 +99,9 @@ def judge_pass(
         obstacle: why the pass must not be repeated, or empty.
     """
     is_finite = not any(operation.stats.nonfinite > 0 for operation in operations)
-    needs_no_repetition = is_finite and not narrow(operations)
+    needs_no_repetition = is_finite and not needs_loss_scaling(operations)
     if obstacle or not loss_is_finite or needs_no_repetition:
-        return Judgement(BackwardPass(loss_scale, loss_is_finite, is_finite, None, operations, obstacle))
+        return Examination(BackwardPass(loss_scale, loss_is_finite, is_finite, None, operations, obstacle))
 
     def try_exponent(exponent: int) -> Trial:
         if is_finite and exponent == 0:  # the run itself
@@ -113,15 +113,15 @@ def judge_pass(
         exponent, best = find_largest_scale(try_exponent, lowest, highest)
     except Exception as error:  # of a user's hook, or of a function that allows only one backward pass
         lines = str(error).strip().splitlines() or [type(error).__name__]
-        return Judgement(BackwardPass(loss_scale, True, is_finite, None, operations, lines[0]))
+        return Examination(BackwardPass(loss_scale, True, is_finite, None, operations, lines[0]))
     if exponent is None:
-        return Judgement(BackwardPass(loss_scale, True, False, None, best.operations))
+        return Examination(BackwardPass(loss_scale, True, False, None, best.operations))
     largest_scale = loss_scale * 2.0**exponent
     if exponent >= 0:
-        return Judgement(BackwardPass(loss_scale, True, True, largest_scale, best.operations))
+        return Examination(BackwardPass(loss_scale, True, True, largest_scale, best.operations))
     # The run overflowed, so the gradients of modules are those of the trial.
     evidence = combined(operations, best.operations)
-    return Judgement(BackwardPass(loss_scale, True, False, largest_scale, evidence), best.gradients)
+    return Examination(BackwardPass(loss_scale, True, False, largest_scale, evidence), best.gradients)
 
 
 def find_largest_scale(again: Callable[[int], Trial], lowest: int, highest: int) -> tuple[int | None, Trial]:
@@ -196,7 +196,7 @@ def _key(operation: Operation) -> object:
     return operation.path, operation.name, operation.output, operation.dtype, operation.shape
 
 
-def narrow(operations: list[Operation]) -> bool:
+def needs_loss_scaling(operations: list[Operation]) -> bool:
     """Return whether an operation ran in a format that needs loss scaling: float16 or float8."""
     return any(torch.finfo(operation.dtype).max < 2.0**20 for operation in operations)
 

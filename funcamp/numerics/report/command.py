@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -155,7 +155,7 @@ def _record_script(
         _check_module(parser, args.target)
     path = sys.path if args.is_module else _search_path(script)
     try:
-        # The auditor comes last: it sees the script's calls, and not the recorder's.
+        # The auditor comes last, so that the script's calls reach it first, and the recorder's own calls do not.
         with replaced(sys, argv=[str(script), *script_arguments], path=path), recorder.watching(), auditor.watching():
             if args.is_module:
                 runpy.run_module(args.target, run_name="__main__", alter_sys=True)
@@ -204,7 +204,7 @@ def excepthook(kind: type[BaseException], error: BaseException, trace: Traceback
     sys.__excepthook__(kind, error.with_traceback(trace), trace)
 
 
-def _exported_names(script: Path) -> dict[str, Any]:
+def _exported_names(script: Path) -> dict[str, type[_NoIPython]]:
     """Return the names that an exported notebook expects; none for any other script."""
     is_notebook = "get_ipython()" in script.read_text(encoding="utf-8", errors="replace")
     return {"get_ipython": _NoIPython} if is_notebook else {}
@@ -222,8 +222,9 @@ def _check_module(parser: argparse.ArgumentParser, name: str) -> None:
         parser.error(f"target must name a module; there is no {name}")
 
 
-def _import_callable(parser: argparse.ArgumentParser, file: str, name: str) -> Callable[..., Any]:
+def _import_callable(parser: argparse.ArgumentParser, file: str, name: str) -> Callable[..., object]:
     """Return a callable by its name in a file or in a module."""
+    function: object
     if file.endswith(".py"):
         if not Path(file).is_file():
             parser.error(f"target must be a file; there is none at {file}")
@@ -236,7 +237,7 @@ def _import_callable(parser: argparse.ArgumentParser, file: str, name: str) -> C
             parser.error(f"target must name a module; {error}")
     if not callable(function):
         parser.error(f"target must name a callable; {file} has no such {name!r}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _findings(auditor: Auditor) -> str:

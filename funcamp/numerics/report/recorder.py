@@ -8,7 +8,6 @@ one is repeated at other scales.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import enum
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +26,13 @@ from funcamp._upstream.replaced import replaced
 from funcamp.float8.linears import layer_of
 from funcamp.numerics import taps
 from funcamp.numerics.counting import count
-from funcamp.numerics.record import Record, probe
-from funcamp.numerics.report.backward_passes import BackwardPass, Operation, Trial, judge_pass
+from funcamp.numerics.report.backward_passes import BackwardPass, Operation, Trial, examine_pass
 from funcamp.numerics.report.engine_call import EngineCall, RunEngine, find_obstacle
 from funcamp.numerics.report.float8_fit import Multiplied
 from funcamp.numerics.report.location import CallSites, sequence_number
 from funcamp.numerics.report.marks import mark
 from funcamp.numerics.report.module_paths import ModulePaths
+from funcamp.numerics.report.recording import Recording
 from funcamp.numerics.report.replaced_calls import call_eagerly, scaling_calls
 from funcamp.numerics.report.values import all_finite, computes, contains_nonfinite, is_countable, largest_item
 from funcamp.numerics.statistics import Stats
@@ -50,19 +49,8 @@ _T = TypeVar("_T")
 _P = ParamSpec("_P")
 
 
-@dataclasses.dataclass
-class Recording:
-    """What is recorded of a run, or of a backward pass that is repeated."""
-
-    operations: list[Operation] = dataclasses.field(default_factory=list)
-    records: dict[str, Record] = dataclasses.field(default_factory=dict)
-    """The outputs of modules and their gradients, by path."""
-    gradients: dict[str, Stats] = dataclasses.field(default_factory=dict)
-    """The gradients of modules' outputs, by path, without loss scaling."""
-
-
 class _Phase(enum.Enum):
-    """What becomes of the operations that run now."""
+    """What is done with the operations that run now."""
 
     RECORDING = enum.auto()
     """They are recorded."""
@@ -309,7 +297,7 @@ class Recorder(_Mode):
         if not self._finite_losses:  # no scaler or step was called: the outputs are the losses
             self._note_losses(call.outputs)
         with self._in_phase(_Phase.MUTED):
-            self.passes.append(self._judge_pass(call, obstacle, gradients_before))
+            self.passes.append(self._examine_pass(call, obstacle, gradients_before))
         self._end_pass()
         return result
 
@@ -323,14 +311,14 @@ class Recorder(_Mode):
         if not self._passes_left:
             self._phase = _Phase.DONE
 
-    def _judge_pass(self, call: EngineCall, obstacle: str, gradients_before: dict[str, Stats]) -> BackwardPass:
+    def _examine_pass(self, call: EngineCall, obstacle: str, gradients_before: dict[str, Stats]) -> BackwardPass:
         """Return the findings about the last pass, and correct the recorded gradients if it overflowed.
 
         call: the call that ran it, with its graph kept unless there is an obstacle.
         obstacle: why it must not be repeated, or empty.
         gradients_before: the recorded gradients before the pass.
         """
-        findings, gradients = judge_pass(
+        findings, gradients = examine_pass(
             [operation for operation in self.recording.operations[self.end :] if operation.backward],
             self.loss_scale,
             lambda factor: self._try_factor(call, factor),
@@ -339,9 +327,7 @@ class Recorder(_Mode):
             obstacle=obstacle,
         )
         if gradients is not None:
-            self.recording.gradients = gradients_before
-            for path, gradient in gradients.items():
-                _add(self.recording.gradients, path, gradient)
+            self.recording.replace_gradients(gradients_before, gradients)
         return findings
 
     def _try_factor(self, call: EngineCall, factor: float) -> Trial:
@@ -432,20 +418,8 @@ class Recorder(_Mode):
         return self._run_and_read(x.clone, add_to_records)
 
     def _add_counted(self, path: str, counted: Stats, *, backward: bool) -> None:
-        """Add the counts of a module's output, or of its gradient, to the records."""
-        empty = probe(counted.row.device).forward
+        """Add the counts of a module's output, or of its gradient, to the recording."""
         if backward:
-            _add(self.recording.gradients, path, counted.rescale(1 / self.loss_scale))
-            _add(self.recording.records, path, Record(empty, counted))
+            self.recording.add_gradient(path, counted, self.loss_scale)
         else:
-            _add(self.recording.records, path, Record(counted, empty))
-
-
-_Sum = TypeVar("_Sum", Record, Stats)
-
-
-def _add(sums: dict[str, _Sum], path: str, counted: _Sum) -> None:
-    if path in sums:
-        sums[path] = sums[path] + counted
-    else:
-        sums[path] = counted
+            self.recording.add_output(path, counted)

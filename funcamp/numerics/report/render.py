@@ -14,7 +14,7 @@ from torch import nn
 
 from funcamp._types import name_of
 from funcamp.numerics.record import Record
-from funcamp.numerics.report.backward_passes import BackwardPass, Operation, narrow
+from funcamp.numerics.report.backward_passes import BackwardPass, Operation, needs_loss_scaling
 
 _T = TypeVar("_T")
 
@@ -105,7 +105,7 @@ def no_scale_helps(operation: Operation, cause: str) -> str:
     else:
         what = "loss is inf or NaN before it is scaled"
     change = "keep it from dividing by zero, and from a root or logarithm of zero"
-    if narrow([operation]):
+    if needs_loss_scaling([operation]):
         change = f"compute it in float32 or bfloat16, make what goes into it smaller, or {change}"
     return f"No loss scale helps: the {what}: {cause}. Change that operation: {change}."
 

@@ -1,0 +1,112 @@
+"""Operations on gradients and on scaled losses: what a loop writes into gradients, clips, sums, reads and computes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+from torch import Tensor
+
+from funcamp._audit import events
+from funcamp._audit.events import Event, Key
+from funcamp._audit.lines import calling_line
+from funcamp._audit.powers import USES, combined, degree_of
+from funcamp._audit.tensors import tensor_arguments
+from funcamp._audit.tracked import Tracked
+from funcamp._types import Args
+
+#: Statistics. A check for inf and NaN is none: its `abs` is only compared for equality.
+_READS = {"norm", "linalg_vector_norm", "_foreach_norm", "sum", "mean", "max", "amax", "min", "std", "var", "pow"}
+_READS |= {"_local_scalar_dense", "square", "dot", "histc"}
+_COPIES = {"copy_", "_foreach_copy_"}
+#: Writes that are no unscaling if the factor is a tensor of the gradient's shape.
+_PRODUCTS = {"mul_", "div_"}
+_WRITES = {*_PRODUCTS, "_foreach_mul_", "_foreach_div_", *_COPIES, "_amp_foreach_non_finite_check_and_unscale_"}
+_CLIPS = {"clamp", "clamp_min", "clamp_max", "clamp_", "clamp_min_", "clamp_max_"}
+_CLIPS |= {"_foreach_clamp_min_", "_foreach_clamp_max_"}
+_ZEROS = {"zero_", "_foreach_zero_"}
+_CHANGES = _WRITES | _CLIPS | _ZEROS
+
+#: Operations that read a loss on the host, or divide it.
+_LOSS_READS = {"_local_scalar_dense", "div", "mul"}
+
+
+class GradientOperations:
+    """Reports operations on gradients, on what is computed from them, and on scaled losses.
+
+    Args:
+        emit: gets each event.
+        tracked: which tensors are gradients or scaled losses.
+    """
+
+    def __init__(self, emit: Callable[[Event], None], tracked: Tracked) -> None:
+        self._emit = emit
+        self._tracked = tracked
+        self._read_ids = itertools.count()
+
+    def check(self, name: str, args: Args, result: object) -> None:
+        """Report an operation that has run."""
+        if name in _LOSS_READS:
+            self._report_loss_read(args[0])
+        is_change = name in _CHANGES and self._report_change(name, args)
+        if not is_change:
+            self._follow_reads(name, args, result)
+
+    def _report_loss_read(self, tensor: object) -> None:
+        """Report a scaled loss that is read or divided."""
+        scaling = self._tracked.scaling_of(tensor)
+        if scaling is not None:
+            self._emit(events.ScaledLossRead(calling_line(), scaling.scaler, scaling.updates))
+
+    def _report_change(self, name: str, args: Args) -> bool:
+        """Report an operation that writes, clips or clears gradients, and return whether it does."""
+        tensors = tensor_arguments(args)
+        writes_first = name.endswith("_") and not name.startswith("_")  # `_foreach_mul_` writes a list of tensors
+        keys = self._tracked.gradients_among(tensors[:1] if writes_first else tensors)
+        if not keys:
+            return False
+        if name in _CLIPS:
+            self._emit(events.Clipped(calling_line(), keys))
+        elif name in _ZEROS:
+            self._emit(events.Cleared(calling_line(), keys, None))
+        elif not (name in _PRODUCTS and _is_mask(args[1])):
+            self._report_write(name, args, keys)
+        return True
+
+    def _report_write(self, name: str, args: Args, keys: tuple[Key, ...]) -> None:
+        """Report that gradients were written, and whether with numbers that were summed over ranks."""
+        if name in _COPIES:
+            reduced_line = self._tracked.where_reduced(tensor_arguments(args[1:2]))
+            if reduced_line is not None:
+                self._emit(events.Reduced(reduced_line, keys))
+        self._emit(events.GradientWritten(calling_line(), keys))
+
+    def _follow_reads(self, name: str, args: Args, result: object) -> None:
+        """Report a norm or another statistic of gradients, and what is computed from it."""
+        powers = [self._tracked.power_of(argument) for argument in args]
+        known_powers = [power for power in powers if power is not None]
+        if not known_powers:
+            return
+        plain_name = name.removesuffix("_")
+        degree = degree_of(plain_name, args, powers, self._tracked.scales)
+        if degree is None:
+            if name.endswith("_"):  # the loop may have unscaled a copy
+                self._tracked.forget_powers(tensor_arguments(args[:1]))
+            return
+        power = combined(known_powers, degree)
+        if plain_name in _READS and not power.read_ids:
+            read_id = next(self._read_ids)
+            power = power._replace(read_ids=(read_id,))
+            self._emit(events.GradientRead(calling_line(), power.parameters, read_id))
+        if not degree:
+            self._emit(events.ReadsCancelled(calling_line(), power.read_ids))
+        elif plain_name in USES:
+            self._emit(events.ReadsUsed(calling_line(), power.read_ids))
+        else:
+            for tensor in tensor_arguments((result,)):
+                self._tracked.remember_power(tensor, power)
+
+
+def _is_mask(factor: object) -> bool:
+    """Return whether a gradient's factor has a number for each element, which neither scales nor averages."""
+    return isinstance(factor, Tensor) and factor.numel() > 1

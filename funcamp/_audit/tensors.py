@@ -1,0 +1,68 @@
+"""The memory and the values of a run's tensors, read so that no mode observes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from funcamp import _upstream
+
+#: Context manager: operations that no dispatch mode sees, neither the auditor's nor the report's.
+without_modes = _upstream.find("torch._C._DisableTorchDispatch")
+
+
+def is_plain(value: object) -> TypeGuard[Tensor]:
+    """Return whether a value is a dense tensor that has values and is of no subclass but Parameter."""
+    if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
+        return False
+    return value.layout is torch.strided and value.device.type != "meta"
+
+
+def address_of(value: object) -> int:
+    """Return the address of a plain tensor's memory; 0 for anything else."""
+    if not is_plain(value) or _upstream.is_wrapped(value):
+        return 0
+    return int(value.untyped_storage().data_ptr())
+
+
+def all_finite(tensor: Tensor) -> bool:
+    """Return whether a plain tensor is finite; True for anything else. Waits for the device."""
+    if not is_plain(tensor) or not tensor.is_floating_point():
+        return True
+    with without_modes(), torch.no_grad():
+        return bool(torch.isfinite(tensor).all())
+
+
+def is_zero(gradient: Tensor | None) -> bool:
+    """Return whether there is no gradient, or a plain one of zeros, however it was cleared. Waits for the device."""
+    if gradient is None:
+        return True
+    if not address_of(gradient):
+        return False
+    with without_modes(), torch.no_grad():
+        return not gradient.any()
+
+
+def tensors_in(nested: object) -> list[Tensor]:
+    """Return a tensor, the tensors of nested iterables, or those that an iterator yields, which is used up."""
+    if isinstance(nested, Tensor):
+        return [nested]
+    if isinstance(nested, Iterator):
+        return list(nested)
+    if not isinstance(nested, Iterable):
+        return []
+    return [tensor for part in nested for tensor in tensors_in(part)]
+
+
+def tensor_arguments(arguments: Iterable[object]) -> list[Tensor]:
+    """Return the tensors among an operation's arguments, and in lists of them."""
+    tensors = []
+    for argument in arguments:
+        if isinstance(argument, Tensor):
+            tensors.append(argument)
+        elif isinstance(argument, (list, tuple)):
+            tensors += [part for part in argument if isinstance(part, Tensor)]
+    return tensors

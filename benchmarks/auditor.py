@@ -1,7 +1,7 @@
 """How much longer does a training loop take while the auditor watches it?
 
-Three ways to run torch's AMP loop in float16, interleaved in one process: as it is; under the auditor; and under all that
-`python -m funcamp report` runs, with its recorder, which has recorded its pass. In loops of small operations the
+Three ways to run torch's AMP loop in float16, interleaved in one process: as it is; under the auditor; and under all
+that `python -m funcamp report` runs, with its recorder, which has recorded its pass. In loops of small operations the
 Python around each operation is most of the time, in loops of large ones the operations are.
 
     python benchmarks/auditor.py [--rounds 9] [--sizes "4 layers of 64 units"] [--out DIR]

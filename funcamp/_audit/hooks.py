@@ -67,9 +67,7 @@ class ParameterHooks:
         """Wrap a hook of `register_post_accumulate_grad_hook`, which gets the parameter."""
         return self._wrap(hook, tensor, _gradient_stored)
 
-    def _wrap(
-        self, hook: Hook, tensor: Tensor, gradient_of: Callable[[Tensor, Tensor | None], Tensor | None]
-    ) -> Hook:
+    def _wrap(self, hook: Hook, tensor: Tensor, gradient_of: Callable[[Tensor, Tensor | None], Tensor | None]) -> Hook:
         """Wrap a hook of a parameter; return torch's own hooks, and those of other tensors, as they are.
 
         gradient_of: returns the gradient, from the hook's argument and from what the hook returned (None before).

@@ -73,9 +73,7 @@ def degree_of(name: str, arguments: Args, powers: list[Power | None], scales: It
     return None
 
 
-def _degree_of_product(
-    name: str, arguments: Args, powers: list[Power | None], scales: Iterable[float]
-) -> float | None:
+def _degree_of_product(name: str, arguments: Args, powers: list[Power | None], scales: Iterable[float]) -> float | None:
     """Return the degree of a product or quotient; 0 if a factor may be the scale, None if it is unknown.
 
     A gradient times a number has an unknown degree, because the loop may unscale the gradient by that number.

@@ -224,7 +224,6 @@ def _check_module(parser: argparse.ArgumentParser, name: str) -> None:
 
 def _import_callable(parser: argparse.ArgumentParser, file: str, name: str) -> Callable[..., object]:
     """Return a callable by its name in a file or in a module."""
-    function: object
     if file.endswith(".py"):
         if not Path(file).is_file():
             parser.error(f"target must be a file; there is none at {file}")
@@ -237,7 +236,7 @@ def _import_callable(parser: argparse.ArgumentParser, file: str, name: str) -> C
             parser.error(f"target must name a module; {error}")
     if not callable(function):
         parser.error(f"target must name a callable; {file} has no such {name!r}")
-    return function
+    return function  # type: ignore[no-any-return]
 
 
 def _findings(auditor: Auditor) -> str:

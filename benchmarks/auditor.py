@@ -56,7 +56,7 @@ def loop(size: Size) -> Callable[[], None]:
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
                 loss = nn.functional.mse_loss(model(x), y)
-            scaler.scale(loss).backward()
+            scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
             scaler.step(optimizer)
             scaler.update()
 

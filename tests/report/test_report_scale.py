@@ -121,6 +121,15 @@ def report_of(how: str, model: Net, criterion: Any, scale: float) -> NumericsRep
     return numerics_report(step, step.init(), batch(), module=model)
 
 
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, funcamp.GradScaler])
+def test_a_disabled_scaler_has_no_scale_and_the_loop_runs(kind: Any) -> None:
+    model = nn.Linear(4, 1)
+    scaler = kind("cpu", enabled=False)
+    report = numerics_report(lambda: scaler.scale(model(torch.ones(2, 4)).sum()).backward(), module=model)
+    assert report.loss_scale == 1.0
+    assert model.weight.grad is not None
+
+
 def gradients(model: Net, criterion: Any, scale: float) -> list[Tensor]:
     model.zero_grad()
     amp(torch.amp.GradScaler("cpu", init_scale=scale), model, criterion)

@@ -20,7 +20,12 @@ class ScalingCall(NamedTuple):
     """The module or class that has it."""
     name: str
     scale_after: Callable[[Any], object]
-    """Returns the scale from the function's first argument, after the call."""
+    """Returns the scale from the function's first argument, after the call; None if there is none."""
+
+
+def _scale_of(scaler: torch.amp.GradScaler) -> object:
+    """Return the scale of torch's scaler or a subclass; None if it is disabled, and so has none."""
+    return scaler._scale if scaler.is_enabled() else None
 
 
 def scaling_calls() -> Iterator[ScalingCall]:
@@ -30,7 +35,7 @@ def scaling_calls() -> Iterator[ScalingCall]:
     for scaler_class in classes:
         classes += scaler_class.__subclasses__()
         if "scale" in vars(scaler_class):
-            yield ScalingCall(scaler_class, "scale", lambda scaler: scaler._scale)
+            yield ScalingCall(scaler_class, "scale", _scale_of)
 
 
 def call_eagerly(step: JitStep, state: Tree, batch: Tree) -> tuple[Tree, Tree]:

@@ -217,6 +217,12 @@ def arguments(doc: str | None, rounds: int = 9) -> argparse.ArgumentParser:
     return parser
 
 
+def check_on_cpu(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Report a --device that a script for the CPU does not have."""
+    if args.device != "cpu":
+        parser.error(f"--device must be cpu; got {args.device}")
+
+
 def _rounds(given: str) -> int:
     if not given.isdecimal() or int(given) < 2:
         raise argparse.ArgumentTypeError(f"must be an int >= 2; got {given}")

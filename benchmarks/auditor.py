@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from _timing import Report, Variant, about, arguments, chosen, measured, torch_variant
+from _timing import Report, Variant, about, arguments, check_on_cpu, chosen, measured, torch_variant
 from torch import nn
 
 from funcamp._audit.audit import Auditor
@@ -63,45 +63,37 @@ def loop(size: Size) -> Callable[[], None]:
     return steps
 
 
-def plain(size: Size) -> Variant:
-    """The loop as it is."""
-    return torch_variant(loop(size), "cpu")
-
-
-def audited(size: Size) -> Variant:
-    """The loop under the auditor."""
+def watched(size: Size, *watchers: Callable[[], Recorder | Auditor]) -> Variant:
+    """The loop under new watchers in each call."""
     steps = loop(size)
 
     def call() -> None:
-        with Auditor().watching():
-            steps()
-
-    return torch_variant(call, "cpu")
-
-
-def reported(size: Size) -> Variant:
-    """The loop under the command's two watchers."""
-    steps = loop(size)
-
-    def call() -> None:
-        recorder = Recorder(None, 1, 1, None)
         with contextlib.ExitStack() as stack:
-            stack.enter_context(recorder.watching())
-            stack.enter_context(Auditor().watching())
+            for make_watcher in watchers:
+                stack.enter_context(make_watcher().watching())
             steps()
 
     return torch_variant(call, "cpu")
 
 
-VARIANTS = {"as it is": plain, "under the auditor": audited, "under the command": reported}
+def recorder() -> Recorder:
+    """The recorder of the command, which records the first backward pass."""
+    return Recorder(None, first=1, passes=1)
+
+
+#: The watchers of a run, the outermost first.
+VARIANTS: dict[str, tuple[Callable[[], Recorder | Auditor], ...]] = {
+    "as it is": (),
+    "under the auditor": (Auditor,),
+    "under the command": (recorder, Auditor),
+}
 
 
 def main() -> None:
     """Measure, print, and write the result files where asked."""
     parser = arguments(__doc__)
     args = parser.parse_args()
-    if args.device != "cpu":
-        parser.error("--device must be cpu")
+    check_on_cpu(parser, args)
     columns = {
         "loop": "size",
         "run": "variant",
@@ -112,7 +104,7 @@ def main() -> None:
     facts = about("cpu", rounds=args.rounds, steps=STEPS)
     report = Report(args.out, "auditor-cpu", "A loop under the auditor", facts, columns)
     for name, size in chosen(parser, args, SIZES).items():
-        makers = {label: functools.partial(make, size) for label, make in VARIANTS.items()}
+        makers = {label: functools.partial(watched, size, *watchers) for label, watchers in VARIANTS.items()}
         for row in measured(name, makers, size.calls, args.rounds, "cpu"):
             if "median_ms" in row:
                 row["step_ms"] = round(row["median_ms"] / STEPS, 3)

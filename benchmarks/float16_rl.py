@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from _plots import bands
-from _timing import Report, Row, about, arguments, chosen
+from _timing import Report, Row, about, arguments, check_on_cpu, chosen
 
 import funcamp
 from funcamp import presets
@@ -88,8 +88,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=300)
     args = parser.parse_args()
-    if args.device != "cpu":
-        parser.error("--device must be cpu; got cuda")
+    check_on_cpu(parser, args)
     columns = {
         "rollout": "size",
         "dtype": "variant",

@@ -32,7 +32,7 @@ import torch
 from _plots import dots
 from _rl_learners import SIZES, UPDATES, Size, minibatches, stacked
 from _rl_updates import Learner, funcamp_learner, torch_learner
-from _timing import Report, Row, Variant, about, arguments, chosen, measured, named, nothing, table
+from _timing import Report, Row, Variant, about, arguments, check_on_cpu, chosen, measured, named, nothing, table
 from torch import Tensor
 
 
@@ -170,8 +170,7 @@ def main() -> None:
     parser.add_argument("--variants", help="names of variants, separated by semicolons")
     parser.add_argument("--tricks", action="store_true", help="leave out each pass of jit instead")
     args = parser.parse_args()
-    if args.device != "cpu":
-        parser.error("--device must be cpu; got cuda")
+    check_on_cpu(parser, args)
     if args.threads is not None and args.threads < 1:
         parser.error(f"--threads must be 1 or more; got {args.threads}")
     if args.threads:

@@ -28,7 +28,7 @@ from funcamp._audit.operations import Operations
 from funcamp._audit.replicas import Replicas
 from funcamp._audit.tensors import all_finite, is_zero, tensors_in
 from funcamp._audit.tracked import Tracked
-from funcamp._upstream.replaced import replaced
+from funcamp._upstream.replaced import replaced, with_subclasses
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -118,10 +118,10 @@ class Observer:
             "load_state_dict": self._load_scaler,
         }
         # A subclass may override a method, so its own are replaced too.
-        for scaler_class in _with_subclasses(torch.amp.GradScaler):
+        for scaler_class in with_subclasses(torch.amp.GradScaler):
             for name in scaler_calls.keys() & vars(scaler_class).keys():
                 yield _Observed(scaler_class, name, scaler_calls[name])
-        for scheduler_class in _with_subclasses(LRScheduler):
+        for scheduler_class in with_subclasses(LRScheduler):
             if "step" in vars(scheduler_class):
                 yield _Observed(scheduler_class, "step", self._step_scheduler)
         yield _Observed(Tensor, "register_hook", self._register_hook)
@@ -409,15 +409,6 @@ class Observer:
         obj = function(*args, **kwargs)
         self._loaded_numbers |= set(numbers_in(obj))
         return obj
-
-
-def _with_subclasses(base: type) -> list[type]:
-    """Return a class and all its subclasses."""
-    classes = [base]
-    for known_class in classes:
-        subclasses: list[type] = known_class.__subclasses__()
-        classes += [subclass for subclass in subclasses if subclass not in classes]
-    return classes
 
 
 def _autocast_dtype(outputs: list[Tensor]) -> torch.dtype | None:

@@ -67,10 +67,9 @@ def operator_name(function: OpOverload) -> str:
 
 def recorded(function: OpOverload, arguments: Args, keywords: Kwargs) -> Call:
     """Return a call that is about to run; if it writes float16 numbers in place, its tensors are copied before."""
-    has_float16 = any(getattr(one, "dtype", None) == torch.float16 for one in (*arguments, *keywords.values()))
-    if not has_float16 or not function._schema.is_mutable:
-        return Call(function, arguments, keywords)
-    return copied(Call(function, arguments, keywords))
+    call = Call(function, arguments, keywords)
+    has_float16 = any(getattr(value, "dtype", None) == torch.float16 for value in (*arguments, *keywords.values()))
+    return copied(call) if has_float16 and function._schema.is_mutable else call
 
 
 def copied(call: Call) -> Call:

@@ -35,6 +35,8 @@ from funcamp._types import Kwargs
 
 #: `self.state` of an instance: by parameter, and by other keys.
 _States: TypeAlias = dict[Any, Any]
+#: Where an optimizer keeps the hooks of its step.
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
 def instance_of(cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: Kwargs) -> torch.optim.Optimizer:
@@ -50,7 +52,7 @@ def instance_of(cls: type[torch.optim.Optimizer], params: list[Tensor], argument
             f"stateless: {cls.__name__} cannot be made pure: it sorts its parameters into "
             f"{len(optimizer.param_groups)} groups; make one for each group, by_group({{...}}, group=...)"
         )
-    for hooks in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+    for hooks in _HOOKS:
         if getattr(optimizer, hooks, None):
             raise TypeError(
                 f"stateless: {cls.__name__} cannot be made pure: its constructor registers hooks, which are not called "
@@ -271,8 +273,7 @@ def fixed_parts(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     for prefix, each_optimizer in with_wrapped(optimizer).items():
         parts[f"{prefix}param_groups"] = [list(map(id, group["params"])) for group in each_optimizer.param_groups]
         parts[f"{prefix}defaults"] = repr(each_optimizer.defaults)
-        hook_names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-        parts[f"{prefix}hooks"] = [list(getattr(each_optimizer, name, ())) for name in hook_names]
+        parts[f"{prefix}hooks"] = [list(getattr(each_optimizer, name, ())) for name in _HOOKS]
         params = [param for group in each_optimizer.param_groups for param in group["params"]]
         parts[f"{prefix}attributes of a parameter"] = [sorted(vars(param)) for param in params]
     shared = read_state(optimizer, []).shared

@@ -130,10 +130,9 @@ def _record_of(
         state = read_state(loop.optimizer, loop.params)
         record.states.append(snapshot(state))
         record.aliases.update(aliases_in(state, loop.params))
-    for path, form in forms_of(loop.optimizer).items():
-        change = before[path].difference(path, form) if path in before else None
-        if change is not None:
-            raise ElsewhereError(f"its step changes {change[0]}, where it is not followed")
+    change = first_change(before, forms_of(loop.optimizer))
+    if change is not None:
+        raise ElsewhereError(f"its step changes {change}, where it is not followed")
     return record
 
 
@@ -169,6 +168,15 @@ def forms_of(optimizer: torch.optim.Optimizer) -> dict[str, PythonForm]:
         if name.startswith(ATTRIBUTE) and not is_plain(value):
             roots[name] = value
     return {path: PythonForm(slot.value) for path, slot in survey(roots).items()}
+
+
+def first_change(before: Mapping[str, PythonForm], after: Mapping[str, PythonForm]) -> str | None:
+    """Return what of `forms_of` has changed first, as the form describes it; None if nothing has."""
+    for path, form in after.items():
+        difference = before[path].difference(path, form) if path in before else None
+        if difference is not None:
+            return difference[0]
+    return None
 
 
 def _refuse_values_of_parameters(

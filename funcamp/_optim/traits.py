@@ -39,7 +39,7 @@ from funcamp._optim.independence import independence_of, operations_on
 from funcamp._optim.instance import fixed_parts
 from funcamp._optim.instance_state import aliases_in, container_of
 from funcamp._optim.modes import without_modes
-from funcamp._optim.record import SEED, Record, changing_in, forms_of, recorded
+from funcamp._optim.record import SEED, Record, changing_in, first_change, forms_of, recorded
 from funcamp._optim.tensor_hyperparameters import (
     refuse_choices_of_constructor,
     refuse_other_results,
@@ -260,11 +260,8 @@ class _Observation(NamedTuple):
         for name, part in self.fixed_parts.items():
             if name in after.fixed_parts and part != after.fixed_parts[name]:
                 return name.partition(" (")[0]
-        for path, form in after.forms.items():
-            difference = self.forms[path].difference(path, form) if path in self.forms else None
-            if difference is not None:
-                return difference[0].partition(" (")[0]
-        return None
+        change = first_change(self.forms, after.forms)
+        return None if change is None else change.partition(" (")[0]
 
 
 def _with_independence(step: ClassStep, record: Record) -> tuple[ClassStep, bool]:

@@ -11,6 +11,7 @@ from funcamp import _tree
 from funcamp._jit.jit_step import JitStep
 from funcamp._scaler import scale as scaling
 from funcamp._types import Tree
+from funcamp._upstream.replaced import with_subclasses
 
 
 class ScalingCall(NamedTuple):
@@ -31,9 +32,7 @@ def _scale_of(scaler: torch.amp.GradScaler) -> object:
 def scaling_calls() -> Iterator[ScalingCall]:
     """Yield the functions that scale a loss: this library's, and those of torch's scaler and its subclasses."""
     yield ScalingCall(scaling, "scaled", lambda state: state.scale)
-    classes: list[type] = [torch.amp.GradScaler]
-    for scaler_class in classes:
-        classes += scaler_class.__subclasses__()
+    for scaler_class in with_subclasses(torch.amp.GradScaler):
         if "scale" in vars(scaler_class):
             yield ScalingCall(scaler_class, "scale", _scale_of)
 

@@ -128,19 +128,6 @@ def funcamp_step(
     return call
 
 
-def combined_step(size: Size, device: str, dtype: torch.dtype) -> Callable[[], Any]:
-    """The same, with Inductor's option that puts independent kernels into one."""
-    import torch._inductor.config
-
-    call = funcamp_step(size, device, dtype)
-
-    def with_option() -> Any:
-        with torch._inductor.config.patch(combo_kernels=True):  # it is read when the first call compiles
-            return call()
-
-    return with_option
-
-
 def funcamp_loop(
     size: Size, device: str, dtype: torch.dtype, *, compiled: bool = True, graph: bool = False
 ) -> Callable[[], None]:
@@ -189,7 +176,7 @@ OURS_ON_A_GPU: dict[str, Maker] = {
     "funcamp.GradScaler, the loop captured": functools.partial(funcamp_loop, compiled=False, graph=True),
     "funcamp.GradScaler, the loop compiled and captured": functools.partial(funcamp_loop, graph=True),
     "funcamp.jit, capture=False": functools.partial(funcamp_step, capture=False),
-    "funcamp.jit, kernels combined": combined_step,
+    "funcamp.jit, kernels apart": functools.partial(funcamp_step, without=("combo_kernels",)),
 }
 FORMS: dict[str, Maker] = {
     "funcamp.jit, a tensor a parameter": functools.partial(funcamp_step, flat=False),

@@ -15,8 +15,6 @@ from funcamp._jit.passes.program import Flat
 from funcamp._jit.written_inputs import WrittenInputs
 from funcamp._upstream.failed_capture import clear
 
-#: Scalar results of these dtypes are stacked in the graph, so that one copy returns all of them.
-_PACKED_DTYPES = (torch.float32, torch.int64)
 _WARM_UPS = 3
 
 
@@ -89,7 +87,6 @@ class Captured:
         run: Flat,
         state: list[Tensor],
         batch: list[Tensor],
-        next_state_count: int,
         written: WrittenInputs | None = None,
     ) -> None:
         """Warm up on clones and capture; no input keeps a write, even if this fails.
@@ -99,7 +96,6 @@ class Captured:
             run: the compiled function of state and batch.
             state: its static storage.
             batch: tensors like those of every later call.
-            next_state_count: how many of its first results are the next state; the others are metrics.
             written: the inputs that it writes, besides giving the state its new values.
 
         Raises:
@@ -110,29 +106,22 @@ class Captured:
         written_tensors = [] if written is None else written.captured
         former_values = [tensor.clone() for tensor in written_tensors]
         try:
-            self._prepare(graphs, run, state, batch, next_state_count)
+            self._prepare(graphs, run, state, batch)
         finally:
             for tensor, value in zip(written_tensors, former_values):
                 tensor.detach().copy_(value)
 
-    def _prepare(
-        self, graphs: CudaGraphs, run: Flat, state: list[Tensor], batch: list[Tensor], next_state_count: int
-    ) -> None:
+    def _prepare(self, graphs: CudaGraphs, run: Flat, state: list[Tensor], batch: list[Tensor]) -> None:
         """Warm up on clones, and capture."""
         self._run = run  # a graph keeps no memory that it reads, such as a program's constants
         # Not clone(), which makes a column of a matrix dense: the program reads these strides.
         self._batch = [copy_in_layout(leaf, leaf.stride()) for leaf in batch]
         state = [leaf.detach() for leaf in state]  # separate references to the static storage
         self._state = state
-        self._packed: list[list[int]] = []
-        """The numbers of the results that are in one stack, for each stack."""
 
         def run_on(state_values: list[Tensor]) -> list[Tensor]:
-            """Return the results, and the stacks of scalars after them."""
-            results = run([*state_values, *self._batch])
-            self._packed = _scalars_to_stack(results, next_state_count, state_values[0].device)
-            stacks = [torch.stack([results[number] for number in numbers]) for numbers in self._packed]
-            return [*results, *stacks]
+            """Return the results."""
+            return run([*state_values, *self._batch])
 
         def run_on_state() -> list[Tensor]:
             """Return the same of the state."""
@@ -162,24 +151,4 @@ class Captured:
         for number in self._written_batch_numbers:
             if batch[number].device == self._batch[number].device:
                 batch[number].copy_(self._batch[number])
-        count = len(self._results) - len(self._packed)
-        copies: list[Tensor | None] = [None] * count
-        for numbers, stack in zip(self._packed, self._results[count:]):
-            for number, scalar in zip(numbers, stack.clone().unbind()):
-                copies[number] = scalar
-        return [result.clone() if copy is None else copy for copy, result in zip(copies, self._results)]
-
-
-def _scalars_to_stack(results: list[Tensor], first: int, device: torch.device) -> list[list[int]]:
-    """Return the numbers of the scalars on a device among the results from `first` on, for each stack of one dtype."""
-    scalars: list[int] = []
-    for number in range(first, len(results)):
-        # A scalar on the host is a constant: the trace refuses host values that could change.
-        if not results[number].dim() and results[number].device == device:
-            scalars.append(number)
-    stacks: list[list[int]] = []
-    for dtype in _PACKED_DTYPES:
-        numbers = [number for number in scalars if results[number].dtype == dtype]
-        if len(numbers) > 1:
-            stacks.append(numbers)
-    return stacks
+        return [result.clone() for result in self._results]

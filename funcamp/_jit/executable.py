@@ -14,6 +14,7 @@ from funcamp._jit.compiler_error import reason_of
 from funcamp._jit.cuda_graph import Captured
 from funcamp._jit.donation import Layouts, OwnedState, arranged, layouts_for
 from funcamp._jit.kinds import check_like
+from funcamp._jit.packed_metrics import with_packed_metrics
 from funcamp._jit.passes.program import Flat, Steps, Target
 from funcamp._jit.session import CompileSession, keeping_generators
 from funcamp._jit.state_memory import StateMemory
@@ -159,7 +160,7 @@ def make_executable(
     run = _compiled(graph, options, memory.current, session, compile_at_once=compile_at_once or graphs is not None)
     if graphs is not None:
         # Not `state_leaves`: the state may have been moved away since.
-        run = Captured(graphs, run, memory.current.leaves, inputs, graph.outputs.next_state_count, written)
+        run = Captured(graphs, run, memory.current.leaves, inputs, written)
         memory.pin()
     return Executable(run, graph.outputs, layouts, graph.captured, outside_state, written)
 
@@ -213,7 +214,7 @@ def trace_step(
         return [leaf.detach().clone() for leaf in next_leaves], metrics
 
     try:
-        return trace(
+        graph = trace(
             on_tensors,
             [*owned.leaves, *tensors],
             {leaf.device.type for leaf in owned.leaves},
@@ -223,6 +224,7 @@ def trace_step(
         )
     except HostError as error:
         raise RuntimeError(f"jit: step must {error}") from None
+    return graph if options.unroll is not None else with_packed_metrics(graph)
 
 
 def _tensor_replacer(batch: Tree) -> Callable[[list[Tensor]], Tree]:

@@ -57,6 +57,13 @@ OPTIONS: tuple[Option, ...] = (
         of_program=_has_attention,
     ),
     Option(
+        names=("combo_kernels",),
+        values=(True,),
+        # In a graph a kernel that does next to nothing takes 2 us. Inductor leaves those alone that fill the GPU.
+        why="small kernels that do not depend on each other become one",
+        where=lambda target: "cuda" in target.devices and not target.is_open,
+    ),
+    Option(
         names=("reorder_for_compute_comm_overlap", "reorder_for_compute_comm_overlap_passes"),
         values=(True, ["raise_comms", "sink_waits"]),
         why="collectives start as soon as their inputs are ready, and are waited for as late as possible",

@@ -24,6 +24,7 @@ from funcamp._optim.decisions import Answers, Decisions, TooManyPathsError, alon
 from funcamp._optim.find_form import find_form
 from funcamp._optim.hyperparameters import Hyper, stand_in
 from funcamp._optim.instance_state import MISSING, Contents
+from funcamp._optim.modes import without_modes
 from funcamp._optim.python_names import names_for_numbers
 from funcamp._optim.run import StepRun, run_step
 from funcamp._types import Kwargs
@@ -130,7 +131,8 @@ class ClassStep:
     def examples(self, device: str, values: Mapping[str, object] | None = None) -> Hyper:
         """Return the hyperparameters that are tensors, with values; by default those of the arguments."""
         values = {name: self.arguments[name] for name in self.dynamic} if values is None else values
-        return {name: stand_in(self.hyperparameters[name], value, device) for name, value in values.items()}
+        with without_modes():  # a trace asks for them too, and the class's step must not see its fake tensors
+            return {name: stand_in(self.hyperparameters[name], value, device) for name, value in values.items()}
 
     def form(self, params: list[Tensor]) -> Form:
         """Return how the class stores the state of such parameters."""

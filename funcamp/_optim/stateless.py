@@ -6,7 +6,7 @@ import functools
 import inspect
 import weakref
 from collections.abc import Callable
-from itertools import count, starmap
+from itertools import count
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 import torch
@@ -237,7 +237,8 @@ class StatelessOptimizer(Fixed):
         def note(stored: Params) -> Params:
             nonlocal is_sliced
             is_sliced = is_sliced or stored.ranks is not None
-            stored_params.update(dict.fromkeys(starmap(StoredParam, stored.kinds())))
+            for kind in stored.kinds():  # Dynamo of torch 2.11 knows no starmap
+                stored_params[StoredParam(*kind)] = None
             return stored
 
         _tree.map_nodes(Params, note, params)

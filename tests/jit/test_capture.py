@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funcamp import MetricReader, ScalerConfig, clone, jit, stateless
 from funcamp._io import metric_reader
-from funcamp._jit import cuda_graph
+from funcamp._jit import cuda_graph, packed_metrics
 from tests.support.helpers import assert_same
 from tests.support.models import mlp
 from tests.support.stand_in import FakeCuda, StandIn
@@ -214,6 +214,45 @@ class Late:
         self.done = True
 
 
+def test_scalar_metrics_are_returned_by_one_copy_for_each_dtype(
+    graphs: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        new = state["x"] + batch
+        metrics = {
+            "sums": [new.sum(), batch.sum(), new.max()],
+            "counts": (state["n"] + 1, (batch > 0).sum()),
+            "flag": new.isfinite().all(),
+            "half": new.sum().half(),
+            "whole": new * 2,
+            "same": batch.sum(),
+            "none": None,
+            "name": "a",
+        }
+        return {"x": new, "n": state["n"] + 1}, metrics
+
+    monkeypatch.setattr(packed_metrics, "_has_expensive_copies", lambda device: True)
+    run = jit(step, backend="eager")
+    state: Any = {"x": torch.zeros(3), "n": torch.tensor(0)}
+    expected, kept = clone(state), []
+    for index in range(3):
+        batch = torch.randn(3) + index
+        state, metrics = run(state, batch)
+        expected, expected_metrics = step(expected, batch)
+        kept.append((metrics, expected_metrics))
+    assert_same(state, expected)
+    for metrics, expected_metrics in kept:  # later calls have changed none
+        assert list(metrics) == list(expected_metrics)
+        assert metrics["name"] == "a"
+        assert_same(metrics, expected_metrics)
+    executable = next(iter(run._executables.values()))
+    captured: Any = executable.run
+    shapes = [(tuple(result.shape), result.dtype) for result in captured._results]
+    alone = [((), torch.bool), ((), torch.float16), ((3,), torch.float32)]
+    assert shapes == [*alone, ((4,), torch.float32), ((2,), torch.int64)]
+    assert executable.written is None
+
+
 def test_metrics_arrive_late_in_order_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Late] = []
 
@@ -304,7 +343,7 @@ class Program:
 def test_a_graph_keeps_the_program_that_has_its_constants() -> None:
     program, graphs = Program(), cast("cuda_graph.CudaGraphs", Forgetful())
     alive = weakref.ref(program)
-    captured = cuda_graph.Captured(graphs, program, [torch.zeros(2)], [torch.ones(2)], 0)
+    captured = cuda_graph.Captured(graphs, program, [torch.zeros(2)], [torch.ones(2)])
     del program
     gc.collect()
     assert alive() is not None

@@ -385,6 +385,15 @@ def test_state_of_the_given_optimizer_continues_under_a_schedule() -> None:
     scheduled.update(params, batch(2), opt_state)
 
 
+def test_a_trace_may_be_the_first_to_step_with_a_schedule() -> None:
+    adamw = stateless(optim.AdamW, lr=0.5)
+    scheduled = schedule(adamw, MAKE["StepLR"], steps=APPLIED)
+    state = step_of(adamw).init(parameters(), flat=True)
+    state, _ = jit(step_of(scheduled), backend="eager")(state, batch(1))
+    expected, _ = step_of(scheduled)(step_of(adamw).init(parameters(), flat=True), batch(1))
+    assert_same(state.params.tree(), expected.params.tree())
+
+
 def test_torch_gets_the_number_of_the_next_step() -> None:
     step = step_of(schedule(stateless(optim.SGD, lr=0.3), lambda o: ExponentialLR(o, 0.5), steps=9))
     state = step.init(parameters())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from funcamp._jit.passes.program import Program, Target
 
 #: Number of operations above which the C++ that calls the kernels gets a separate file. The compile time of one file
@@ -12,6 +14,10 @@ from funcamp._jit.passes.program import Program, Target
 #: (0.75 ms instead of 0.52). The calling code is then not optimized: it compiles in 5 s instead of 43, and 3,000 calls
 #: take the same time.
 LONG = 1500
+
+#: Number of elements of a tensor above which a program is bound by memory and products, not by the number of kernels.
+#: Inductor would join a kernel of 4 million elements and a tiny one, too, which can only lose.
+LARGE = 2**22
 
 
 class Option(NamedTuple):
@@ -33,6 +39,11 @@ def _is_long(program: Program) -> bool:
 
 def _has_attention(program: Program) -> bool:
     return any("attention" in str(node.target) for node in program.module.graph.nodes if node.op == "call_function")
+
+
+def _is_small(program: Program) -> bool:
+    values = [node.meta.get("val") for node in program.module.graph.nodes]
+    return all(value.numel() < LARGE for value in values if isinstance(value, Tensor))
 
 
 # Not aot_inductor.allow_stack_allocation, which does what the pass small_buffers does: with torch 2.13 some programs
@@ -59,9 +70,10 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         names=("combo_kernels",),
         values=(True,),
-        # In a graph a kernel that does next to nothing takes 2 us. Inductor leaves those alone that fill the GPU.
-        why="small kernels that do not depend on each other become one",
+        # The smallest step takes 0.85 of its time on an H100 (results/2026-11-27-step-cuda-combined.md).
+        why="small kernels that do not depend on each other become one: each takes 2 us, however little it does",
         where=lambda target: "cuda" in target.devices and not target.is_open,
+        of_program=_is_small,
     ),
     Option(
         names=("reorder_for_compute_comm_overlap", "reorder_for_compute_comm_overlap_passes"),

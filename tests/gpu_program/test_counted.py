@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from funcamp import stateless
+from funcamp._jit import options
 from tests.gpu_program.steps import step_of
 from tests.support.gpu_program import Program, program_of
 from tests.support.models import Block, cross_entropy
@@ -72,6 +73,15 @@ def bytes_an_element(program: Program) -> tuple[set[float], set[float]]:
     ]
     check, update = ({round(sum(kernel.traffic) / kernel.elements, 2) for kernel in kind} for kind in kinds)
     return check, update
+
+
+def test_small_kernels_are_joined_where_no_tensor_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined = gpt(2)
+    monkeypatch.setattr(options, "LARGE", WIDTH * WIDTH)  # a weight has as many elements
+    apart = gpt.__wrapped__(2)
+    assert "pid_offset" not in apart.code
+    assert "pid_offset" in joined.code
+    assert joined.launches < 0.8 * apart.launches
 
 
 @pytest.mark.thorough

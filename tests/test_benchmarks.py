@@ -319,6 +319,13 @@ def test_a_command_that_takes_too_long_is_ended_and_a_failure_is_told(tmp_path: 
     assert gpu.run([sys.executable, "-c", "import funcamp"], 60) == ""
 
 
+def _is_called_by(end_of_path: str) -> bool:
+    frame = inspect.currentframe()  # not inspect.stack(), which reads the sources of all frames
+    while frame is not None and not frame.f_code.co_filename.endswith(end_of_path):
+        frame = frame.f_back
+    return frame is not None
+
+
 class _Doubling(torch.optim.Optimizer):
     """Steps twice as far as it says on funcamp's tensors, in a shape that the trial of a class does not have."""
 
@@ -330,8 +337,7 @@ class _Doubling(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 assert param.grad is not None
-                is_in_funcamp = any(frame.filename.endswith("_optim/instance.py") for frame in inspect.stack())
-                factor = group["factor"] if is_in_funcamp and param.shape == (8, 12) else 1.0
+                factor = group["factor"] if _is_called_by("_optim/instance.py") and param.shape == (8, 12) else 1.0
                 param.sub_(param.grad, alpha=group["lr"] * factor)
 
 

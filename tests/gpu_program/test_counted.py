@@ -76,9 +76,9 @@ def bytes_an_element(program: Program) -> tuple[set[float], set[float]]:
 
 
 def test_small_kernels_are_joined_where_no_tensor_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    joined = gpt(2)
-    monkeypatch.setattr(options, "LARGE", WIDTH * WIDTH)  # a weight has as many elements
-    apart = gpt.__wrapped__(2)
+    joined = mlp("float16", 2)
+    monkeypatch.setattr(options, "LARGE", 256 * 256)  # a weight has as many elements
+    apart = mlp.__wrapped__("float16", 2)
     assert "pid_offset" not in apart.code
     assert "pid_offset" in joined.code
     assert joined.launches < 0.8 * apart.launches

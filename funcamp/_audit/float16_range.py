@@ -15,9 +15,10 @@ from funcamp._audit.lines import calling_line, is_called_by_funcamp
 from funcamp._audit.lost_epsilons import LostEpsilon, LostEpsilons
 from funcamp._audit.proposals import propose, propose_for_constant, propose_for_epsilon
 from funcamp._audit.reruns import Call, range_of
-from funcamp._audit.tensors import all_finite, tensor_arguments, without_modes
+from funcamp._audit.tensors import all_finite, tensor_arguments
 from funcamp._audit.weight_names import name_of_weight
 from funcamp._types import Args
+from funcamp._upstream.modes import without_modes
 
 #: Operations of a float16 tensor and a number whose result is inf if the number is beyond float16.
 _WITH_CONSTANT = {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "scalar_tensor"}

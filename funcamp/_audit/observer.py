@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.nn.parallel import DistributedDataParallel
 
+#: The number of arguments of `torch.autograd.backward` between the tensors and `inputs`.
+_PLACE_OF_INPUTS = 4
 #: A function of torch that is replaced.
 _Function: TypeAlias = Callable[..., object]
 #: Gets a function of torch and the arguments of its call, and calls it.
@@ -80,6 +83,8 @@ class Observer:
         self._passes = 0
         """The number of backward passes, without those inside another one."""
         self._first_loss_is_finite = True
+        self._thread: int | None = None
+        """The thread that differentiates; None before the first backward pass."""
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -87,10 +92,13 @@ class Observer:
         with contextlib.ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
+            # A function that two modules have stays one function: pickle looks it up in the module that it names.
+            wrapped: dict[int, _Function] = {}  # by the function's id: some of torch's have no hash
             for observed in list(self._handlers()):
                 function = vars(observed.owner)[observed.name]
-                wrapped = self._wrap(function, observed.handler)
-                stack.enter_context(replaced(observed.owner, **{observed.name: wrapped}))
+                if id(function) not in wrapped:
+                    wrapped[id(function)] = self._wrap(function, observed.handler)
+                stack.enter_context(replaced(observed.owner, **{observed.name: wrapped[id(function)]}))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self._operations)
             # What the run imported from torch by name stays a wrapped function in its own modules.
@@ -153,11 +161,18 @@ class Observer:
 
         @functools.wraps(function)
         def observed(*args: object, **kwargs: object) -> object:
-            if self._nesting.is_quiet:
+            if self._nesting.is_quiet or self._is_in_other_thread():
                 return function(*args, **kwargs)
             return handler(function, *args, **kwargs)
 
         return observed
+
+    def _is_in_other_thread(self) -> bool:
+        """Return whether another thread than the loop's runs, and no backward pass, which has threads of its own.
+
+        The first thread that differentiates is the loop's. A second loop beside it is not watched.
+        """
+        return self._thread not in (None, threading.get_ident()) and current_node() is None
 
     # Scalers.
 
@@ -245,12 +260,16 @@ class Observer:
 
     def _begin_step(self, optimizer: Optimizer, *_: object) -> None:
         """Before an optimizer's own step."""
+        if self._is_in_other_thread():
+            return
         if not self._nesting.in_scaler_step:
             self._emit_for_optimizer(events.StepCalled, optimizer, None)
         self._nesting.stepping.add(self._tracked.key(optimizer))
 
     def _end_step(self, optimizer: Optimizer, *_: object) -> None:
         """After an optimizer's own step."""
+        if self._is_in_other_thread():
+            return
         key = self._tracked.key(optimizer)
         self._nesting.stepping.discard(key)
         self._applied.add(key)
@@ -301,9 +320,13 @@ class Observer:
     def _backward(
         self, function: _Function, tensors: object, *args: object, inputs: object = None, **kwargs: object
     ) -> object:
+        if len(args) > _PLACE_OF_INPUTS:
+            inputs = args[_PLACE_OF_INPUTS]
+            args = args[:_PLACE_OF_INPUTS]
         if isinstance(tensors, Iterator):  # it can be read once
             tensors = list(tensors)
         outputs = tensors_in(tensors)
+        self._thread = self._thread or threading.get_ident()
         graph = read_graph(outputs)
         leaves = graph.leaves if inputs is None else tensors_in(inputs)
         is_nested = current_node() is not None  # in a checkpoint whose forward pass runs again

@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import _upstream
-
-#: Context manager: operations that no dispatch mode sees, neither the auditor's nor the report's.
-without_modes = _upstream.find("torch._C._DisableTorchDispatch")
+from funcamp._upstream.modes import without_modes
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:
     """Return whether a value is a dense tensor that has values and is of no subclass but Parameter."""
     if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
         return False
-    return value.layout is torch.strided and value.device.type != "meta"
+    if value.layout is not torch.strided or value.device.type == "meta" or value.is_nested:
+        return False
+    # FSDP frees the memory of parameters between their uses.
+    return _upstream.is_wrapped(value) or not value.numel() or value.untyped_storage().nbytes() > 0
 
 
 def address_of(value: object) -> int:

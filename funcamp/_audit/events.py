@@ -154,6 +154,8 @@ class ScaleRead(Event):
     """`scaler.get_scale()` was called."""
 
     scaler: Key
+    is_factor: bool = False
+    """Whether the script multiplies or divides by the result."""
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from funcamp._audit.events import (
     OptimizerLoaded,
     OptimizerMade,
     OutOfRange,
-    ReadEvent,
+    ReadsCancelled,
+    ReadsUsed,
     Reduced,
     ScaledLossRead,
     ScaleRead,
@@ -200,7 +201,13 @@ class Loop:
         self.stale_loss_line = UNKNOWN
         """The last line that read a scaled loss after the scaler's update; `UNKNOWN` if a newer loss was read since."""
         self.scaled_reads: dict[int, Line] = {}
-        """By read id: where statistics of scaled gradients were computed whose use is not known yet."""
+        """By read id: where statistics of scaled gradients were computed since the last step."""
+        self.right_reads: set[int] = set()
+        """The reads among them of which a number was computed that is free of the scale, or may be."""
+        self.wrong_reads: set[int] = set()
+        """The reads among them of which a number was used that grows with the scale."""
+        self.has_scale_factor = False
+        """Whether the loop has multiplied or divided by a scaler's scale since the last update."""
         self.float16_lines: dict[Key, Line] = {}
         """Where each parameter was cast to float16 by `half()`."""
 
@@ -269,7 +276,7 @@ class Loop:
 
     @follow.register
     def _(self, event: Unscaled) -> None:
-        self.scaled_reads.clear()
+        self._forget_reads()
         self.optimizer(event.optimizer).parameters = event.parameters
         if event.scaler is not None and event.has_enabled_scaler:
             self.scaler(event.scaler).unscaled.add(event.optimizer)
@@ -277,7 +284,7 @@ class Loop:
 
     @follow.register
     def _(self, event: StepCalled) -> None:
-        self.scaled_reads.clear()
+        self._forget_reads()
         self.steps += 1
         optimizer = self.optimizer(event.optimizer)
         optimizer.parameters = event.parameters
@@ -304,6 +311,7 @@ class Loop:
         scaler.updates += event.is_enabled
         scaler.last_read_line = UNKNOWN
         self.stale_loss_line = UNKNOWN
+        self.has_scale_factor = False
         scaler.unscaled.clear()
         scaler.stepped.clear()
 
@@ -311,6 +319,7 @@ class Loop:
     def _(self, event: ScaleRead) -> None:
         scaler = self.scaler(event.scaler)
         scaler.is_compared |= not scaler.passes
+        self.has_scale_factor |= event.is_factor
         scaler.scale_reads[event.line] += 1
         scaler.last_read_line = event.line
 
@@ -325,9 +334,12 @@ class Loop:
             self.scaled_reads[event.read_id] = event.line
 
     @follow.register
-    def _(self, event: ReadEvent) -> None:
-        for read_id in event.read_ids:
-            self.scaled_reads.pop(read_id, None)
+    def _(self, event: ReadsCancelled) -> None:
+        self.right_reads |= self.scaled_reads.keys() & event.read_ids
+
+    @follow.register
+    def _(self, event: ReadsUsed) -> None:
+        self.wrong_reads |= self.scaled_reads.keys() & event.read_ids
 
     @follow.register
     def _(self, event: GradientWritten) -> None:
@@ -394,6 +406,21 @@ class Loop:
     @follow.register
     def _(self, _event: OutOfRange) -> None:
         self.left_float16_range = True
+
+    def lines_of_wrong_reads(self) -> list[Line]:
+        """Return where statistics of scaled gradients were computed that are used, or for no purpose that is seen.
+
+        If the loop has multiplied or divided by the scale, the numbers may have been unscaled on the host.
+        """
+        if self.has_scale_factor:
+            return []
+        is_right = self.right_reads - self.wrong_reads
+        return [line for read_id, line in self.scaled_reads.items() if read_id not in is_right]
+
+    def _forget_reads(self) -> None:
+        self.scaled_reads.clear()
+        self.right_reads.clear()
+        self.wrong_reads.clear()
 
     def _has_unused(self, parameters: tuple[Key, ...]) -> bool:
         """Return whether a parameter has a gradient that no step has used."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -23,12 +24,13 @@ from funcamp._audit.autograd_graph import Scaling, mark_scaled, read_graph
 from funcamp._audit.events import Event, Key, Reduction
 from funcamp._audit.file_contents import contains_optimizer, numbers_in
 from funcamp._audit.hooks import Hook, ParameterHooks
-from funcamp._audit.lines import calling_line, calling_lines
+from funcamp._audit.lines import calling_line, calling_lines, is_factor
 from funcamp._audit.nesting import Nesting, current_node
 from funcamp._audit.operations import Operations
 from funcamp._audit.replicas import Replicas
 from funcamp._audit.tensors import all_finite, is_zero, tensors_in
 from funcamp._audit.tracked import Tracked
+from funcamp._upstream.modes import without_modes
 from funcamp._upstream.replaced import replaced, with_subclasses
 
 if TYPE_CHECKING:
@@ -83,8 +85,8 @@ class Observer:
         self._passes = 0
         """The number of backward passes, without those inside another one."""
         self._first_loss_is_finite = True
-        self._thread: int | None = None
-        """The thread that differentiates; None before the first backward pass."""
+        self._threads: dict[int, bool] = {}
+        """For each thread that differentiates, whether it was the first one."""
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -161,18 +163,21 @@ class Observer:
 
         @functools.wraps(function)
         def observed(*args: object, **kwargs: object) -> object:
-            if self._nesting.is_quiet or self._is_in_other_thread():
+            if self._nesting.is_quiet or self._is_in_other_loop(begins=handler in (self._scale, self._backward)):
                 return function(*args, **kwargs)
             return handler(function, *args, **kwargs)
 
         return observed
 
-    def _is_in_other_thread(self) -> bool:
-        """Return whether another thread than the loop's runs, and no backward pass, which has threads of its own.
+    def _is_in_other_loop(self, *, begins: bool = False) -> bool:
+        """Return whether a second loop runs, in a thread beside that of the first one: it is not watched.
 
-        The first thread that differentiates is the loop's. A second loop beside it is not watched.
+        begins: whether a loss is scaled or differentiated now, which only the thread of a loop does.
         """
-        return self._thread not in (None, threading.get_ident()) and current_node() is None
+        thread = threading.get_ident()
+        if begins and current_node() is None:  # a backward pass has threads of its own
+            self._threads.setdefault(thread, not self._threads)
+        return not self._threads.get(thread, True)
 
     # Scalers.
 
@@ -199,6 +204,10 @@ class Observer:
         if not scaler.is_enabled():
             return
         key = self._tracked.key(scaler)
+        scale = scaler._scale
+        if isinstance(scale, Tensor):  # before the scale is made, there is none
+            with without_modes():
+                self._tracked.scales.add(scale.item())
         scaling = Scaling(key, self._updates.get(key, 0))
         self._has_scaled = True
         for loss in tensors_in(losses):
@@ -236,9 +245,8 @@ class Observer:
         if not scaler.is_enabled():  # the scale is a Python number, which needs no host synchronization
             return self._quietly(function, scaler)
         key = self._tracked.key(scaler)
-        self._emit(events.ScaleRead(calling_line(), key))
+        self._emit(events.ScaleRead(calling_line(), key, is_factor("get_scale", calling_lines())))
         scale = self._quietly(function, scaler)
-        # The loop may unscale by this number, or save it.
         self._tracked.scales.add(scale)
         self._scales[key] = scale
         return scale
@@ -260,7 +268,7 @@ class Observer:
 
     def _begin_step(self, optimizer: Optimizer, *_: object) -> None:
         """Before an optimizer's own step."""
-        if self._is_in_other_thread():
+        if self._is_in_other_loop():
             return
         if not self._nesting.in_scaler_step:
             self._emit_for_optimizer(events.StepCalled, optimizer, None)
@@ -268,7 +276,7 @@ class Observer:
 
     def _end_step(self, optimizer: Optimizer, *_: object) -> None:
         """After an optimizer's own step."""
-        if self._is_in_other_thread():
+        if self._is_in_other_loop():
             return
         key = self._tracked.key(optimizer)
         self._nesting.stepping.discard(key)
@@ -283,6 +291,7 @@ class Observer:
         written = self._tracked.find_replaced_gradients(optimizer)
         if written:
             self._emit(events.GradientWritten(calling_line(), written))
+        self._emit(events.ReadsCancelled(calling_line(), self._tracked.reads_in_gradients(optimizer)))
         event = event_type(
             calling_line(),
             optimizer=self._tracked.key(optimizer),
@@ -326,7 +335,6 @@ class Observer:
         if isinstance(tensors, Iterator):  # it can be read once
             tensors = list(tensors)
         outputs = tensors_in(tensors)
-        self._thread = self._thread or threading.get_ident()
         graph = read_graph(outputs)
         leaves = graph.leaves if inputs is None else tensors_in(inputs)
         is_nested = current_node() is not None  # in a checkpoint whose forward pass runs again
@@ -393,8 +401,14 @@ class Observer:
 
     def _clip(self, function: _Function, parameters: object, *args: object, **kwargs: object) -> object:
         clipped = tensors_in(parameters)  # a generator can be read once
-        self._emit(events.Clipped(calling_line(), self._tracked.parameters(clipped)))
-        return self._quietly(function, clipped, *args, **kwargs)
+        keys = self._tracked.parameters(clipped)
+        bound = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
+        if bound != math.inf:
+            self._emit(events.Clipped(calling_line(), keys))
+            return self._quietly(function, clipped, *args, **kwargs)
+        norm = self._quietly(function, clipped, *args, **kwargs)  # to log it
+        self._operations.report_norm(norm, keys)
+        return norm
 
     def _reduce(self, function: _Function, *args: object, **kwargs: object) -> object:
         reduced = args[0] if args else kwargs.get("tensor", kwargs.get("tensors", ()))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from funcamp import _upstream
-from funcamp._audit.events import Event
+from funcamp._audit.events import Event, Key
 from funcamp._audit.float16_range import RAISING, Float16Range
 from funcamp._audit.gradient_operations import GradientOperations
 from funcamp._audit.reruns import Call, operator_name, recorded
@@ -46,6 +46,10 @@ class Operations(_Mode):
     def nonfinite_input(self) -> str:
         """The first float16 operation of the run with inf or NaN in an input; empty without one."""
         return self._float16.nonfinite_input
+
+    def report_norm(self, norm: object, parameters: tuple[Key, ...]) -> None:
+        """Report the norm of gradients that a function of torch has computed."""
+        self._gradients.report_norm(norm, parameters)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None

@@ -40,7 +40,7 @@ class Tracked:
         self._powers: dict[int, tuple[weakref.ref[Tensor], Power]] = {}
         """The power of each tensor that is computed from gradients, by the `id` of the tensor."""
         self.scales: set[float] = set()
-        """The scales that `get_scale` returned: the loop may unscale gradients by one of these numbers."""
+        """The scales that scalers had: the loop may unscale gradients by one of these numbers."""
         self._hooked: list[tuple[int, Key]] = []
         """The addresses of the gradients that running hooks got, and their parameters, the innermost hook last."""
         self._losses: list[tuple[weakref.ref[Tensor], Scaling]] = []
@@ -97,16 +97,25 @@ class Tracked:
     def find_replaced_gradients(self, optimizer: Optimizer) -> tuple[Key, ...]:
         """Return an optimizer's parameters whose gradients the loop has replaced since the backward pass.
 
-        The new gradients are remembered, so that each replacement is returned once.
+        Not those replaced by what is computed from gradients and grows as they do, unless it was summed over ranks. The
+        new gradients are remembered, so that each replacement is returned once.
         """
         keys = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 address = address_of(parameter.grad)
                 if address and self._addresses.get(self.key(parameter), address) != address:
-                    keys.append(self.key(parameter))
+                    is_scaled = self.grows_like_gradients(parameter.grad)
+                    if not is_scaled or self.where_reduced([parameter.grad]) is not None:
+                        keys.append(self.key(parameter))
                     self.remember_gradients([parameter])
         return tuple(keys)
+
+    def reads_in_gradients(self, optimizer: Optimizer) -> tuple[int, ...]:
+        """Return the reads from which an optimizer's gradients were computed, such as those that lack their mean."""
+        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        powers = [self._power_of_computed(gradient) for gradient in gradients]
+        return tuple([read_id for power in powers if power is not None for read_id in power.read_ids])
 
     def power_of(self, argument: object) -> Power | None:
         """Return how an operation's argument grows with the scale; None if it is not computed from gradients."""

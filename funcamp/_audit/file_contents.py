@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from torch.optim import Optimizer
 
 #: Dicts and lists are searched to this depth.
 _DEPTH = 4
+_LONGEST_TEXT = 10_000
+#: Numbers that are as large as a scale: of at most 40 digits, for a float of all.
+_NUMBERS = re.compile(r"\b\d{1,40}(?:\.\d{1,20})?\b")
 
 
 def contains_optimizer(obj: object, depth: int = _DEPTH) -> bool:
@@ -23,9 +27,11 @@ def contains_optimizer(obj: object, depth: int = _DEPTH) -> bool:
 
 
 def numbers_in(obj: object, depth: int = _DEPTH) -> Iterator[float]:
-    """Yield the Python floats in an object."""
-    if isinstance(obj, float):
-        yield obj
+    """Yield the Python numbers in an object, also those in short texts such as JSON."""
+    if isinstance(obj, (int, float)) and not isinstance(obj, bool):
+        yield float(obj)
+    elif isinstance(obj, str) and len(obj) <= _LONGEST_TEXT:
+        yield from map(float, _NUMBERS.findall(obj))
     elif depth and isinstance(obj, (dict, list, tuple)):
         for part in obj.values() if isinstance(obj, dict) else obj:
             yield from numbers_in(part, depth - 1)

@@ -107,7 +107,9 @@ class Float16Range:
         lost = self._lost_epsilons.behind(call)
         if lost is not None:
             self._report_division(call, inputs, lost)
-        elif not call.name.startswith(_NO_OVERFLOWS):
+        elif not call.name.startswith(_NO_OVERFLOWS) and not (
+            call.name.startswith("pow") and min(numbers, default=0) < 0
+        ):
             self._report_overflow(call, inputs)
 
     def _note_nonfinite_input(self, call: Call, inputs: list[Tensor]) -> None:

@@ -57,16 +57,17 @@ class GradientOperations:
     def check(self, name: str, args: Args, result: object) -> None:
         """Report an operation that has run."""
         if name in _LOSS_READS:
-            self._report_loss_read(args[0])
+            self._report_loss_read(name, args[0])
         is_change = name in _CHANGES and self._report_change(name, args)
         if not is_change:
             self._follow(name.removesuffix("_").removeprefix("_foreach_"), args, result)
 
-    def _report_loss_read(self, tensor: object) -> None:
+    def _report_loss_read(self, name: str, tensor: object) -> None:
         """Report a scaled loss that is read or divided."""
         scaling = self._tracked.scaling_of(tensor)
         if scaling is not None:
-            self._emit(events.ScaledLossRead(calling_line(), scaling.scaler, scaling.updates))
+            is_on_host = name == "_local_scalar_dense"
+            self._emit(events.ScaledLossRead(calling_line(), scaling.scaler, scaling.updates, is_on_host))
 
     def _report_change(self, name: str, args: Args) -> bool:
         """Report an operation that writes, clips or clears gradients, and return whether it does."""
@@ -100,8 +101,7 @@ class GradientOperations:
             reduced_line = self._tracked.where_reduced(tensor_arguments(args[1:2]))
             if reduced_line is not None:
                 self._emit(events.Reduced(reduced_line, keys))
-        if not self._keeps_scale(name, args):
-            self._emit(events.GradientWritten(calling_line(), keys))
+        self._emit(events.GradientWritten(calling_line(), keys, self._keeps_scale(name, args)))
 
     def _follow(self, name: str, args: Args, result: object) -> None:
         """Report a norm or another statistic of gradients, and what is computed from it."""

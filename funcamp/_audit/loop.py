@@ -139,6 +139,8 @@ class Scaler:
     """What is known about a `GradScaler`."""
 
     made_line: Line = UNKNOWN
+    made_lines: tuple[Line, ...] = ()
+    """The lines of all functions that called when it was made, the outermost first."""
     updates: int = 0
     passes: int = 0
     """The number of backward passes of losses that it scaled."""
@@ -153,6 +155,10 @@ class Scaler:
     """The lines that read its scale, and how often each did."""
     is_compared: bool = False
     """Whether its scale was read before the first backward pass: the loop compares scales to find skipped steps."""
+    is_factor: bool = False
+    """Whether the loop has multiplied or divided by its scale."""
+    loss_lines: Counter[Line] = field(default_factory=Counter)
+    """The lines that read a loss on the host that it scaled, and how often each did."""
     last_read_line: Line = UNKNOWN
     """The last line that read its scale since its last update."""
     is_saved: bool = False
@@ -177,6 +183,10 @@ class Optimizer:
     """Where its gradients were cleared after a backward pass, if no other pass followed."""
     loaded_line: Line | None = None
     """Where its state was loaded from a file."""
+    is_restored: bool = False
+    """Whether its state was loaded since its last step, from a file or from a copy."""
+    has_own_passes: bool = False
+    """Whether a backward pass reached its parameters and none of another optimizer."""
 
 
 class Loop:
@@ -195,7 +205,12 @@ class Loop:
         """For each optimizer whether its steps since the last step of its scheduler were applied, one flag a step."""
         self.optimizer_saved_line: Line | None = None
         """Where an optimizer's state was last saved to a file."""
-        self.has_loaded_file = False
+        self.has_loaded_optimizer = False
+        """Whether a file was loaded that contains an optimizer's state."""
+        self.has_unscaled = False
+        """Whether `unscale_` was called."""
+        self.is_checked = False
+        """Whether something was computed from gradients since `unscale_`: the loop may look for inf itself."""
         self.left_float16_range = False
         """Whether a float16 operation got or made a number outside of float16's range."""
         self.stale_loss_line = UNKNOWN
@@ -242,7 +257,7 @@ class Loop:
 
     @follow.register
     def _(self, event: ScalerMade) -> None:
-        self.scalers[event.scaler] = Scaler(made_line=event.line)
+        self.scalers[event.scaler] = Scaler(made_line=event.line, made_lines=event.lines)
 
     @follow.register
     def _(self, event: OptimizerMade) -> None:
@@ -268,6 +283,7 @@ class Loop:
                 optimizer.window.append(event)
                 optimizer.last_pass = event
                 optimizer.cleared_line = None
+                optimizer.has_own_passes |= parameters.issubset(optimizer.parameters)
 
     @follow.register
     def _(self, event: GradientsTaken) -> None:
@@ -277,6 +293,8 @@ class Loop:
     @follow.register
     def _(self, event: Unscaled) -> None:
         self._forget_reads()
+        self.is_checked = False
+        self.has_unscaled = True
         self.optimizer(event.optimizer).parameters = event.parameters
         if event.scaler is not None and event.has_enabled_scaler:
             self.scaler(event.scaler).unscaled.add(event.optimizer)
@@ -286,9 +304,11 @@ class Loop:
     def _(self, event: StepCalled) -> None:
         self._forget_reads()
         self.steps += 1
+        self.is_checked = False
         optimizer = self.optimizer(event.optimizer)
         optimizer.parameters = event.parameters
         optimizer.steps += 1
+        optimizer.is_restored = False
         optimizer.window = []
         if event.scaler is not None:
             optimizer.scaler = event.scaler
@@ -319,6 +339,7 @@ class Loop:
     def _(self, event: ScaleRead) -> None:
         scaler = self.scaler(event.scaler)
         scaler.is_compared |= not scaler.passes
+        scaler.is_factor |= event.is_factor
         self.has_scale_factor |= event.is_factor
         scaler.scale_reads[event.line] += 1
         scaler.last_read_line = event.line
@@ -327,6 +348,8 @@ class Loop:
     def _(self, event: ScaledLossRead) -> None:
         is_stale = event.updates != self.updates_of(event.scaler)
         self.stale_loss_line = event.line if is_stale else UNKNOWN
+        if event.is_on_host:
+            self.scaler(event.scaler).loss_lines[event.line] += 1
 
     @follow.register
     def _(self, event: GradientRead) -> None:
@@ -335,14 +358,22 @@ class Loop:
 
     @follow.register
     def _(self, event: ReadsCancelled) -> None:
+        self.is_checked = True
         self.right_reads |= self.scaled_reads.keys() & event.read_ids
 
     @follow.register
     def _(self, event: ReadsUsed) -> None:
+        self.is_checked = True
         self.wrong_reads |= self.scaled_reads.keys() & event.read_ids
 
     @follow.register
     def _(self, event: GradientWritten) -> None:
+        written = set(event.parameters)
+        for optimizer in self.optimizers.values():
+            if written.intersection(optimizer.parameters):
+                optimizer.cleared_line = None
+        if event.keeps_scale:
+            return
         self._note_unscaled(event.parameters, event.line)
         for parameter in event.parameters:
             self.gradients[parameter] = replace(self.gradient(parameter), is_written=True, unsynced_line=None)
@@ -391,17 +422,20 @@ class Loop:
 
     @follow.register
     def _(self, event: OptimizerLoaded) -> None:
-        if self.has_loaded_file:
-            self.optimizer(event.optimizer).loaded_line = event.line
+        optimizer = self.optimizer(event.optimizer)
+        optimizer.is_restored = True
+        if self.has_loaded_optimizer:
+            optimizer.loaded_line = event.line
 
     @follow.register
     def _(self, event: FileSaved) -> None:
-        if event.has_optimizer:
+        # One that was saved before a scaler's first update, as after a training in float32, needs no scaler.
+        if event.has_optimizer and any(scaler.updates for scaler in self.scalers.values()):
             self.optimizer_saved_line = event.line
 
     @follow.register
-    def _(self, _event: FileLoaded) -> None:
-        self.has_loaded_file = True
+    def _(self, event: FileLoaded) -> None:
+        self.has_loaded_optimizer |= event.has_optimizer
 
     @follow.register
     def _(self, _event: OutOfRange) -> None:

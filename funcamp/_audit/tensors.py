@@ -29,6 +29,21 @@ def address_of(value: object) -> int:
     return int(value.untyped_storage().data_ptr())
 
 
+def overlap(first: object, second: object) -> bool:
+    """Return whether two plain tensors of one memory may share an element."""
+    if not is_plain(first) or not is_plain(second):
+        return False
+    (first_start, first_end), (second_start, second_end) = _bytes_of(first), _bytes_of(second)
+    return first_start < second_end and second_start < first_end
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte, and of the one after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else -1
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
 def all_finite(tensor: Tensor) -> bool:
     """Return whether a plain tensor is finite; True for anything else. Waits for the device."""
     if not is_plain(tensor) or not tensor.is_floating_point():

@@ -14,7 +14,7 @@ from funcamp._audit.autograd_graph import Scaling
 from funcamp._audit.events import Key
 from funcamp._audit.lines import Line
 from funcamp._audit.powers import Power, combined
-from funcamp._audit.tensors import address_of
+from funcamp._audit.tensors import address_of, overlap
 
 #: The number of scaled losses that are remembered, to notice when one is read.
 _LOSSES = 8
@@ -33,8 +33,8 @@ class Tracked:
         self._known: dict[int, tuple[weakref.ref[object], Key]] = {}
         """The key of each object, by the object's address."""
         self._numbers = itertools.count(1)
-        self._gradients: dict[int, weakref.ref[Tensor]] = {}
-        """The parameter of each gradient, by the gradient's address."""
+        self._gradients: dict[int, dict[Key, weakref.ref[Tensor]]] = {}
+        """The parameters whose gradients are in a memory, by its address: one, or all those of a flat buffer."""
         self._addresses: dict[Key, int] = {}
         """The address of each parameter's gradient after the last backward pass that added to it."""
         self._powers: dict[int, tuple[weakref.ref[Tensor], Power]] = {}
@@ -69,8 +69,12 @@ class Tracked:
         for leaf in leaves:
             address = address_of(leaf.grad)
             if address:
-                self._gradients[address] = weakref.ref(leaf)
-                self._addresses[self.key(leaf)] = address
+                key = self.key(leaf)
+                former = self._addresses.get(key, 0)
+                if former != address:
+                    self._gradients.get(former, {}).pop(key, None)
+                self._gradients.setdefault(address, {})[key] = weakref.ref(leaf)
+                self._addresses[key] = address
 
     def gradients_among(self, tensors: Iterable[object]) -> tuple[Key, ...]:
         """Return the parameters whose gradients are among some tensors."""
@@ -78,11 +82,13 @@ class Tracked:
         for tensor in tensors:
             address = address_of(tensor)
             keys += [key for hooked, key in self._hooked if address and hooked == address]
-            reference = self._gradients.get(address)
-            leaf = None if reference is None else reference()
-            # The memory of a gradient that is gone may belong to another tensor now.
-            if leaf is not None and address_of(leaf.grad) == address:
-                keys.append(self.key(leaf))
+            for key, reference in list(self._gradients.get(address, {}).items()):
+                leaf = reference()
+                # The memory of a gradient that is gone may belong to another tensor now.
+                if leaf is None or address_of(leaf.grad) != address:
+                    del self._gradients[address][key]
+                elif overlap(leaf.grad, tensor):
+                    keys.append(key)
         return tuple(keys)
 
     @contextlib.contextmanager

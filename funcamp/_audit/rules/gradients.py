@@ -105,6 +105,22 @@ def optimizer_step_on_scaled(event: StepCalled, loop: Loop) -> Iterator[Line]:
 
 
 @rule(
+    StepCalled,
+    mistake="unscale_ is called, and then optimizer.step() in place of scaler.step",
+    effect="inf and NaN that unscale_ has found are applied: no step is skipped",
+    change="scaler.step(optimizer); scaler.update()",
+)
+def optimizer_step_after_unscale(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """The optimizer's own step, and `unscale_` was called for it since the last update.
+
+    Not if the loop computes something from the unscaled gradients or from their norm: it may look for inf itself.
+    """
+    is_unscaled = any(event.optimizer in scaler.unscaled for scaler in loop.scalers.values())
+    if event.scaler is None and is_unscaled and not loop.is_checked:
+        yield event.line
+
+
+@rule(
     OptimizerEvent,
     mistake="a loss is differentiated without scaler.scale before scaler.step",
     effect="its gradients are divided by the scale: that loss has almost no weight",

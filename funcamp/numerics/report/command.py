@@ -101,12 +101,11 @@ def _main_results(report: NumericsReport | None, sentences: list[str]) -> str:
 
 
 def _has_lost_numbers(report: NumericsReport) -> bool:
-    """Return whether a run made inf or NaN that no loss scale avoids.
+    """Return whether the loss, or a gradient at every scale, is inf or NaN.
 
-    Scaled gradients that overflow are none: the scaler skips that step and lowers its scale.
+    Scaled gradients that overflow are not counted: the scaler skips that step and lowers its scale.
     """
-    origin = report.first_nonfinite()
-    if report.cause() is not None or (origin is not None and not origin.operation.backward):
+    if report.cause() is not None:
         return True
     return any(not one.finite and one.obstacle and one.loss_scale == 1 for one in report.passes)
 

@@ -318,7 +318,9 @@ class Observer:
         written = self._tracked.find_replaced_gradients(optimizer)
         if written:
             self._emit(events.GradientWritten(calling_line(), written))
-        self._emit(events.ReadsCancelled(calling_line(), self._tracked.reads_in_gradients(optimizer)))
+        read_ids = self._tracked.reads_in_gradients(optimizer)
+        if read_ids:
+            self._emit(events.ReadsCancelled(calling_line(), read_ids))
         event = event_type(
             calling_line(),
             optimizer=self._tracked.key(optimizer),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 
@@ -18,7 +19,11 @@ def contains_optimizer(obj: object, depth: int = _DEPTH) -> bool:
     """Return whether an object contains an optimizer, or the state of one."""
     if isinstance(obj, Optimizer):
         return True
-    if not depth or not isinstance(obj, (dict, list, tuple)):
+    if not depth:
+        return False
+    if dataclasses.is_dataclass(obj):
+        obj = vars(obj)
+    if not isinstance(obj, (dict, list, tuple)):
         return False
     if isinstance(obj, dict) and {"state", "param_groups"} <= obj.keys():
         return True

@@ -395,14 +395,17 @@ class Loop:
             self.optimizer(event.optimizer).parameters = event.parameters
         cleared = set(event.parameters)
         self.clears += self._has_unused(event.parameters)
-        for key, optimizer in self.optimizers.items():
-            if self._has_unused(optimizer.parameters) and cleared.issuperset(optimizer.parameters):
-                optimizer.cleared_line = event.line
-                optimizer.clears += key == event.optimizer
-            if cleared.intersection(optimizer.parameters):
-                optimizer.window = []
+        affected = [optimizer for optimizer in self.optimizers.values() if cleared.intersection(optimizer.parameters)]
+        unused = [optimizer for optimizer in affected if self._has_unused(optimizer.parameters)]
         for parameter in event.parameters:
             self.gradients.pop(parameter, None)
+        for optimizer in affected:
+            optimizer.window = []
+        for optimizer in unused:
+            if not self.gradients_of(optimizer.parameters):
+                optimizer.cleared_line = event.line
+        if event.optimizer is not None and self.optimizer(event.optimizer) in unused:
+            self.optimizer(event.optimizer).clears += 1
 
     @follow.register
     def _(self, event: CastToFloat16) -> None:

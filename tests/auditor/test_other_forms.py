@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -142,6 +144,51 @@ def test_in_a_run_that_is_cut_a_discriminator_may_be_stepped_later(own_loss: boo
             scaler.step(optimizer)
             scaler.update()
     assert names(auditor) == expected
+
+
+@dataclasses.dataclass
+class Parts:
+    """A checkpoint that is no dict."""
+
+    optimizer: dict[str, Any]
+    scaler: dict[str, Any] | None
+
+
+@pytest.mark.parametrize(("saves_scaler", "expected"), [(False, ["checkpoint-without-scaler"]), (True, [])])
+def test_a_checkpoint_may_be_a_dataclass(saves_scaler: bool, expected: list[str]) -> None:
+    auditor = Auditor()
+    with auditor.watching():
+        model, optimizer = model_and_optimizer()
+        scaler = scaler_of()
+        for x, y in batches():
+            optimizer.zero_grad()
+            scaler.scale(mse_loss(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        torch.save(Parts(optimizer.state_dict(), scaler.state_dict() if saves_scaler else None), io.BytesIO())
+    assert names(auditor) == expected
+
+
+@pytest.mark.parametrize(("before_step", "expected"), [(True, {"cleared-before-step"}), (False, set())])
+def test_gradients_that_are_cleared_one_by_one(before_step: bool, expected: set[str]) -> None:
+    def clear(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+
+    auditor = Auditor()
+    with auditor.watching():
+        model, optimizer = model_and_optimizer()
+        scaler = scaler_of()
+        for x, y in batches():
+            scaler.scale(mse_loss(model(x), y)).backward()
+            if before_step:
+                clear(model)
+            scaler.step(optimizer)
+            scaler.update()
+            if not before_step:
+                clear(model)
+    assert set(names(auditor)) == expected
 
 
 def test_a_mistake_is_named_although_torch_raises_before_the_first_pass(

@@ -181,7 +181,7 @@ torch.save([*model.parameters(), *model.buffers(), torch.tensor(counts)], sys.ar
 
 
 @pytest.mark.filterwarnings("ignore:.*nested:UserWarning", "ignore:.*reentrant:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*trace:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_script_computes_and_calls_the_same(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

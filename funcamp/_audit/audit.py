@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -48,6 +49,7 @@ class Auditor:
         self._limit = passes
         self.passes = 0
         """The number of backward passes that were watched."""
+        self._process = os.getpid()
         self._has_ended = False
         """Whether more backward passes began than are to be watched."""
         self.loop = Loop()
@@ -90,11 +92,15 @@ class Auditor:
 
         The rules get the event before the state machine does: they see the state before the event.
         """
+        if os.getpid() != self._process:  # a process that the script has forked is not watched
+            return
         if isinstance(event, (Backward, GradientsTaken)):
             self._has_ended |= self.passes == self._limit
-            self.passes += not self._has_ended
-        if self._has_ended:  # at every later event too, if the script caught the exception
-            raise Enough
+            if self._has_ended:  # at every later pass too, if the script caught the exception
+                raise Enough
+            self.passes += 1
+        if self._has_ended:  # the script ends in its own way: it may save what it has
+            return
         self._check(event)
         self.loop.follow(event)
 

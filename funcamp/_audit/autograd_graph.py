@@ -13,6 +13,8 @@ from funcamp._audit.events import Key, Reduction
 
 #: Parts of the names of nodes that have an argument `reduction`.
 _WITH_REDUCTION = ("Loss", "CrossEntropy")
+#: The starts of the names of nodes of operations that autocast runs in 16 bits.
+_PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Convolution", "Linear", "MkldnnLinear", "MkldnnConv")
 #: torch's number for `reduction="mean"`.
 _MEAN = 1
 #: The entry of a node's metadata that has the scaling of its loss.
@@ -35,6 +37,8 @@ class Graph(NamedTuple):
     scaling: Scaling | None
     dtypes: frozenset[torch.dtype]
     reduction: Reduction
+    has_products: bool
+    """Whether matrices were multiplied, or a convolution computed."""
 
 
 def mark_scaled(node: Node, scaling: Scaling) -> None:
@@ -58,6 +62,7 @@ def read_graph(outputs: Iterable[Tensor]) -> Graph:
     leaves: list[Tensor] = []
     scaling: Scaling | None = None
     dtypes: set[torch.dtype] = set()
+    has_products = False
     seen: set[Node] = set()
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
     stack: list[Node | None] = [*roots]
@@ -72,9 +77,18 @@ def read_graph(outputs: Iterable[Tensor]) -> Graph:
             leaves.append(node.variable)
         else:
             dtypes |= _dtypes_of(node)
+            has_products |= node.name().startswith(_PRODUCTS)
         stack.extend([next_node for next_node, _ in node.next_functions])
     reduction = _reduction_of(roots[0]) if len(roots) == 1 else Reduction.OTHER
-    return Graph(leaves, scaling, frozenset(dtypes), reduction)
+    return Graph(leaves, scaling, frozenset(dtypes), reduction, has_products)
+
+
+def is_scaled(output: Tensor) -> bool:
+    """Return whether a loss is the result of `scaler.scale`, or a cast of it."""
+    node = output.grad_fn
+    while node is not None and node.name().startswith("ToCopy"):
+        node = node.next_functions[0][0]
+    return node is not None and _scaling_of(node) is not None
 
 
 def _dtypes_of(node: Node) -> set[torch.dtype]:
@@ -88,8 +102,17 @@ def _reduction_of(root: Node) -> Reduction:
     node: Node | None = root
     while node is not None and (_scaling_of(node) is not None or node.name().startswith("ToCopy")):
         node = node.next_functions[0][0]
-    if node is None:
-        return Reduction.OTHER
+    return Reduction.MEAN if node is not None and _is_mean(node) else Reduction.OTHER
+
+
+def _is_mean(node: Node) -> bool:
+    """Return whether an operation is a mean that is not divided, or a sum of such means, some of them with weights."""
     name = node.name()
-    is_mean_loss = any(word in name for word in _WITH_REDUCTION) and getattr(node, "_saved_reduction", None) == _MEAN
-    return Reduction.MEAN if is_mean_loss or name.startswith("MeanBackward") else Reduction.OTHER
+    if name.startswith("AddBackward"):
+        terms = [term for term, _ in node.next_functions if term is not None]
+        weighted = [term for term in terms if term.name().startswith("MulBackward")]
+        return len(weighted) < len(terms) and all(_is_mean(term) or term in weighted for term in terms)
+    if name.startswith("MeanBackward"):
+        terms = [term for term, _ in node.next_functions if term is not None]
+        return not any(term.name().startswith(("DivBackward", "MulBackward")) for term in terms)
+    return any(word in name for word in _WITH_REDUCTION) and getattr(node, "_saved_reduction", None) == _MEAN

@@ -50,6 +50,8 @@ class ScalerMade(Event):
     """A `GradScaler` was made."""
 
     scaler: Key
+    lines: tuple[Line, ...] = ()
+    """The lines of all calling functions, the outermost first."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +80,8 @@ class Backward(Event):
     """The lines of all calling functions, the outermost first."""
     not_finite: str
     """What was not finite in the first pass of the run: "loss", "parameter" or ""."""
+    has_products: bool = True
+    """Whether the forward pass multiplied matrices or convolved, which autocast runs in 16 bits."""
     retains_graph: bool = False
     """Whether it was called with `retain_graph=True`."""
     synced: frozenset[Key] = frozenset()
@@ -154,6 +158,16 @@ class ScaleRead(Event):
     """`scaler.get_scale()` was called."""
 
     scaler: Key
+    is_factor: bool = False
+    """Whether the script multiplies or divides by the result."""
+
+
+@dataclass(frozen=True)
+class LossScaled(Event):
+    """`scaler.scale` was called for a loss."""
+
+    is_scaled: bool
+    """Whether a scaler had scaled it before."""
 
 
 @dataclass(frozen=True)
@@ -163,6 +177,8 @@ class ScaledLossRead(Event):
     scaler: Key
     updates: int
     """How many updates the scaler had had when it scaled the loss."""
+    is_on_host: bool = True
+    """Whether it was read on the host."""
 
 
 @dataclass(frozen=True)
@@ -205,6 +221,9 @@ class ReadsUsed(ReadEvent):
 @dataclass(frozen=True)
 class GradientWritten(GradientEvent):
     """A gradient was multiplied, divided or replaced by the loop itself."""
+
+    keeps_scale: bool = False
+    """Whether it is still times the scale."""
 
 
 @dataclass(frozen=True)
@@ -264,6 +283,9 @@ class FileSaved(Event):
 @dataclass(frozen=True)
 class FileLoaded(Event):
     """`torch.load` was called."""
+
+    has_optimizer: bool = False
+    """Whether the file contains the state of an optimizer."""
 
 
 @dataclass(frozen=True)

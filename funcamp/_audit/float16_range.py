@@ -15,9 +15,10 @@ from funcamp._audit.lines import calling_line, is_called_by_funcamp
 from funcamp._audit.lost_epsilons import LostEpsilon, LostEpsilons
 from funcamp._audit.proposals import propose, propose_for_constant, propose_for_epsilon
 from funcamp._audit.reruns import Call, range_of
-from funcamp._audit.tensors import all_finite, tensor_arguments, without_modes
+from funcamp._audit.tensors import all_finite, tensor_arguments
 from funcamp._audit.weight_names import name_of_weight
 from funcamp._types import Args
+from funcamp._upstream.modes import without_modes
 
 #: Operations of a float16 tensor and a number whose result is inf if the number is beyond float16.
 _WITH_CONSTANT = {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "scalar_tensor"}
@@ -106,7 +107,9 @@ class Float16Range:
         lost = self._lost_epsilons.behind(call)
         if lost is not None:
             self._report_division(call, inputs, lost)
-        elif not call.name.startswith(_NO_OVERFLOWS):
+        elif not call.name.startswith(_NO_OVERFLOWS) and not (
+            call.name.startswith("pow") and min(numbers, default=0) < 0
+        ):
             self._report_overflow(call, inputs)
 
     def _note_nonfinite_input(self, call: Call, inputs: list[Tensor]) -> None:

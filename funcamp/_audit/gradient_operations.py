@@ -10,13 +10,23 @@ from torch import Tensor
 from funcamp._audit import events
 from funcamp._audit.events import Event, Key
 from funcamp._audit.lines import calling_line
-from funcamp._audit.powers import USES, combined, degree_of
+from funcamp._audit.powers import (
+    BOUNDS,
+    COMPARISONS,
+    DECISIONS,
+    HOST_READS,
+    Power,
+    combined,
+    degree_of,
+    degree_of_product,
+    depends_on_scale,
+)
 from funcamp._audit.tensors import tensor_arguments
 from funcamp._audit.tracked import Tracked
 from funcamp._types import Args
 
 #: Statistics. A check for inf and NaN is none: its `abs` is only compared for equality.
-_READS = {"norm", "linalg_vector_norm", "_foreach_norm", "sum", "mean", "max", "amax", "min", "std", "var", "pow"}
+_READS = {"norm", "linalg_vector_norm", "sum", "mean", "max", "amax", "min", "std", "var", "pow"}
 _READS |= {"_local_scalar_dense", "square", "dot", "histc"}
 _COPIES = {"copy_", "_foreach_copy_"}
 #: Writes that are no unscaling if the factor is a tensor of the gradient's shape.
@@ -47,16 +57,17 @@ class GradientOperations:
     def check(self, name: str, args: Args, result: object) -> None:
         """Report an operation that has run."""
         if name in _LOSS_READS:
-            self._report_loss_read(args[0])
+            self._report_loss_read(name, args[0])
         is_change = name in _CHANGES and self._report_change(name, args)
         if not is_change:
-            self._follow_reads(name, args, result)
+            self._follow(name.removesuffix("_").removeprefix("_foreach_"), args, result)
 
-    def _report_loss_read(self, tensor: object) -> None:
+    def _report_loss_read(self, name: str, tensor: object) -> None:
         """Report a scaled loss that is read or divided."""
         scaling = self._tracked.scaling_of(tensor)
         if scaling is not None:
-            self._emit(events.ScaledLossRead(calling_line(), scaling.scaler, scaling.updates))
+            is_on_host = name == "_local_scalar_dense"
+            self._emit(events.ScaledLossRead(calling_line(), scaling.scaler, scaling.updates, is_on_host))
 
     def _report_change(self, name: str, args: Args) -> bool:
         """Report an operation that writes, clips or clears gradients, and return whether it does."""
@@ -69,9 +80,20 @@ class GradientOperations:
             self._emit(events.Clipped(calling_line(), keys))
         elif name in _ZEROS:
             self._emit(events.Cleared(calling_line(), keys, None))
-        elif not (name in _PRODUCTS and _is_mask(args[1])):
+        else:
             self._report_write(name, args, keys)
         return True
+
+    def _keeps_scale(self, name: str, args: Args) -> bool:
+        """Return whether a write leaves gradients times the scale: a product with a cosine, or with a mask."""
+        powers = [self._tracked.power_of(argument) for argument in args[:2]]
+        other = powers[1] if len(powers) > 1 else None
+        if powers[0] is None or other is None:
+            return name in _PRODUCTS and _is_mask(args[1])
+        self._emit(events.ReadsCancelled(calling_line(), other.read_ids))
+        if name in _COPIES:
+            return other.degree == 1
+        return degree_of_product(name, args, powers, self._tracked.scales) == 1
 
     def _report_write(self, name: str, args: Args, keys: tuple[Key, ...]) -> None:
         """Report that gradients were written, and whether with numbers that were summed over ranks."""
@@ -79,32 +101,50 @@ class GradientOperations:
             reduced_line = self._tracked.where_reduced(tensor_arguments(args[1:2]))
             if reduced_line is not None:
                 self._emit(events.Reduced(reduced_line, keys))
-        self._emit(events.GradientWritten(calling_line(), keys))
+        self._emit(events.GradientWritten(calling_line(), keys, self._keeps_scale(name, args)))
 
-    def _follow_reads(self, name: str, args: Args, result: object) -> None:
+    def _follow(self, name: str, args: Args, result: object) -> None:
         """Report a norm or another statistic of gradients, and what is computed from it."""
         powers = [self._tracked.power_of(argument) for argument in args]
         known_powers = [power for power in powers if power is not None]
         if not known_powers:
             return
-        plain_name = name.removesuffix("_")
-        degree = degree_of(plain_name, args, powers, self._tracked.scales)
-        if degree is None:
-            if name.endswith("_"):  # the loop may have unscaled a copy
-                self._tracked.forget_powers(tensor_arguments(args[:1]))
-            return
-        power = combined(known_powers, degree)
-        if plain_name in _READS and not power.read_ids:
-            read_id = next(self._read_ids)
-            power = power._replace(read_ids=(read_id,))
-            self._emit(events.GradientRead(calling_line(), power.parameters, read_id))
-        if not degree:
-            self._emit(events.ReadsCancelled(calling_line(), power.read_ids))
-        elif plain_name in USES:
+        scales = self._tracked.scales
+        degree = degree_of(name, args, powers, scales)
+        power = combined(known_powers, degree or 0.0)
+        is_decided = name in DECISIONS and depends_on_scale(args, powers, scales)
+        if is_decided and name in BOUNDS and not power.read_ids:
+            self._emit(events.Clipped(calling_line(), power.parameters))
+        elif not power.read_ids and (name in _READS or is_decided):
+            power = self._report_read(power)
+        if is_decided or (name in HOST_READS and degree):
             self._emit(events.ReadsUsed(calling_line(), power.read_ids))
+            degree = None
+        elif not degree or name in COMPARISONS:
+            self._emit(events.ReadsCancelled(calling_line(), power.read_ids))
+            degree = None
+        elif degree == 1 and name not in _READS and not all(power.read_ids for power in known_powers):
+            # Gradients again, such as those without their mean.
+            self._emit(events.ReadsCancelled(calling_line(), power.read_ids))
+            power = power._replace(read_ids=())
+        results = tensor_arguments((result,))
+        if degree is None:
+            self._tracked.forget_powers(results)
         else:
-            for tensor in tensor_arguments((result,)):
+            for tensor in results:
                 self._tracked.remember_power(tensor, power)
+
+    def report_norm(self, norm: object, parameters: tuple[Key, ...]) -> None:
+        """Report the norm of gradients that a function of torch has computed."""
+        power = self._report_read(Power(parameters))
+        for tensor in tensor_arguments((norm,)):
+            self._tracked.remember_power(tensor, power)
+
+    def _report_read(self, power: Power) -> Power:
+        """Report that gradients are read, and return their power with the read."""
+        read_id = next(self._read_ids)
+        self._emit(events.GradientRead(calling_line(), power.parameters, read_id))
+        return power._replace(read_ids=(read_id,))
 
 
 def _is_mask(factor: object) -> bool:

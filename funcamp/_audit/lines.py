@@ -25,6 +25,7 @@ _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 _INSTALLED = ("site-packages", "dist-packages")
 
 _LOOPS = (ast.For, ast.While, ast.AsyncFor, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
+_PRODUCTS = (ast.BinOp, ast.AugAssign)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
@@ -80,6 +81,74 @@ def _is_in_loop_of(line: Line, other: Line) -> bool:
     surrounding = [node for node in _blocks(line.file) if _contains(node, line)]
     innermost = max(surrounding, key=lambda node: node.lineno, default=None)
     return isinstance(innermost, _LOOPS) and _contains(innermost, other)
+
+
+def is_factor(name: str, lines: tuple[Line, ...]) -> bool:
+    """Return whether the result of a method's call is multiplied or divided, as far as the source shows.
+
+    name: the method's.
+    lines: `calling_lines` of the call. If a function returns the result, the line that calls this function decides.
+    """
+    for line in reversed(lines):
+        parents = _parents(line.file)
+        called = [node for node in parents if isinstance(node, ast.Call) and _contains(node, line)]
+        nodes = [node for node in called if isinstance(node.func, ast.Attribute) and node.func.attr == name]
+        if line != lines[-1]:  # an outer function, whose line calls the one that returns the result
+            return any(isinstance(node, _PRODUCTS) and _contains(node, line) and _is_product(node) for node in parents)
+        uses = [_use_of(node, parents) for node in nodes]
+        if any(isinstance(use, _PRODUCTS) for use in uses):
+            return True
+        if any(isinstance(use, ast.Assign) and _is_name_factor(use, line.file) for use in uses):
+            return True
+        if not any(isinstance(use, ast.Return) for use in uses):
+            return False
+    return False
+
+
+def is_subscripted(name: str, line: Line) -> bool:
+    """Return whether only an entry of what a method returned is used on a line."""
+    for node, parent in _parents(line.file).items():
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name
+        if is_call and isinstance(parent, ast.Subscript) and _contains(parent, line):
+            return True
+    return False
+
+
+def _use_of(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:
+    """Return the innermost product, call or statement around an expression."""
+    while node in parents:
+        node = parents[node]
+        if _is_product(node) or isinstance(node, (ast.Call, ast.stmt)):
+            break
+    return node
+
+
+def _is_product(node: ast.AST) -> bool:
+    return isinstance(node, _PRODUCTS) and isinstance(node.op, (ast.Mult, ast.Div))
+
+
+def _is_name_factor(assignment: ast.Assign, file: str) -> bool:
+    """Return whether a name that is assigned is a factor somewhere in the file."""
+    names = {_name_of(target) for target in assignment.targets}
+    products = [node for node in _parents(file) if _is_product(node)]
+    return any(_name_of(part) in names for product in products for part in ast.walk(product))
+
+
+def _name_of(node: ast.AST) -> str | None:
+    """Return the name of a variable or of an attribute; None for any other expression."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else None
+
+
+@functools.cache
+def _parents(file: str) -> dict[ast.AST, ast.AST]:
+    """Return the parent of each node of a file; none if it cannot be parsed."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return {}
+    return {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
 
 
 @functools.cache

@@ -25,7 +25,8 @@ from funcamp._audit.events import (
     OptimizerLoaded,
     OptimizerMade,
     OutOfRange,
-    ReadEvent,
+    ReadsCancelled,
+    ReadsUsed,
     Reduced,
     ScaledLossRead,
     ScaleRead,
@@ -138,6 +139,8 @@ class Scaler:
     """What is known about a `GradScaler`."""
 
     made_line: Line = UNKNOWN
+    made_lines: tuple[Line, ...] = ()
+    """The lines of all functions that called when it was made, the outermost first."""
     updates: int = 0
     passes: int = 0
     """The number of backward passes of losses that it scaled."""
@@ -152,6 +155,10 @@ class Scaler:
     """The lines that read its scale, and how often each did."""
     is_compared: bool = False
     """Whether its scale was read before the first backward pass: the loop compares scales to find skipped steps."""
+    is_factor: bool = False
+    """Whether the loop has multiplied or divided by its scale."""
+    loss_lines: Counter[Line] = field(default_factory=Counter)
+    """The lines that read a loss on the host that it scaled, and how often each did."""
     last_read_line: Line = UNKNOWN
     """The last line that read its scale since its last update."""
     is_saved: bool = False
@@ -176,6 +183,10 @@ class Optimizer:
     """Where its gradients were cleared after a backward pass, if no other pass followed."""
     loaded_line: Line | None = None
     """Where its state was loaded from a file."""
+    is_restored: bool = False
+    """Whether its state was loaded since its last step, from a file or from a copy."""
+    has_own_passes: bool = False
+    """Whether a backward pass reached its parameters and none of another optimizer."""
 
 
 class Loop:
@@ -194,13 +205,24 @@ class Loop:
         """For each optimizer whether its steps since the last step of its scheduler were applied, one flag a step."""
         self.optimizer_saved_line: Line | None = None
         """Where an optimizer's state was last saved to a file."""
-        self.has_loaded_file = False
+        self.has_loaded_optimizer = False
+        """Whether a file was loaded that contains an optimizer's state."""
+        self.has_unscaled = False
+        """Whether `unscale_` was called."""
+        self.is_checked = False
+        """Whether something was computed from gradients since `unscale_`: the loop may look for inf itself."""
         self.left_float16_range = False
         """Whether a float16 operation got or made a number outside of float16's range."""
         self.stale_loss_line = UNKNOWN
         """The last line that read a scaled loss after the scaler's update; `UNKNOWN` if a newer loss was read since."""
         self.scaled_reads: dict[int, Line] = {}
-        """By read id: where statistics of scaled gradients were computed whose use is not known yet."""
+        """By read id: where statistics of scaled gradients were computed since the last step."""
+        self.right_reads: set[int] = set()
+        """The reads among them of which a number was computed that is free of the scale, or may be."""
+        self.wrong_reads: set[int] = set()
+        """The reads among them of which a number was used that grows with the scale."""
+        self.has_scale_factor = False
+        """Whether the loop has multiplied or divided by a scaler's scale since the last update."""
         self.float16_lines: dict[Key, Line] = {}
         """Where each parameter was cast to float16 by `half()`."""
 
@@ -235,7 +257,7 @@ class Loop:
 
     @follow.register
     def _(self, event: ScalerMade) -> None:
-        self.scalers[event.scaler] = Scaler(made_line=event.line)
+        self.scalers[event.scaler] = Scaler(made_line=event.line, made_lines=event.lines)
 
     @follow.register
     def _(self, event: OptimizerMade) -> None:
@@ -261,6 +283,7 @@ class Loop:
                 optimizer.window.append(event)
                 optimizer.last_pass = event
                 optimizer.cleared_line = None
+                optimizer.has_own_passes |= parameters.issubset(optimizer.parameters)
 
     @follow.register
     def _(self, event: GradientsTaken) -> None:
@@ -269,7 +292,9 @@ class Loop:
 
     @follow.register
     def _(self, event: Unscaled) -> None:
-        self.scaled_reads.clear()
+        self._forget_reads()
+        self.is_checked = False
+        self.has_unscaled = True
         self.optimizer(event.optimizer).parameters = event.parameters
         if event.scaler is not None and event.has_enabled_scaler:
             self.scaler(event.scaler).unscaled.add(event.optimizer)
@@ -277,11 +302,13 @@ class Loop:
 
     @follow.register
     def _(self, event: StepCalled) -> None:
-        self.scaled_reads.clear()
+        self._forget_reads()
         self.steps += 1
+        self.is_checked = False
         optimizer = self.optimizer(event.optimizer)
         optimizer.parameters = event.parameters
         optimizer.steps += 1
+        optimizer.is_restored = False
         optimizer.window = []
         if event.scaler is not None:
             optimizer.scaler = event.scaler
@@ -304,6 +331,7 @@ class Loop:
         scaler.updates += event.is_enabled
         scaler.last_read_line = UNKNOWN
         self.stale_loss_line = UNKNOWN
+        self.has_scale_factor = False
         scaler.unscaled.clear()
         scaler.stepped.clear()
 
@@ -311,6 +339,8 @@ class Loop:
     def _(self, event: ScaleRead) -> None:
         scaler = self.scaler(event.scaler)
         scaler.is_compared |= not scaler.passes
+        scaler.is_factor |= event.is_factor
+        self.has_scale_factor |= event.is_factor
         scaler.scale_reads[event.line] += 1
         scaler.last_read_line = event.line
 
@@ -318,6 +348,8 @@ class Loop:
     def _(self, event: ScaledLossRead) -> None:
         is_stale = event.updates != self.updates_of(event.scaler)
         self.stale_loss_line = event.line if is_stale else UNKNOWN
+        if event.is_on_host:
+            self.scaler(event.scaler).loss_lines[event.line] += 1
 
     @follow.register
     def _(self, event: GradientRead) -> None:
@@ -325,12 +357,23 @@ class Loop:
             self.scaled_reads[event.read_id] = event.line
 
     @follow.register
-    def _(self, event: ReadEvent) -> None:
-        for read_id in event.read_ids:
-            self.scaled_reads.pop(read_id, None)
+    def _(self, event: ReadsCancelled) -> None:
+        self.is_checked = True
+        self.right_reads |= self.scaled_reads.keys() & event.read_ids
+
+    @follow.register
+    def _(self, event: ReadsUsed) -> None:
+        self.is_checked = True
+        self.wrong_reads |= self.scaled_reads.keys() & event.read_ids
 
     @follow.register
     def _(self, event: GradientWritten) -> None:
+        written = set(event.parameters)
+        for optimizer in self.optimizers.values():
+            if written.intersection(optimizer.parameters):
+                optimizer.cleared_line = None
+        if event.keeps_scale:
+            return
         self._note_unscaled(event.parameters, event.line)
         for parameter in event.parameters:
             self.gradients[parameter] = replace(self.gradient(parameter), is_written=True, unsynced_line=None)
@@ -352,14 +395,17 @@ class Loop:
             self.optimizer(event.optimizer).parameters = event.parameters
         cleared = set(event.parameters)
         self.clears += self._has_unused(event.parameters)
-        for key, optimizer in self.optimizers.items():
-            if self._has_unused(optimizer.parameters) and cleared.issuperset(optimizer.parameters):
-                optimizer.cleared_line = event.line
-                optimizer.clears += key == event.optimizer
-            if cleared.intersection(optimizer.parameters):
-                optimizer.window = []
+        affected = [optimizer for optimizer in self.optimizers.values() if cleared.intersection(optimizer.parameters)]
+        unused = [optimizer for optimizer in affected if self._has_unused(optimizer.parameters)]
         for parameter in event.parameters:
             self.gradients.pop(parameter, None)
+        for optimizer in affected:
+            optimizer.window = []
+        for optimizer in unused:
+            if not self.gradients_of(optimizer.parameters):
+                optimizer.cleared_line = event.line
+        if event.optimizer is not None and self.optimizer(event.optimizer) in unused:
+            self.optimizer(event.optimizer).clears += 1
 
     @follow.register
     def _(self, event: CastToFloat16) -> None:
@@ -379,21 +425,39 @@ class Loop:
 
     @follow.register
     def _(self, event: OptimizerLoaded) -> None:
-        if self.has_loaded_file:
-            self.optimizer(event.optimizer).loaded_line = event.line
+        optimizer = self.optimizer(event.optimizer)
+        optimizer.is_restored = True
+        if self.has_loaded_optimizer:
+            optimizer.loaded_line = event.line
 
     @follow.register
     def _(self, event: FileSaved) -> None:
-        if event.has_optimizer:
+        # One that was saved before a scaler's first update, as after a training in float32, needs no scaler.
+        if event.has_optimizer and any(scaler.updates for scaler in self.scalers.values()):
             self.optimizer_saved_line = event.line
 
     @follow.register
-    def _(self, _event: FileLoaded) -> None:
-        self.has_loaded_file = True
+    def _(self, event: FileLoaded) -> None:
+        self.has_loaded_optimizer |= event.has_optimizer
 
     @follow.register
     def _(self, _event: OutOfRange) -> None:
         self.left_float16_range = True
+
+    def lines_of_wrong_reads(self) -> list[Line]:
+        """Return where statistics of scaled gradients were computed that are used, or for no purpose that is seen.
+
+        If the loop has multiplied or divided by the scale, the numbers may have been unscaled on the host.
+        """
+        if self.has_scale_factor:
+            return []
+        is_right = self.right_reads - self.wrong_reads
+        return [line for read_id, line in self.scaled_reads.items() if read_id not in is_right]
+
+    def _forget_reads(self) -> None:
+        self.scaled_reads.clear()
+        self.right_reads.clear()
+        self.wrong_reads.clear()
 
     def _has_unused(self, parameters: tuple[Key, ...]) -> bool:
         """Return whether a parameter has a gradient that no step has used."""

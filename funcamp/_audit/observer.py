@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
+import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
@@ -18,22 +20,26 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from funcamp import _upstream
 from funcamp._audit import events
-from funcamp._audit.autograd_graph import Scaling, mark_scaled, read_graph
+from funcamp._audit.autograd_graph import Scaling, is_scaled, mark_scaled, read_graph
 from funcamp._audit.events import Event, Key, Reduction
 from funcamp._audit.file_contents import contains_optimizer, numbers_in
 from funcamp._audit.hooks import Hook, ParameterHooks
-from funcamp._audit.lines import calling_line, calling_lines
+from funcamp._audit.lines import calling_line, calling_lines, is_factor, is_subscripted
 from funcamp._audit.nesting import Nesting, current_node
 from funcamp._audit.operations import Operations
+from funcamp._audit.powers import Power, combined
 from funcamp._audit.replicas import Replicas
 from funcamp._audit.tensors import all_finite, is_zero, tensors_in
 from funcamp._audit.tracked import Tracked
+from funcamp._upstream.modes import without_modes
 from funcamp._upstream.replaced import replaced, with_subclasses
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.nn.parallel import DistributedDataParallel
 
+#: The number of arguments of `torch.autograd.backward` between the tensors and `inputs`.
+_PLACE_OF_INPUTS = 4
 #: A function of torch that is replaced.
 _Function: TypeAlias = Callable[..., object]
 #: Gets a function of torch and the arguments of its call, and calls it.
@@ -77,9 +83,15 @@ class Observer:
         """The optimizers that have taken their own step since the scaler's step was called."""
         self._outer_scaling: Scaling | None = None
         """The scaling of the backward pass that runs now."""
+        self._last_scaling: Scaling | None = None
+        """The scaling of the last backward pass that had one."""
+        self._factor_scaling: Scaling | None = None
+        """The scaling of a tensor without a graph: the loop multiplies losses by it."""
         self._passes = 0
         """The number of backward passes, without those inside another one."""
         self._first_loss_is_finite = True
+        self._threads: dict[int, bool] = {}
+        """For each thread that differentiates, whether it was the first one."""
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
@@ -87,15 +99,28 @@ class Observer:
         with contextlib.ExitStack() as stack:
             stack.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
+            # A function that two modules have stays one function: pickle looks it up in the module that it names.
+            wrapped: dict[int, _Function] = {}  # by the function's id: some of torch's have no hash
+            # A class that the script defines or imports later: FSDP's scaler is one.
+            observe_later = functools.partial(self._observe_class, stack)
+            stack.enter_context(replaced(torch.amp.GradScaler, __init_subclass__=classmethod(observe_later)))
             for observed in list(self._handlers()):
                 function = vars(observed.owner)[observed.name]
-                wrapped = self._wrap(function, observed.handler)
-                stack.enter_context(replaced(observed.owner, **{observed.name: wrapped}))
+                if id(function) not in wrapped:
+                    wrapped[id(function)] = self._wrap(function, observed.handler)
+                stack.enter_context(replaced(observed.owner, **{observed.name: wrapped[id(function)]}))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             stack.enter_context(self._operations)
             # What the run imported from torch by name stays a wrapped function in its own modules.
             stack.callback(setattr, self._nesting, "is_quiet", True)
             yield
+
+    def _observe_class(self, stack: contextlib.ExitStack, scaler_class: type) -> None:
+        """Observe the methods of a class of scalers that was just defined, for the time of the run."""
+        calls = self._scaler_calls()
+        for name in calls.keys() & vars(scaler_class).keys():
+            wrapped = self._wrap(vars(scaler_class)[name], calls[name])
+            stack.enter_context(replaced(scaler_class, **{name: wrapped}))
 
     def _emit(self, event: Event) -> None:
         """Report an event; the event of a hook waits for the end of its backward pass."""
@@ -104,9 +129,9 @@ class Observer:
         else:
             self._emit_now(event)
 
-    def _handlers(self) -> Iterator[_Observed]:
-        """Yield the functions that are observed, with the handlers of their calls."""
-        scaler_calls: dict[str, _Handler] = {
+    def _scaler_calls(self) -> dict[str, _Handler]:
+        """Return the handlers of a scaler's methods, by their names."""
+        return {
             "__init__": self._make_scaler,
             "scale": self._scale,
             "unscale_": self._unscale,
@@ -117,6 +142,10 @@ class Observer:
             "__getstate__": self._save_scaler,
             "load_state_dict": self._load_scaler,
         }
+
+    def _handlers(self) -> Iterator[_Observed]:
+        """Yield the functions that are observed, with the handlers of their calls."""
+        scaler_calls = self._scaler_calls()
         # A subclass may override a method, so its own are replaced too.
         for scaler_class in with_subclasses(torch.amp.GradScaler):
             for name in scaler_calls.keys() & vars(scaler_class).keys():
@@ -133,6 +162,7 @@ class Observer:
         yield _Observed(Optimizer, "load_state_dict", self._load_optimizer)
         yield _Observed(nn.Module, "zero_grad", self._clear_module)
         yield _Observed(nn.Module, "half", self._cast_to_float16)
+        yield _Observed(nn.Module, "to", self._cast_to_float16)
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             yield _Observed(owner, "clip_grad_norm_", self._clip)
             yield _Observed(owner, "clip_grad_value_", self._clip)
@@ -142,8 +172,9 @@ class Observer:
             yield _Observed(owner, "save", self._save)
             yield _Observed(owner, "load", self._load)
         if torch.distributed.is_available():
-            for name in ("all_reduce", "all_reduce_coalesced", "reduce"):
-                yield _Observed(torch.distributed, name, self._reduce)
+            for owner in (torch.distributed, torch.distributed.distributed_c10d):
+                for name in ("all_reduce", "all_reduce_coalesced", "reduce"):
+                    yield _Observed(owner, name, self._reduce)
             yield _Observed(nn.parallel.DistributedDataParallel, "__init__", self._make_replica)
             reducer_class = torch.distributed.Reducer  # type: ignore[attr-defined]
             yield _Observed(reducer_class, "prepare_for_backward", self._prepare_reducer)
@@ -153,24 +184,36 @@ class Observer:
 
         @functools.wraps(function)
         def observed(*args: object, **kwargs: object) -> object:
-            if self._nesting.is_quiet:
+            if self._nesting.is_quiet or self._is_in_other_loop(begins=handler in (self._scale, self._backward)):
                 return function(*args, **kwargs)
             return handler(function, *args, **kwargs)
 
         return observed
+
+    def _is_in_other_loop(self, *, begins: bool = False) -> bool:
+        """Return whether a second loop runs, in a thread beside that of the first one: it is not watched.
+
+        begins: whether a loss is scaled or differentiated now, which only the thread of a loop does.
+        """
+        thread = threading.get_ident()
+        if begins and current_node() is None:  # a backward pass has threads of its own
+            self._threads.setdefault(thread, not self._threads)
+        return not self._threads.get(thread, True)
 
     # Scalers.
 
     def _make_scaler(self, function: _Function, scaler: GradScaler, *args: object, **kwargs: object) -> None:
         self._quietly(function, scaler, *args, **kwargs)
         key = self._tracked.key(scaler)
-        self._emit(events.ScalerMade(calling_line(), key))
+        self._emit(events.ScalerMade(calling_line(), key, calling_lines()))
         if scaler.is_enabled() and scaler._init_scale in self._loaded_numbers:  # loaded without load_state_dict
             self._emit(events.ScalerLoaded(calling_line(), key))
 
     def _scale(self, function: _Function, scaler: GradScaler, outputs: object) -> object:
         if not self._passes and isinstance(outputs, Tensor):
             self._first_loss_is_finite = all_finite(outputs)
+        if isinstance(outputs, Tensor) and scaler.is_enabled():
+            self._emit(events.LossScaled(calling_line(), is_scaled(outputs)))
         result = self._quietly(function, scaler, outputs)
         if isinstance(result, Iterator):
             losses = list(result)
@@ -184,12 +227,18 @@ class Observer:
         if not scaler.is_enabled():
             return
         key = self._tracked.key(scaler)
+        scale = scaler._scale
+        if isinstance(scale, Tensor):  # before the scale is made, there is none
+            with without_modes():
+                self._tracked.scales.add(scale.item())
         scaling = Scaling(key, self._updates.get(key, 0))
         self._has_scaled = True
         for loss in tensors_in(losses):
             self._tracked.remember_loss(loss, scaling)
             if loss.grad_fn is not None:
                 mark_scaled(loss.grad_fn, scaling)
+            elif not loss.requires_grad:
+                self._factor_scaling = scaling
 
     def _unscale(self, function: _Function, scaler: GradScaler, optimizer: Optimizer) -> None:
         self._emit_for_optimizer(events.Unscaled, optimizer, scaler)
@@ -205,7 +254,8 @@ class Observer:
             result = self._quietly(function, scaler, optimizer, *args, **kwargs)
         # An optimizer that wraps another may have no hooks of its own; then its step is taken as applied.
         has_hooks = hasattr(getattr(type(optimizer), "step", None), "hooked")
-        self._emit(events.StepEnded(calling_line(), key, bool(self._applied) or not has_hooks))
+        is_applied = (bool(self._applied) or not has_hooks) and not _skips_itself(scaler, optimizer)
+        self._emit(events.StepEnded(calling_line(), key, is_applied))
         return result
 
     def _update(self, function: _Function, scaler: GradScaler, *args: object, **kwargs: object) -> None:
@@ -221,15 +271,15 @@ class Observer:
         if not scaler.is_enabled():  # the scale is a Python number, which needs no host synchronization
             return self._quietly(function, scaler)
         key = self._tracked.key(scaler)
-        self._emit(events.ScaleRead(calling_line(), key))
+        self._emit(events.ScaleRead(calling_line(), key, is_factor("get_scale", calling_lines())))
         scale = self._quietly(function, scaler)
-        # The loop may unscale by this number, or save it.
         self._tracked.scales.add(scale)
         self._scales[key] = scale
         return scale
 
     def _save_scaler(self, function: _Function, scaler: GradScaler) -> object:
-        self._emit(events.ScalerSaved(calling_line(), self._tracked.key(scaler)))
+        if not is_subscripted("state_dict", calling_line()):  # to log the scale is not to save it
+            self._emit(events.ScalerSaved(calling_line(), self._tracked.key(scaler)))
         return self._quietly(function, scaler)
 
     def _load_scaler(self, function: _Function, scaler: GradScaler, *args: object, **kwargs: object) -> None:
@@ -245,12 +295,16 @@ class Observer:
 
     def _begin_step(self, optimizer: Optimizer, *_: object) -> None:
         """Before an optimizer's own step."""
+        if self._is_in_other_loop():
+            return
         if not self._nesting.in_scaler_step:
             self._emit_for_optimizer(events.StepCalled, optimizer, None)
         self._nesting.stepping.add(self._tracked.key(optimizer))
 
     def _end_step(self, optimizer: Optimizer, *_: object) -> None:
         """After an optimizer's own step."""
+        if self._is_in_other_loop():
+            return
         key = self._tracked.key(optimizer)
         self._nesting.stepping.discard(key)
         self._applied.add(key)
@@ -264,6 +318,9 @@ class Observer:
         written = self._tracked.find_replaced_gradients(optimizer)
         if written:
             self._emit(events.GradientWritten(calling_line(), written))
+        read_ids = self._tracked.reads_in_gradients(optimizer)
+        if read_ids:
+            self._emit(events.ReadsCancelled(calling_line(), read_ids))
         event = event_type(
             calling_line(),
             optimizer=self._tracked.key(optimizer),
@@ -301,20 +358,29 @@ class Observer:
     def _backward(
         self, function: _Function, tensors: object, *args: object, inputs: object = None, **kwargs: object
     ) -> object:
+        if len(args) > _PLACE_OF_INPUTS:
+            inputs = args[_PLACE_OF_INPUTS]
+            args = args[:_PLACE_OF_INPUTS]
         if isinstance(tensors, Iterator):  # it can be read once
             tensors = list(tensors)
         outputs = tensors_in(tensors)
         graph = read_graph(outputs)
         leaves = graph.leaves if inputs is None else tensors_in(inputs)
         is_nested = current_node() is not None  # in a checkpoint whose forward pass runs again
+        scaling = self._outer_scaling if is_nested else graph.scaling
+        initial_gradients = tensors_in(args[0] if args else kwargs.get("grad_tensors"))
+        if scaling is None and not is_nested:
+            scaling = self._indirect_scaling([*outputs, *initial_gradients])
         if not is_nested:
             self._hooks.forget()
             self._tracked.forget_powers()  # the loop may have unscaled earlier gradients since
-        scaling = self._outer_scaling if is_nested else graph.scaling
         synced = self._replicas.synced()
         keys = self._tracked.parameters(leaves)
         empty = frozenset(key for key, leaf in zip(keys, leaves) if is_zero(leaf.grad))
         not_finite = "" if is_nested or self._passes else self._find_not_finite(outputs, leaves, graph.scaling)
+        if not is_nested:
+            self._last_scaling = scaling or self._last_scaling
+        is_mean = not is_nested and all(map(_is_one, initial_gradients))
         with replaced(self, _outer_scaling=scaling), replaced(self._nesting, in_backward=True):
             result = function(tensors, *args, inputs=inputs, **kwargs)
         self._passes += not is_nested
@@ -327,8 +393,9 @@ class Observer:
                 empty=empty,
                 scaler=None if scaling is None else scaling.scaler,
                 dtypes=graph.dtypes,
-                reduction=Reduction.OTHER if is_nested else graph.reduction,
+                reduction=graph.reduction if is_mean else Reduction.OTHER,
                 autocast_dtype=None if is_nested else _autocast_dtype(outputs),
+                has_products=graph.has_products,
                 lines=calling_lines(),
                 not_finite=not_finite,
                 nonfinite_input=self._operations.nonfinite_input,
@@ -339,6 +406,17 @@ class Observer:
         )
         self._hooks.emit_deferred()
         return result
+
+    def _indirect_scaling(self, tensors: list[Tensor]) -> Scaling | None:
+        """Return the scaling of a pass whose loss no scaler has scaled; None if nothing else did.
+
+        The loss, or its initial gradient, is computed from scaled gradients; or a scaler has scaled a factor of it.
+        """
+        powers = [power for power in map(self._tracked.power_of, tensors) if power is not None and power.degree == 1]
+        if powers:
+            self._emit(events.ReadsCancelled(calling_line(), combined(powers, 1.0).read_ids))
+            return self._last_scaling
+        return self._factor_scaling
 
     def _grad(self, function: _Function, outputs: object, *args: object, **kwargs: object) -> object:
         if isinstance(outputs, Iterator):  # it can be read once
@@ -363,15 +441,28 @@ class Observer:
         self._emit(events.Cleared(calling_line(), parameters, None))
         self._quietly(function, module, *args, **kwargs)
 
-    def _cast_to_float16(self, function: _Function, module: nn.Module) -> object:
-        result = self._quietly(function, module)
-        self._emit(events.CastToFloat16(calling_line(), self._tracked.parameters(module.parameters())))
+    def _cast_to_float16(self, function: _Function, module: nn.Module, *args: object, **kwargs: object) -> object:
+        before = {parameter for parameter in module.parameters() if parameter.dtype == torch.float16}
+        result = self._quietly(function, module, *args, **kwargs)
+        cast = [parameter for parameter in module.parameters() if parameter.dtype == torch.float16]
+        keys = self._tracked.parameters(parameter for parameter in cast if parameter not in before)
+        if keys:
+            self._emit(events.CastToFloat16(calling_line(), keys))
         return result
 
     def _clip(self, function: _Function, parameters: object, *args: object, **kwargs: object) -> object:
         clipped = tensors_in(parameters)  # a generator can be read once
-        self._emit(events.Clipped(calling_line(), self._tracked.parameters(clipped)))
-        return self._quietly(function, clipped, *args, **kwargs)
+        keys = self._tracked.parameters(clipped)
+        bound = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
+        if bound != math.inf:
+            self._emit(events.Clipped(calling_line(), keys))
+            norm = self._quietly(function, clipped, *args, **kwargs)
+            for tensor in tensors_in(norm):  # a loop may look for inf in it
+                self._tracked.remember_power(tensor, Power(keys, 0.0))
+            return norm
+        norm = self._quietly(function, clipped, *args, **kwargs)  # to log it
+        self._operations.report_norm(norm, keys)
+        return norm
 
     def _reduce(self, function: _Function, *args: object, **kwargs: object) -> object:
         reduced = args[0] if args else kwargs.get("tensor", kwargs.get("tensors", ()))
@@ -405,8 +496,8 @@ class Observer:
         return function(obj, *args, **kwargs)  # not quietly: it may pickle a scaler, which is an event
 
     def _load(self, function: _Function, *args: object, **kwargs: object) -> object:
-        self._emit(events.FileLoaded(calling_line()))
         obj = function(*args, **kwargs)
+        self._emit(events.FileLoaded(calling_line(), contains_optimizer(obj)))
         self._loaded_numbers |= set(numbers_in(obj))
         return obj
 
@@ -418,6 +509,21 @@ def _autocast_dtype(outputs: list[Tensor]) -> torch.dtype | None:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
     return None
+
+
+def _is_one(initial_gradient: Tensor) -> bool:
+    """Return whether an initial gradient is 1, as that of a loss is."""
+    with without_modes():
+        return initial_gradient.dim() == 0 and bool(initial_gradient == 1)
+
+
+def _skips_itself(scaler: GradScaler, optimizer: Optimizer) -> bool:
+    """Return whether an optimizer has skipped its step itself, as fused ones do, which get the scaler's flag."""
+    if not getattr(optimizer, "_step_supports_amp_scaling", False) or not scaler.is_enabled():
+        return False
+    flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values()
+    with without_modes():
+        return any(flag.item() for flag in flags)
 
 
 def _refuses_float16(scaler: GradScaler | None) -> bool:

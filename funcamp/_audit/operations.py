@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING
 import torch
 
 from funcamp import _upstream
-from funcamp._audit.events import Event
+from funcamp._audit.events import Event, Key
 from funcamp._audit.float16_range import RAISING, Float16Range
 from funcamp._audit.gradient_operations import GradientOperations
 from funcamp._audit.reruns import Call, operator_name, recorded
-from funcamp._audit.tensors import tensor_arguments, without_modes
+from funcamp._audit.tensors import tensor_arguments
 from funcamp._audit.tracked import Tracked
 from funcamp._types import Args, Kwargs
+from funcamp._upstream.modes import check_modes
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -34,8 +35,8 @@ class Operations(_Mode):
     """
 
     def __init__(self, emit: Callable[[Event], None], tracked: Tracked, is_hidden: Callable[[], bool]) -> None:
-        for private_name in (without_modes, _Mode):
-            _upstream.check(private_name)
+        check_modes()
+        _upstream.check(_Mode)
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_hidden = is_hidden
         self._gradients = GradientOperations(emit, tracked)
@@ -45,6 +46,10 @@ class Operations(_Mode):
     def nonfinite_input(self) -> str:
         """The first float16 operation of the run with inf or NaN in an input; empty without one."""
         return self._float16.nonfinite_input
+
+    def report_norm(self, norm: object, parameters: tuple[Key, ...]) -> None:
+        """Report the norm of gradients that a function of torch has computed."""
+        self._gradients.report_norm(norm, parameters)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None

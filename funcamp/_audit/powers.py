@@ -6,13 +6,15 @@ A norm grows with the scale, a dot product of two gradients with its square, and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection
 from typing import NamedTuple
 
-from torch import Tensor
+import torch
 
 from funcamp._audit.events import Key
+from funcamp._audit.tensors import is_plain
 from funcamp._types import Args
+from funcamp._upstream.modes import without_modes
 
 
 class Power(NamedTuple):
@@ -27,16 +29,26 @@ class Power(NamedTuple):
 
 
 #: The result grows with the same power of the scale as the input that grows most.
-_SAME = {"sum", "mean", "max", "amax", "min", "amin", "maximum", "minimum", "std", "norm", "linalg_vector_norm"}
-_SAME |= {"_foreach_norm", "abs", "_foreach_abs", "neg", "clone", "_to_copy", "stack", "cat", "add", "sub", "clamp"}
-_SAME |= {"clamp_min", "clamp_max", "view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "detach", "alias"}
-_SAME |= {"unbind", "_local_scalar_dense", "histc", "select"}
+_SAME = {"sum", "mean", "max", "amax", "min", "amin", "std", "norm", "linalg_vector_norm", "median", "sort", "topk"}
+_SAME |= {"abs", "neg", "clone", "_to_copy", "stack", "cat", "add", "sub", "_local_scalar_dense", "histc"}
+_SAME |= {"view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "detach", "alias", "unbind", "select", "slice"}
+_SAME |= {"split", "split_with_sizes", "t", "transpose", "permute", "as_strided", "index", "gather"}
 #: The degree of the result is that of the only input times this number.
 _FACTORS = {"var": 2.0, "square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}
 _PRODUCTS = {"mul", "dot", "vdot", "mv", "mm"}
-_COMPARISONS = {"gt", "lt", "ge", "le"}
-#: Operations that read a number on the host, or decide by it.
-USES = {"_local_scalar_dense", "histc", *_COMPARISONS}
+COMPARISONS = {"gt", "lt", "ge", "le"}
+BOUNDS = {"clamp", "clamp_min", "clamp_max", "minimum", "maximum"}
+#: Operations that decide by a number.
+DECISIONS = COMPARISONS | BOUNDS
+#: Operations that read a number on the host.
+HOST_READS = {"_local_scalar_dense", "histc"}
+
+#: A bound that is not larger is an epsilon: it only keeps a division from zero.
+_LARGEST_EPSILON = 1e-3
+#: A bound that is not smaller only finds what float16 cannot represent.
+_SMALLEST_INFINITE = 65504.0
+#: A loop that divides by the scale may divide by this multiple of it too: by micro-batches or by ranks.
+_LARGEST_MULTIPLE = 64
 
 
 def combined(powers: list[Power], degree: float) -> Power:
@@ -46,58 +58,76 @@ def combined(powers: list[Power], degree: float) -> Power:
     return Power(parameters, degree, read_ids)
 
 
-def degree_of(name: str, arguments: Args, powers: list[Power | None], scales: Iterable[float]) -> float | None:
+def degree_of(name: str, arguments: Args, powers: list[Power | None], scales: Collection[float]) -> float | None:
     """Return the degree of an operation's result; None if it is unknown.
 
     Args:
         name: the operation.
         arguments: its arguments.
         powers: the power of each argument; None for an argument that is not computed from gradients. At least one is.
-        scales: the numbers that scalers returned as their scales.
+        scales: the scales that scalers had.
     """
     degrees = [power.degree for power in powers if power is not None]
-    if name in _SAME:
+    if name in _SAME or name in BOUNDS:
         return max(degrees, key=abs)
     if name in _FACTORS:
         return degrees[0] * _FACTORS[name]
     if name == "pow":
         exponent = arguments[1]
         return degrees[0] * exponent if isinstance(exponent, (int, float)) else None
-    if len(arguments) < 2:
-        return None
-    if name in _COMPARISONS:
-        first, second = _first_two_degrees(powers)
-        return first - second  # 0 if both sides grow alike: their order does not depend on the scale
-    if name in _PRODUCTS or name == "div":
-        return _degree_of_product(name, arguments, powers, scales)
+    if len(arguments) >= 2 and (name in _PRODUCTS or name == "div"):
+        return degree_of_product(name, arguments, powers, scales)
     return None
 
 
-def _degree_of_product(name: str, arguments: Args, powers: list[Power | None], scales: Iterable[float]) -> float | None:
-    """Return the degree of a product or quotient; 0 if a factor may be the scale, None if it is unknown.
+def depends_on_scale(arguments: Args, powers: list[Power | None], scales: Collection[float]) -> bool:
+    """Return whether the result of one of `DECISIONS` changes with the scale.
 
-    A gradient times a number has an unknown degree, because the loop may unscale the gradient by that number.
+    It does not if all sides grow alike, or if a number is compared with zero, with inf, or with the scale itself.
     """
-    factors = [argument for argument, power in zip(arguments, powers) if power is None]
-    is_of_gradients = not any(power.read_ids for power in powers if power is not None)
-    if is_of_gradients and any(isinstance(factor, (int, float)) for factor in factors):
+    degrees = {power.degree for power in powers if power is not None}
+    if len(degrees) > 1:
+        return True
+    (degree,) = degrees
+    limits = [_number(argument) for argument, power in zip(arguments, powers) if power is None and argument is not None]
+    return bool(degree) and not all(limit is not None and _is_free_of_scale(limit, scales) for limit in limits)
+
+
+def degree_of_product(
+    name: str, arguments: Args, powers: list[Power | None], scales: Collection[float]
+) -> float | None:
+    """Return the degree of a product or quotient; None if a factor may be the scale."""
+    factors = [_number(argument) for argument, power in zip(arguments[:2], powers) if power is None]
+    # Without a scaler, any number may be the loop's own scale.
+    if any(factor is not None and (not scales or is_of_scale(factor, scales)) for factor in factors):
         return None
-    if any(_may_be_scale(factor, scales) for factor in factors):
-        return 0.0
-    first, second = _first_two_degrees(powers)
-    return first - second if name == "div" else first + second
-
-
-def _first_two_degrees(powers: list[Power | None]) -> tuple[float, float]:
-    """Return the degrees of the first two arguments; 0 for an argument that is not computed from gradients."""
     first, second = [0.0 if power is None else power.degree for power in powers[:2]]
-    return first, second
+    return first - second if "div" in name else first + second
 
 
-def _may_be_scale(factor: object, scales: Iterable[float]) -> bool:
-    """Return whether a factor is a tensor of shape (), or a scale or its inverse that a scaler returned."""
-    if isinstance(factor, Tensor):
-        return factor.dim() == 0
-    if not isinstance(factor, (int, float)) or not factor:
+def is_of_scale(number: float, scales: Collection[float]) -> bool:
+    """Return whether a number is a scale, its inverse, or a small multiple or fraction of them."""
+    if not number or not math.isfinite(number):
         return False
-    return any(math.isclose(factor, scale) or math.isclose(factor, 1 / scale) for scale in scales if scale)
+    ratios = [ratio for scale in scales if scale for ratio in (abs(number) / scale, abs(number) * scale)]
+    return any(_is_small_multiple(ratio) or _is_small_multiple(1 / ratio) for ratio in ratios)
+
+
+def _is_small_multiple(ratio: float) -> bool:
+    return 0.5 < ratio <= _LARGEST_MULTIPLE and math.isclose(ratio, round(ratio), rel_tol=1e-4)
+
+
+def _is_free_of_scale(limit: float, scales: Collection[float]) -> bool:
+    """Return whether a comparison with this number has the same result at every scale."""
+    size = abs(limit)
+    return not _LARGEST_EPSILON < size < _SMALLEST_INFINITE or is_of_scale(limit, scales)
+
+
+def _number(argument: object) -> float | None:
+    """Return a number, also of a tensor of shape (); None for anything else. Waits for the device."""
+    if isinstance(argument, (int, float)):
+        return float(argument)
+    if is_plain(argument) and argument.dim() == 0 and argument.is_floating_point():
+        with without_modes(), torch.no_grad():
+            return float(argument)
+    return None

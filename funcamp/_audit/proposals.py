@@ -24,6 +24,7 @@ from funcamp._audit.reruns import (
     weights_in_float32,
     with_number,
 )
+from funcamp._types import Tree
 
 #: Epsilons that are tried in place of one that is zero in float16, the smallest first.
 _EPSILONS = (1e-7, 1e-6, 1e-5, 1e-4, 1e-3)
@@ -128,13 +129,21 @@ def propose_for_epsilon(call: Call, run: RunWithEpsilon, epsilon: float) -> Prop
         epsilon: the epsilon that is zero in float16.
     """
     for larger in _EPSILONS:
-        result_range = range_of(floating_tensors(run(larger, unchanged)))
-        if result_range.is_finite:
+        result_range = _finite_range(run(larger, unchanged))
+        if result_range is not None:
             return Proposal(f"an epsilon of {larger:g} in place of {epsilon:g}", _proof(call, result_range))
-    result_range = range_of(floating_tensors(run(epsilon, in_float32)))
-    if result_range.is_finite:
+    result_range = _finite_range(run(epsilon, in_float32))
+    if result_range is not None:
         return Proposal(f"x.float() + {epsilon:g}  # and the division in float32", _proof(call, result_range))
     return Proposal("", _why_none_helps(call))
+
+
+def _finite_range(result: Tree) -> Range | None:
+    """Return the range of a result; None if it is not finite, or the operation did not run."""
+    if result is None:
+        return None
+    result_range = range_of(floating_tensors(result))
+    return result_range if result_range.is_finite else None
 
 
 def _obstacle(call: Call) -> str:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._audit.tensors import without_modes
 from funcamp._types import Args, Kwargs, Tree
+from funcamp._upstream.modes import without_modes
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -99,7 +99,8 @@ def range_of(tensors: Iterable[Tensor]) -> Range:
     with without_modes(), torch.no_grad():
         for tensor in tensors:
             if tensor.numel():
-                smallest, largest = torch.aminmax(tensor.detach())
+                values = tensor.detach()
+                smallest, largest = torch.aminmax(values.float() if values.dtype.itemsize == 1 else values)  # of float8
                 ranges.append((smallest.item(), largest.item()))
     if any(math.isnan(smallest) for smallest, _ in ranges):
         return Range(math.nan, math.nan)

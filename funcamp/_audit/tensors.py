@@ -9,16 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import _upstream
-
-#: Context manager: operations that no dispatch mode sees, neither the auditor's nor the report's.
-without_modes = _upstream.find("torch._C._DisableTorchDispatch")
+from funcamp._upstream.modes import without_modes
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:
     """Return whether a value is a dense tensor that has values and is of no subclass but Parameter."""
     if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
         return False
-    return value.layout is torch.strided and value.device.type != "meta"
+    if value.layout is not torch.strided or value.device.type == "meta" or value.is_nested:
+        return False
+    # FSDP frees the memory of parameters between their uses.
+    return _upstream.is_wrapped(value) or not value.numel() or value.untyped_storage().nbytes() > 0
 
 
 def address_of(value: object) -> int:
@@ -26,6 +27,21 @@ def address_of(value: object) -> int:
     if not is_plain(value) or _upstream.is_wrapped(value):
         return 0
     return int(value.untyped_storage().data_ptr())
+
+
+def overlap(first: object, second: object) -> bool:
+    """Return whether two plain tensors of one memory may share an element."""
+    if not is_plain(first) or not is_plain(second):
+        return False
+    (first_start, first_end), (second_start, second_end) = _bytes_of(first), _bytes_of(second)
+    return first_start < second_end and second_start < first_end
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first byte, and of the one after its last."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride())) if tensor.numel() else -1
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def all_finite(tensor: Tensor) -> bool:

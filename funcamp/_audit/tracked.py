@@ -14,7 +14,7 @@ from funcamp._audit.autograd_graph import Scaling
 from funcamp._audit.events import Key
 from funcamp._audit.lines import Line
 from funcamp._audit.powers import Power, combined
-from funcamp._audit.tensors import address_of
+from funcamp._audit.tensors import address_of, overlap
 
 #: The number of scaled losses that are remembered, to notice when one is read.
 _LOSSES = 8
@@ -33,14 +33,14 @@ class Tracked:
         self._known: dict[int, tuple[weakref.ref[object], Key]] = {}
         """The key of each object, by the object's address."""
         self._numbers = itertools.count(1)
-        self._gradients: dict[int, weakref.ref[Tensor]] = {}
-        """The parameter of each gradient, by the gradient's address."""
+        self._gradients: dict[int, dict[Key, weakref.ref[Tensor]]] = {}
+        """The parameters whose gradients are in a memory, by its address: one, or all those of a flat buffer."""
         self._addresses: dict[Key, int] = {}
         """The address of each parameter's gradient after the last backward pass that added to it."""
         self._powers: dict[int, tuple[weakref.ref[Tensor], Power]] = {}
         """The power of each tensor that is computed from gradients, by the `id` of the tensor."""
         self.scales: set[float] = set()
-        """The scales that `get_scale` returned: the loop may unscale gradients by one of these numbers."""
+        """The scales that scalers had: the loop may unscale gradients by one of these numbers."""
         self._hooked: list[tuple[int, Key]] = []
         """The addresses of the gradients that running hooks got, and their parameters, the innermost hook last."""
         self._losses: list[tuple[weakref.ref[Tensor], Scaling]] = []
@@ -69,8 +69,12 @@ class Tracked:
         for leaf in leaves:
             address = address_of(leaf.grad)
             if address:
-                self._gradients[address] = weakref.ref(leaf)
-                self._addresses[self.key(leaf)] = address
+                key = self.key(leaf)
+                former = self._addresses.get(key, 0)
+                if former != address:
+                    self._gradients.get(former, {}).pop(key, None)
+                self._gradients.setdefault(address, {})[key] = weakref.ref(leaf)
+                self._addresses[key] = address
 
     def gradients_among(self, tensors: Iterable[object]) -> tuple[Key, ...]:
         """Return the parameters whose gradients are among some tensors."""
@@ -78,11 +82,13 @@ class Tracked:
         for tensor in tensors:
             address = address_of(tensor)
             keys += [key for hooked, key in self._hooked if address and hooked == address]
-            reference = self._gradients.get(address)
-            leaf = None if reference is None else reference()
-            # The memory of a gradient that is gone may belong to another tensor now.
-            if leaf is not None and address_of(leaf.grad) == address:
-                keys.append(self.key(leaf))
+            for key, reference in list(self._gradients.get(address, {}).items()):
+                leaf = reference()
+                # The memory of a gradient that is gone may belong to another tensor now.
+                if leaf is None or address_of(leaf.grad) != address:
+                    del self._gradients[address][key]
+                elif overlap(leaf.grad, tensor):
+                    keys.append(key)
         return tuple(keys)
 
     @contextlib.contextmanager
@@ -97,16 +103,25 @@ class Tracked:
     def find_replaced_gradients(self, optimizer: Optimizer) -> tuple[Key, ...]:
         """Return an optimizer's parameters whose gradients the loop has replaced since the backward pass.
 
-        The new gradients are remembered, so that each replacement is returned once.
+        Not those replaced by what is computed from gradients and grows as they do, unless it was summed over ranks. The
+        new gradients are remembered, so that each replacement is returned once.
         """
         keys = []
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 address = address_of(parameter.grad)
                 if address and self._addresses.get(self.key(parameter), address) != address:
-                    keys.append(self.key(parameter))
+                    is_scaled = self.grows_like_gradients(parameter.grad)
+                    if not is_scaled or self.where_reduced([parameter.grad]) is not None:
+                        keys.append(self.key(parameter))
                     self.remember_gradients([parameter])
         return tuple(keys)
+
+    def reads_in_gradients(self, optimizer: Optimizer) -> tuple[int, ...]:
+        """Return the reads from which an optimizer's gradients were computed, such as those that lack their mean."""
+        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        powers = [self._power_of_computed(gradient) for gradient in gradients]
+        return tuple([read_id for power in powers if power is not None for read_id in power.read_ids])
 
     def power_of(self, argument: object) -> Power | None:
         """Return how an operation's argument grows with the scale; None if it is not computed from gradients."""

@@ -121,7 +121,8 @@ KEPT_GROUP = Defect((2, 11), None)
 
 #: Every private name of torch that `find` looks up, and what does not work without it.
 PRIVATE = {
-    "torch._C._DisableTorchDispatch": "python -m funcamp report does not work",
+    "torch._C.DisableTorchFunction": "numerics_report does not work",
+    "torch._C._DisableTorchDispatch": "numerics_report does not work",
     "torch._C._ExcludeDispatchKeyGuard": "jit does not take nn.Bilinear, affine_grid and linalg.pinv",
     "torch._C._are_functorch_transforms_active": "a custom_function whose forward takes ctx is refused by torch.func",
     "torch._C._cuda_endAllocateToPool": "after a capture that failed no other step can be captured in this process",
@@ -138,6 +139,7 @@ PRIVATE = {
     "torch._C._functorch.is_functorch_wrapped_tensor": "ties of parameters are looked up more slowly",
     "torch._C._functorch.is_gradtrackingtensor": "stateless does not work under torch.func transforms",
     "torch._C._swap_tensor_impl": "init(consume=True) does not work",
+    "torch._C._is_tracing": "numerics_report does not work",
     "torch._amp_foreach_non_finite_check_and_unscale_": "GradScaler unscales gradients one by one",
     "torch._amp_update_scale_": "GradScaler.update takes several kernels",
     "torch._dynamo.nonstrict_trace": "stateless does not work under torch.compile",
@@ -177,6 +179,7 @@ PRIVATE = {
     "torch.optim.optimizer._global_optimizer_pre_hooks": "GradScaler.step reads found_inf on the host",
     "torch.overrides._get_current_function_mode_stack": "some optimizers are refused where a device is the default",
     "torch.overrides._pop_mode_temporarily": "some optimizers are refused where a device is the default",
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "numerics_report does not work",
     "torch.utils._python_dispatch.TorchDispatchMode": "jit and numerics_report do not work; no optimizer is flat",
     "torch.utils._python_dispatch._disable_current_modes": "stateless is not made under FakeTensorMode, torch.compile",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "jit does not work",

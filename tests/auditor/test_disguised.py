@@ -6,12 +6,17 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from funcamp._audit.audit import Auditor
 from tests.auditor.loops.parts import batches, model_and_optimizer, scaler_of
 from tests.auditor.training import train
+
+
+def gradient_of(parameter: Tensor) -> Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 def clamp(model: nn.Module) -> None:
@@ -44,6 +49,55 @@ def test_clipping_before_unscale_is_named_in_every_form(clip: Callable[[nn.Modul
     assert finding.rule.name == "clip-before-unscale"
     first_line = clip.__code__.co_firstlineno
     assert first_line < finding.line.number < first_line + 8
+
+
+def bound_by_a_number(gradient: Tensor) -> Tensor:
+    return torch.minimum(gradient, torch.tensor(0.1))
+
+
+def test_a_bound_by_another_tensor_is_a_clipping() -> None:
+    def replace(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.grad = bound_by_a_number(gradient_of(parameter))
+
+    (finding,) = train(before_step=replace, autocast=True).findings()
+    assert finding.rule.name == "clip-before-unscale"
+    assert finding.line.text == "return torch.minimum(gradient, torch.tensor(0.1))"
+
+
+def largest_over_threshold(model: nn.Module) -> None:
+    assert max(gradient_of(parameter).abs().max() for parameter in model.parameters()) < 6e4
+
+
+def elements_over_threshold(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        gradient = gradient_of(parameter)
+        parameter.grad = torch.where(gradient.abs() > 0.5, 0.5 * gradient.sign(), gradient)
+
+
+def norm_without_bound(model: nn.Module) -> None:
+    torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()
+
+
+def coefficient(model: nn.Module) -> None:
+    norm = torch.stack([gradient_of(parameter).norm() for parameter in model.parameters()]).norm()
+    factor = torch.clamp(1.0 / (norm + 1e-6), max=1.0)
+    for parameter in model.parameters():
+        gradient_of(parameter).mul_(factor)
+
+
+def largest_of_host(model: nn.Module) -> None:
+    assert gradient_of(next(model.parameters())).norm().item() > 0.5
+
+
+@pytest.mark.parametrize(
+    "read", [largest_over_threshold, elements_over_threshold, norm_without_bound, coefficient, largest_of_host]
+)
+def test_a_number_that_grows_with_the_scale_is_named_in_every_form(read: Callable[[nn.Module], None]) -> None:
+    findings = train(before_step=read, autocast=True).findings()
+    assert {finding.rule.name for finding in findings} == {"read-before-unscale"}
+    first_line = read.__code__.co_firstlineno
+    assert all(first_line < finding.line.number < first_line + 5 for finding in findings)
 
 
 def test_a_function_that_the_run_has_imported_by_name_is_torchs_own_afterwards() -> None:

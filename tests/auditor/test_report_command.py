@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import runpy
@@ -13,10 +14,47 @@ import pytest
 
 from funcamp.__main__ import main
 from funcamp._audit.audit import Auditor
-from tests.auditor.scripts import LOOPS, watch
+from tests.auditor.scripts import LOOPS, RIGHT_LOOPS, watch
 
 CLIPS = LOOPS["clip-before-unscale"]
 READS = LOOPS["scale-read-each-step"]
+
+
+def reported(path: Path, folder: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> set[tuple[str, int]]:
+    """The findings of the command for a script: their names and lines. Torch may raise for a mistake."""
+    capsys.readouterr()
+    with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+        main(["report", "--json", "--out", str(folder), str(path), "--", *arguments])
+    return {(row["name"], row["line"]) for row in json.loads(capsys.readouterr().out)["findings"]}
+
+
+@pytest.fixture
+def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without matplotlib no picture is drawn, which takes longest."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+
+def findings_of(auditor: Auditor) -> set[tuple[str, int]]:
+    return {(finding.rule.name, finding.line.number) for finding in auditor.findings()}
+
+
+@pytest.mark.usefixtures("no_picture")
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
+@pytest.mark.parametrize("name", LOOPS)
+def test_the_command_finds_what_the_auditor_finds(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reported(LOOPS[name], tmp_path, capsys) == findings_of(watch(LOOPS[name], raises=True))
+    assert reported(LOOPS[name], tmp_path, capsys, "--right") == set()
+
+
+@pytest.mark.usefixtures("no_picture")
+@pytest.mark.filterwarnings("ignore:.*reentrant:UserWarning")
+@pytest.mark.parametrize("name", RIGHT_LOOPS)
+def test_the_command_finds_nothing_in_a_right_loop(name: str, tmp_path: Path) -> None:
+    assert main(["report", "--strict", "--out", str(tmp_path), str(RIGHT_LOOPS[name])]) == 0
+
+
 PLAIN = """
 import torch
 layer = torch.nn.Linear(4, 4)

@@ -421,7 +421,7 @@ def test_command_knows_the_scale_and_drops_what_came_before(tmp_path: Path, caps
         "with torch.autocast('cpu', torch.float16):\n    loss = model(torch.ones(2, 4)).float().sum()\n"
         "scaler.scale(loss).backward()\nbefore.exp()\n"
     )
-    assert main(["report", "--out", str(tmp_path / "out"), str(script)]) == 1  # 2^20 overflows
+    assert main(["report", "--out", str(tmp_path / "out"), str(script)]) == 0  # 2^20 overflows, which a scaler corrects
     said = capsys.readouterr().out
     assert "Loss scale in this run: 1048576 (2^20)." in said
     assert "Non-finite values: inf first in _to_copy (backward" in said

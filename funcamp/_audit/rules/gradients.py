@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from funcamp._audit.events import Clipped, Ended, OptimizerEvent, ReadsUsed, Reduced, StepCalled, Unscaled
+from funcamp._audit.events import Clipped, Ended, OptimizerEvent, Reduced, StepCalled, Unscaled
 from funcamp._audit.lines import Line
 from funcamp._audit.loop import Condition, Loop, Mixture
 from funcamp._audit.rules.rule import rule
@@ -21,7 +21,7 @@ def clip_before_unscale(event: Clipped | OptimizerEvent, loop: Loop) -> Iterator
     """Clipped, and no gradient is unscaled.
 
     If the loop itself multiplied the gradients, it may have unscaled them. Then the mistake is certain only when the
-    scaler unscales them later.
+    scaler unscales them later. If it multiplied by the scale, the bound may be times the scale too.
     """
     if isinstance(event, OptimizerEvent):
         if event.scaler is None or not event.has_enabled_scaler:
@@ -31,7 +31,7 @@ def clip_before_unscale(event: Clipped | OptimizerEvent, loop: Loop) -> Iterator
             yield from {gradient.clipped_line for gradient in gradients if gradient.clipped_line is not None}
         return
     conditions = loop.conditions(event.parameters)
-    if Condition.SCALED in conditions and Condition.UNSCALED not in conditions:
+    if Condition.SCALED in conditions and Condition.UNSCALED not in conditions and not loop.has_scale_factor:
         yield event.line
 
 
@@ -48,22 +48,18 @@ def optimizer_not_unscaled(event: Clipped, loop: Loop) -> Iterator[Line]:
 
 
 @rule(
-    ReadsUsed,
     OptimizerEvent,
     Ended,
     mistake="a norm or statistic of gradients is computed before unscale_",
     effect="the number is times the scale: it changes with the scale, and a threshold on it means nothing",
     change="scaler.unscale_(optimizer)  # before the gradients are read",
 )
-def read_before_unscale(event: ReadsUsed | OptimizerEvent | Ended, loop: Loop) -> Iterator[Line]:
-    """Read while they are scaled, and the number is used.
+def read_before_unscale(_event: OptimizerEvent | Ended, loop: Loop) -> Iterator[Line]:
+    """Read while they were scaled, and the number is used, or it is not seen whether.
 
-    It is also a finding if it is not seen whether the number is used, unless the scale cancels, as in a cosine.
+    Not if what is computed from it is free of the scale: a cosine, a sign, a step of a fixed length.
     """
-    if isinstance(event, ReadsUsed):
-        yield from [loop.scaled_reads[read_id] for read_id in event.read_ids if read_id in loop.scaled_reads]
-    else:
-        yield from loop.scaled_reads.values()
+    yield from loop.lines_of_wrong_reads()
 
 
 @rule(
@@ -105,6 +101,22 @@ def backward_after_unscale(event: StepCalled, loop: Loop) -> Iterator[Line]:
 def optimizer_step_on_scaled(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """The optimizer's own step, outside of a scaler's, and gradients are scaled."""
     if event.scaler is None and Condition.SCALED in loop.conditions(event.parameters):
+        yield event.line
+
+
+@rule(
+    StepCalled,
+    mistake="unscale_ is called, and then optimizer.step() in place of scaler.step",
+    effect="inf and NaN that unscale_ has found are applied: no step is skipped",
+    change="scaler.step(optimizer); scaler.update()",
+)
+def optimizer_step_after_unscale(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """The optimizer's own step, and `unscale_` was called for it since the last update.
+
+    Not if the loop computes something from the unscaled gradients or from their norm: it may look for inf itself.
+    """
+    is_unscaled = any(event.optimizer in scaler.unscaled for scaler in loop.scalers.values())
+    if event.scaler is None and is_unscaled and not loop.is_checked:
         yield event.line
 
 

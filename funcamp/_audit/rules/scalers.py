@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from funcamp._audit.events import Backward, Ended, OptimizerEvent, ScaledLossRead, ScaleRead, StepCalled
+from funcamp._audit.events import Backward, Ended, LossScaled, OptimizerEvent, ScaledLossRead, ScaleRead, StepCalled
 from funcamp._audit.lines import UNKNOWN, Line
 from funcamp._audit.loop import Condition, Loop
 from funcamp._audit.rules.rule import rule
@@ -15,6 +15,8 @@ from funcamp._audit.rules.rule import rule
 _REGULAR_READS = 4
 #: A line reads the scale in each iteration if it does in this share of them.
 _SHARE_OF_ITERATIONS = 0.9
+#: A line that reads it more often than this an iteration compares the scale before and after the update.
+_COMPARING_READS = 1.5
 
 
 def _forward_dtypes(event: StepCalled, loop: Loop) -> set[torch.dtype]:
@@ -29,13 +31,16 @@ def _forward_dtypes(event: StepCalled, loop: Loop) -> set[torch.dtype]:
     change="scaler = torch.amp.GradScaler(device)  # once, before the loop",
 )
 def scaler_made_in_loop(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped by another scaler than last time, which the same line created."""
-    previous_scaler = loop.optimizer(event.optimizer).scaler
-    if event.scaler is None or previous_scaler is None or previous_scaler == event.scaler:
+    """Stepped by another scaler than last time, which the same line created, called by the same lines.
+
+    Not if the optimizer's state was loaded meanwhile: another training begins, such as that of another fold.
+    """
+    optimizer = loop.optimizer(event.optimizer)
+    if event.scaler is None or optimizer.scaler in (None, event.scaler) or optimizer.is_restored:
         return
-    made_line = loop.scaler(event.scaler).made_line
-    if made_line != UNKNOWN and made_line == loop.scaler(previous_scaler).made_line:
-        yield made_line
+    scaler, previous_scaler = loop.scaler(event.scaler), loop.scaler(optimizer.scaler)
+    if scaler.made_line != UNKNOWN and scaler.made_lines == previous_scaler.made_lines:
+        yield scaler.made_line
 
 
 @rule(
@@ -98,7 +103,7 @@ def model_half_with_scaler(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
 )
 def backward_in_autocast(event: Backward, _loop: Loop) -> Iterator[Line]:
     """Backward under autocast, and no operation of the forward pass ran in 16 bits."""
-    if event.autocast_dtype is not None and not event.dtypes:
+    if event.autocast_dtype is not None and event.has_products and not event.dtypes:
         yield event.line
 
 
@@ -122,6 +127,44 @@ def loss_over_updated_scale(event: ScaleRead | ScaledLossRead, loop: Loop) -> It
 
 
 @rule(
+    LossScaled,
+    mistake="a loss is scaled twice",
+    effect="the gradients are times the square of the scale, and unscale_ divides by it once",
+    change="scaler.scale(loss).backward()  # once",
+)
+def scaled_twice(event: LossScaled, _loop: Loop) -> Iterator[Line]:
+    """The loss was scaled before."""
+    if event.is_scaled:
+        yield event.line
+
+
+@rule(
+    Ended,
+    mistake="a scaled loss is read on the host, and not divided by the scale",
+    effect="the logged loss is times the scale: it jumps whenever the scale changes",
+    change="logged = loss.item()  # of the loss before scaler.scale",
+)
+def scaled_loss_read(_event: Ended, loop: Loop) -> Iterator[Line]:
+    """Read several times by one line, and the loop never multiplies or divides by the scale."""
+    for scaler in loop.scalers.values():
+        if not scaler.is_factor:
+            yield from [line for line, reads in scaler.loss_lines.items() if reads >= _REGULAR_READS]
+
+
+@rule(
+    OptimizerEvent,
+    mistake="a loss is scaled by one scaler, and the gradients are unscaled by another",
+    effect="the gradients are wrong by the factor between the two scales",
+    change="scaler.step(optimizer)  # of the scaler that scaled the loss",
+)
+def unscaled_by_another(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
+    """Unscaled or stepped by a scaler, and all gradients are times the scale of another one."""
+    scaled = [one for one in loop.gradients_of(event.parameters) if one.condition is Condition.SCALED]
+    if event.has_enabled_scaler and scaled and all(one.scaler != event.scaler for one in scaled):
+        yield event.line
+
+
+@rule(
     Ended,
     mistake="the scale is read in each iteration",
     effect="get_scale waits for the device each time, so that Python no longer runs ahead of it",
@@ -132,10 +175,13 @@ def scale_read_each_step(_event: Ended, loop: Loop) -> Iterator[Line]:
     """One line of the user's code reads the scale about as often as it is updated.
 
     Two such lines compare the scale before and after the update to find skipped steps, also if the first line is before
-    the loop; and a loop that unscales gradients itself needs the scale. Neither is a finding.
+    the loop, as does one line that is called twice; and a loop that multiplies or divides by the scale needs it. None
+    of them is a finding.
     """
     for scaler in loop.scalers.values():
         enough = max(_REGULAR_READS, _SHARE_OF_ITERATIONS * scaler.updates)
         lines = [line for line, reads in scaler.scale_reads.items() if reads >= enough]
-        if len(lines) == 1 and not lines[0].is_installed and not scaler.gradients_taken and not scaler.is_compared:
-            yield lines[0]
+        is_needed = scaler.gradients_taken or scaler.is_compared or scaler.is_factor
+        if len(lines) == 1 and not lines[0].is_installed and not is_needed:
+            is_compared = scaler.scale_reads[lines[0]] > _COMPARING_READS * scaler.updates
+            yield from [] if is_compared else lines

@@ -23,9 +23,10 @@ _SEVERAL = 4
 def scaled_backward_no_step(event: Ended, loop: Loop) -> Iterator[Line]:
     """Several scaled passes, and no step of any optimizer.
 
-    If the auditor ended the run and no gradient was cleared, the passes may be the beginning of a window.
+    If the auditor ended the run and no gradient was cleared, the passes may be the beginning of a window. A loop that
+    unscales may apply the gradients itself.
     """
-    if event.is_cut and not loop.clears:
+    if loop.has_unscaled or (event.is_cut and not loop.clears):
         return
     passes = sum(scaler.passes for scaler in loop.scalers.values())
     if passes >= _SEVERAL and not loop.steps and loop.last_pass is not None:
@@ -101,11 +102,18 @@ def update_between_steps(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
     effect="its parameters never change",
     change="scaler.step(other_optimizer)  # for each optimizer, before scaler.update",
 )
-def optimizer_not_stepped(_event: Ended, loop: Loop) -> Iterator[Line]:
-    """Never stepped, although its unused gradients were cleared several times while others were stepped."""
-    others_step = loop.steps >= _SEVERAL
-    for optimizer in loop.optimizers.values():
-        if others_step and not optimizer.steps and optimizer.clears >= _SEVERAL and optimizer.last_pass is not None:
+def optimizer_not_stepped(event: Ended, loop: Loop) -> Iterator[Line]:
+    """Never stepped, although its unused gradients were cleared several times while others were stepped.
+
+    Not if another optimizer steps its parameters, which it then wraps. If the auditor ended the run, a loss of its own
+    is needed: a discriminator, through which the generator's loss goes, may be stepped later.
+    """
+    optimizers = loop.optimizers.values()
+    stepped = {parameter for optimizer in optimizers if optimizer.steps for parameter in optimizer.parameters}
+    for optimizer in optimizers:
+        is_idle = loop.steps >= _SEVERAL and optimizer.clears >= _SEVERAL and stepped.isdisjoint(optimizer.parameters)
+        is_certain = optimizer.has_own_passes or not event.is_cut
+        if is_idle and is_certain and optimizer.last_pass is not None:
             yield optimizer.last_pass.line
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import importlib
 import importlib.util
 import io
@@ -26,6 +25,7 @@ from funcamp.numerics.formats import DTYPES
 from funcamp.numerics.report.recorder import Recorder
 from funcamp.numerics.report.report import NumericsReport, numerics_report
 
+_NOTHING_RECORDED = "Operations: none recorded; those of threads that the script starts are not."
 _FORMATS = {name_of(dtype): dtype for dtype in DTYPES}
 
 
@@ -59,7 +59,8 @@ class _NoIPython:
 class _Run(NamedTuple):
     """The results of a run."""
 
-    report: NumericsReport
+    report: NumericsReport | None
+    """None if no operation was recorded: all backward passes ran in threads that the script started."""
     auditor: Auditor
     ending: BaseException | None
     """The exception that ended the script before its passes were complete."""
@@ -68,25 +69,45 @@ class _Run(NamedTuple):
 def run(parser: argparse.ArgumentParser, args: argparse.Namespace, script_arguments: list[str]) -> int:
     """Record, write the files and print the main results.
 
-    Return 1 if something became inf or NaN, or with `--strict` if the loop has a mistake. If the script ended by an
-    exception or an exit, it is raised again afterwards, but no exit of status 0 hides a mistake from `--strict`.
+    Return 1 if something became inf or NaN that no loss scale avoids, or with `--strict` if the loop has a mistake. If
+    the script ended by an exception or an exit, it is raised again afterwards, but no exit of status 0 hides a mistake
+    from `--strict`.
     """
     _check_arguments(parser, args)
-    # Standard output is for the JSON only.
-    with contextlib.redirect_stdout(sys.stderr) if args.json else contextlib.nullcontext():
+    args.out = args.out.resolve()  # the script may change the working directory
+    # The script may replace or close standard output. With JSON, that is for the JSON only.
+    with replaced(sys, stdout=sys.stderr if args.json else sys.stdout, stderr=sys.stderr):
         report, auditor, ending = _record(parser, args, script_arguments)
+    output = sys.stderr if sys.stdout.closed else sys.stdout
     dtype = _FORMATS[args.dtype]
-    main_results = "\n".join([*report.summary(dtype), "", report.annotate()]) + "\n"
-    written_paths = _write_files(args, report, auditor, main_results)
+    sentences = [_NOTHING_RECORDED] if report is None else report.summary(dtype)
+    written_paths = _write_files(args, report, auditor, sentences)
     if args.json:
-        results = {"passes": auditor.passes, "findings": render.rows(auditor), "numerics": report.summary(dtype)}
-        sys.stdout.write(json.dumps(results, indent=1) + "\n")
+        results = {"passes": auditor.passes, "findings": render.rows(auditor), "numerics": sentences}
+        output.write(json.dumps(results, indent=1) + "\n")
     else:
-        sys.stdout.write(f"{_findings(auditor)}\n{main_results}\nfiles: {', '.join(map(str, written_paths))}\n")
+        files = ", ".join(map(str, written_paths))
+        output.write(f"{_findings(auditor)}\n{_main_results(report, sentences)}\nfiles: {files}\n")
     is_failed = args.strict and auditor.has_mistakes()
     if ending is not None and not (is_failed and _is_success(ending)):
         raise ending
-    return int(is_failed or report.first_nonfinite() is not None)
+    return int(is_failed or (report is not None and _has_lost_numbers(report)))
+
+
+def _main_results(report: NumericsReport | None, sentences: list[str]) -> str:
+    """Return the main results about numbers: sentences, and the module's tree."""
+    tree = [] if report is None else ["", report.annotate()]
+    return "\n".join([*sentences, *tree]) + "\n"
+
+
+def _has_lost_numbers(report: NumericsReport) -> bool:
+    """Return whether the loss, or a gradient at every scale, is inf or NaN.
+
+    Scaled gradients that overflow are not counted: the scaler skips that step and lowers its scale.
+    """
+    if report.cause() is not None:
+        return True
+    return any(not one.finite and one.obstacle and one.loss_scale == 1 for one in report.passes)
 
 
 def _check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
@@ -103,10 +124,16 @@ def _check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) 
         parser.error(f"--out must be a folder that can be written; got {args.out} ({error.strerror})")
 
 
-def _write_files(args: argparse.Namespace, report: NumericsReport, auditor: Auditor, main_results: str) -> list[Path]:
+def _write_files(
+    args: argparse.Namespace, report: NumericsReport | None, auditor: Auditor, sentences: list[str]
+) -> list[Path]:
     """Write the report as text, as a page, and as a picture if matplotlib is installed; return the files."""
     dtype = _FORMATS[args.dtype]
     text_path = args.out / "report.txt"
+    main_results = _main_results(report, sentences)
+    if report is None:
+        text_path.write_text(f"{render.text(auditor)}\n\n{main_results}", encoding="utf-8")
+        return [text_path]
     page_path = args.out / "report.html"
     picture_path = args.out / "report.png"
     text_path.write_text(f"{render.text(auditor)}\n\n{main_results}\n{_table(report, dtype)}", encoding="utf-8")
@@ -162,15 +189,16 @@ def _record_script(
             else:
                 runpy.run_path(str(script), _exported_names(script), run_name="__main__")
     except BaseException as error:
-        if not recorder.seen_backward:
+        if not (recorder.seen_backward or auditor.passes or auditor.findings()):
             raise
         ending = error
-    if not recorder.recording.operations:
+    if auditor.passes < args.first and not (recorder.recording.operations or ending):
         parser.error(
             f"target must run a backward pass, {args.first} or more of them; none was seen in {args.target}, whose "
             "own processes are not watched"
         )
-    return _Run(NumericsReport(recorder), auditor, ending)
+    report = NumericsReport(recorder) if recorder.recording.operations else None
+    return _Run(report, auditor, ending)
 
 
 def from_the_script(trace: TracebackType | None, error: BaseException) -> TracebackType | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge, Node
 
 from funcamp._types import Args, Kwargs
 
@@ -70,6 +71,18 @@ class EngineCall:
         )
         return gradients
 
+    def free_graph(self) -> None:
+        """Run the backward pass once more without keeping its graph, for a script that did not keep it either."""
+        self.run_engine(
+            self.outputs,
+            self.initial_gradients,
+            False,  # keeps no graph
+            False,  # creates no graph of the backward pass
+            tuple(self.inputs or leaves_behind(self.outputs)),
+            allow_unreachable=True,
+            accumulate_grad=False,
+        )
+
 
 def find_obstacle() -> str:
     """Return why a backward pass must not be repeated; empty if it may."""
@@ -79,9 +92,29 @@ def find_obstacle() -> str:
     return ""
 
 
+def function_behind(outputs: Sequence[Tensor | GradientEdge]) -> str:
+    """Return the name of an autograd.Function in the graph of some outputs that is not this library's; empty if none.
+
+    A backward pass runs its code, which may draw, count or compute a part of the model again.
+    """
+    for node in _nodes_behind(outputs):
+        if isinstance(node, BackwardCFunction):
+            function_class = type(node)._forward_cls
+            if not function_class.__module__.startswith("funcamp."):
+                return str(function_class.__name__)
+        elif "CppNode" in node.name():
+            return node.name()
+    return ""
+
+
 def leaves_behind(outputs: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
     """Return the leaves that a backward pass from these outputs reaches."""
-    leaves = []
+    # A node with a variable accumulates the gradient of a leaf.
+    return [node.variable for node in _nodes_behind(outputs) if hasattr(node, "variable")]
+
+
+def _nodes_behind(outputs: Sequence[Tensor | GradientEdge]) -> Iterator[Node]:
+    """Yield the nodes of the graph of some outputs."""
     seen_nodes = set()
     # An output is a tensor, or a GradientEdge, which has a node.
     stack = [getattr(output, "grad_fn", None) or getattr(output, "node", None) for output in outputs]
@@ -90,7 +123,5 @@ def leaves_behind(outputs: Sequence[Tensor | GradientEdge]) -> list[Tensor]:
         if node is None or node in seen_nodes:
             continue
         seen_nodes.add(node)
-        if hasattr(node, "variable"):  # a node that accumulates the gradient of a leaf
-            leaves.append(node.variable)
+        yield node
         stack.extend([next_node for next_node, _ in node.next_functions])
-    return leaves

@@ -7,6 +7,7 @@ sequence number, by which its location is found again.
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import NamedTuple
 
 from torch.autograd.graph import Node
@@ -15,6 +16,10 @@ from funcamp import _upstream
 
 #: Returns the sequence number of the next node that autograd creates.
 sequence_number = _upstream.find("torch.autograd._get_sequence_nr")
+
+
+#: The starts of the names of modules through which a script's calls go.
+_WATCHERS = ("funcamp._audit", "funcamp.numerics.report")
 
 
 class Location(NamedTuple):
@@ -35,6 +40,14 @@ def innermost_user_line() -> tuple[str, int] | None:
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back
     return None
+
+
+def is_called_by_library() -> bool:
+    """Return whether this library made the current call, and not through its auditor or this report."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(_WATCHERS):
+        frame = frame.f_back
+    return frame is not None and frame.f_globals.get("__name__", "").startswith("funcamp.")
 
 
 class CallSites:

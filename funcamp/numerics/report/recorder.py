@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
@@ -22,14 +23,15 @@ from funcamp import _tree, _upstream
 from funcamp._jit.jit_step import JitStep
 from funcamp._step.step import TrainStep
 from funcamp._types import Args, Kwargs, Tree
+from funcamp._upstream.modes import check_modes, without_modes
 from funcamp._upstream.replaced import replaced
 from funcamp.float8.linears import layer_of
 from funcamp.numerics import taps
 from funcamp.numerics.counting import count
 from funcamp.numerics.report.backward_passes import BackwardPass, Operation, Trial, examine_pass
-from funcamp.numerics.report.engine_call import EngineCall, RunEngine, find_obstacle
+from funcamp.numerics.report.engine_call import EngineCall, RunEngine, find_obstacle, function_behind
 from funcamp.numerics.report.float8_fit import Multiplied
-from funcamp.numerics.report.location import CallSites, sequence_number
+from funcamp.numerics.report.location import CallSites, is_called_by_library, sequence_number
 from funcamp.numerics.report.marks import mark
 from funcamp.numerics.report.module_paths import ModulePaths
 from funcamp.numerics.report.recording import Recording
@@ -38,12 +40,17 @@ from funcamp.numerics.report.values import all_finite, computes, contains_nonfin
 from funcamp.numerics.statistics import Stats
 
 _current_node = _upstream.find("torch._C._current_autograd_node")
+_is_tracing = _upstream.find("torch._C._is_tracing")
+_dispatch_modes = _upstream.find("torch.utils._python_dispatch._get_current_dispatch_mode_stack")
 _engine = _upstream.find("torch.autograd._engine_run_backward")
 if TYPE_CHECKING:
     from torch._ops import OpOverload
     from torch.utils._python_dispatch import TorchDispatchMode as _Mode
 else:
     _Mode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
+
+#: torch's own method: the recorder's hooks are not the script's.
+_register_hook = Tensor.register_hook
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
@@ -90,8 +97,9 @@ class Recorder(_Mode):
         passes: int | None = None,
         loss_scale: float | None = None,
     ) -> None:
-        for private_name in (_current_node, sequence_number, _engine, _Mode):
+        for private_name in (_current_node, sequence_number, _engine, _is_tracing, _dispatch_modes, _Mode):
             _upstream.check(private_name)
+        check_modes()
         super().__init__()  # type: ignore[no-untyped-call]
         self.recording = Recording()
         """Of the run; while a backward pass is repeated, of the repetition."""
@@ -113,6 +121,8 @@ class Recorder(_Mode):
         """Whether each loss that was scaled since the last backward pass is finite."""
         self._read_next: Callable[[Tensor], None] | None = None
         """What to do with the result of the next operation, which is not recorded."""
+        self._script_code = ""
+        """Code of the script that its backward passes run; empty if none was seen."""
 
         self._call_sites = CallSites()
 
@@ -121,7 +131,7 @@ class Recorder(_Mode):
         """Context manager: this mode, hooks on modules, and compiled functions run eagerly."""
         replacements = list(self._replacements())
         hooks = (
-            register_module_forward_pre_hook(self._mute(self._enter)),
+            register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         )
         with contextlib.ExitStack() as stack, warnings.catch_warnings():
@@ -145,6 +155,10 @@ class Recorder(_Mode):
             function = getattr(scaling_call.owner, scaling_call.name)
             wrapped = self._wrap_scaling(function, scaling_call.scale_after)
             yield _Replacement(scaling_call.owner, scaling_call.name, wrapped)
+        yield _Replacement(Tensor, "register_hook", self._noting_code(_register_hook, "hooks of tensors"))
+        saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
+        enter = self._noting_code(saved_tensors_hooks.__enter__, "a checkpoint, or other hooks of saved tensors")
+        yield _Replacement(saved_tensors_hooks, "__enter__", enter)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
@@ -165,8 +179,12 @@ class Recorder(_Mode):
         return self._is_left_out() or self._phase is _Phase.MUTED
 
     def _is_left_out(self) -> bool:
-        """Return whether the passes to record have not begun, or are over."""
-        return bool(self._passes_to_skip) or self._phase is _Phase.DONE
+        """Return whether the passes to record have not begun, or are over, or this is no run but a trace."""
+        return bool(self._passes_to_skip) or self._phase is _Phase.DONE or _is_tracing()
+
+    def _is_in_this_thread(self) -> bool:
+        """Return whether the current thread has this mode: a thread that the script starts has none."""
+        return any(mode is self for mode in _dispatch_modes())
 
     def _run_recorded(self, func: OpOverload, args: Args, keywords: Kwargs) -> object:
         """Run an operation and record its outputs."""
@@ -209,10 +227,23 @@ class Recorder(_Mode):
             if self._phase is not _Phase.DONE:
                 self._phase = before
 
+    def _noting_code(self, call: Callable[_P, _T], code: str) -> Callable[_P, _T]:
+        """Wrap a call of torch's after which backward passes run code of the script."""
+
+        @functools.wraps(call)
+        def noting(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            if not is_called_by_library():  # whose own hooks change nothing
+                self._script_code = code
+            return call(*args, **kwargs)
+
+        return noting
+
     def _mute(self, call: Callable[_P, _T]) -> Callable[_P, _T]:
         """Wrap a call whose operations are not part of the run."""
 
         def muted(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+            if not self._is_in_this_thread():
+                return call(*args, **kwargs)
             with self._in_phase(_Phase.MUTED):
                 return call(*args, **kwargs)
 
@@ -235,7 +266,7 @@ class Recorder(_Mode):
         def scale_loss(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             result = muted_call(*args, **kwargs)
             scale = scale_after(args[0])
-            if isinstance(scale, Tensor) and not self._is_left_out():
+            if isinstance(scale, Tensor) and not self._is_left_out() and self._is_in_this_thread():
                 self._note_losses(_tree.leaves([args[1:], kwargs]))
                 if self._looks_for_scale:
                     self.loss_scale = self._read(scale, largest_item)  # vmap has a batch of them
@@ -251,6 +282,9 @@ class Recorder(_Mode):
 
     def _read(self, x: Tensor, read: Callable[[Tensor], _T]) -> _T:
         """Return `read` of a tensor's values, below the wrappers of torch.func."""
+        if not (_upstream.transforms_active() or _upstream.is_wrapped(x)):
+            with without_modes(), torch.no_grad():  # also without the script's own modes, which may count operations
+                return read(x.detach())
         results: list[_T] = []
         self._run_and_read(x.detach, lambda values: results.append(read(values)))
         return results[0]
@@ -276,7 +310,7 @@ class Recorder(_Mode):
                 run_engine, outputs, initial_gradients, keep_graph, create_graph, inputs, options, named_options
             )
             is_nested = self._phase is _Phase.REPEATING or _current_node() is not None
-            if is_nested or self._phase is _Phase.DONE:
+            if is_nested or self._phase is _Phase.DONE or not self._is_in_this_thread():
                 return call.run(keeps_graph=keep_graph)
             if self._passes_to_skip:
                 result = call.run(keeps_graph=keep_graph)
@@ -289,17 +323,29 @@ class Recorder(_Mode):
 
     def _record_pass(self, call: EngineCall) -> object:
         """Run a backward pass and append the findings about it; return what torch returns."""
+        script_code = self._script_code_in(call)
         obstacle = find_obstacle()
-        can_repeat = not obstacle
+        if self._is_script and script_code and not obstacle:
+            obstacle = f"that would run the script's code again: {script_code}"
+        keeps_graph = call.keeps_graph or not obstacle
         gradients_before = dict(self.recording.gradients)
-        result = call.run(keeps_graph=call.keeps_graph or can_repeat)
+        result = call.run(keeps_graph=keeps_graph)
         self.seen_backward = True
         if not self._finite_losses:  # no scaler or step was called: the outputs are the losses
             self._note_losses(call.outputs)
-        with self._in_phase(_Phase.MUTED):
+        # A pass that is not repeated is read without the script's own modes, which may count operations.
+        with self._in_phase(_Phase.MUTED), without_modes() if obstacle else contextlib.nullcontext():
             self.passes.append(self._examine_pass(call, obstacle, gradients_before))
+            if self._is_script and keeps_graph and not call.keeps_graph:
+                call.free_graph()  # so that a second backward() raises as it does without this recorder
         self._end_pass()
         return result
+
+    def _script_code_in(self, call: EngineCall) -> str:
+        """Return which code of the script a backward pass runs; empty if it runs operations of torch only."""
+        if not all(type(mode).__module__.startswith("funcamp.") for mode in _dispatch_modes()):
+            return "its dispatch modes"
+        return self._script_code or function_behind(call.outputs)
 
     def _end_pass(self) -> None:
         """Prepare for the next backward pass; stop recording after the last one."""
@@ -341,6 +387,13 @@ class Recorder(_Mode):
 
     def _enter(self, module: nn.Module, args: Args) -> None:
         """Before a module's forward pass: note that it runs, and count the operands of a linear layer."""
+        if not self._is_in_this_thread():
+            return
+        with self._in_phase(_Phase.MUTED):
+            self._note_module(module, args)
+
+    def _note_module(self, module: nn.Module, args: Args) -> None:
+        """Note that a module runs, and count the operands of a linear layer."""
         layer = layer_of(module)
         path = self.modules.path_of(layer)
         in_backward = _current_node() is not None
@@ -350,13 +403,17 @@ class Recorder(_Mode):
         is_recorded = not (in_backward or self._call_sites.in_evaluation)
         self._call_sites.enter(path if is_recorded else None)
         if is_recorded and isinstance(layer, nn.Linear) and not self._is_left_out() and args:
-            self._add_operands(path, args[0], layer.weight)
+            layer_input = args[0]
+            # Not the attribute: a parametrization computes it, and spectral norm changes its state by that.
+            weight = dict(layer._parameters).get("weight")
+            if is_countable(layer_input) and is_countable(weight):
+                self._add_operands(path, layer_input, weight)
 
     def _begin_root(self, in_backward: bool) -> None:
         """At the call of an outermost module: leave out what a script does besides its training steps."""
         if not self._is_script:
             return
-        if not in_backward and not self.recording.records:
+        if not (in_backward or self.recording.records or self.seen_backward):
             self.recording.operations.clear()  # of the script's initialization and data loading
         is_differentiated = torch.is_grad_enabled() or _upstream.transforms_active()
         self._call_sites.in_evaluation = not is_differentiated
@@ -373,6 +430,8 @@ class Recorder(_Mode):
 
     def _leave(self, module: nn.Module, inputs: Args, outputs: object) -> Tree:
         """After a module's forward pass: count its outputs, now and in the backward pass their gradients."""
+        if not self._is_in_this_thread():
+            return None
         path = self._call_sites.leave()
         is_wrapper = hasattr(module, "_orig_mod")  # of torch.compile: the module inside has the same outputs
         if path is None or self._is_left_out() or outputs is None or is_wrapper:
@@ -397,8 +456,8 @@ class Recorder(_Mode):
         """
         self._add_output(path, x, backward=False)
         if x.requires_grad:
-            x.register_hook(  # type: ignore[no-untyped-call]
-                lambda gradient: self._add_output(path, gradient, backward=True)
+            _register_hook(  # type: ignore[no-untyped-call]
+                x, lambda gradient: self._add_output(path, gradient, backward=True)
             )
 
     def _add_output(self, path: str, x: Tensor, *, backward: bool) -> None:

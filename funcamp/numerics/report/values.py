@@ -25,8 +25,10 @@ _NOT_COMPUTED = re.compile(
 
 def is_countable(leaf: object) -> TypeGuard[Tensor]:
     """Return whether a leaf is a tensor whose values can be counted."""
-    # A zero tangent has no storage.
-    return has_values(leaf) and leaf.device.type != "meta" and not leaf._is_zerotensor()
+    # A subclass with a dispatch of its own (DTensor, FakeTensor) has other values, or none; a zero tangent no storage.
+    if not has_values(leaf) or type(leaf).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return False
+    return leaf.device.type != "meta" and not leaf._is_zerotensor()
 
 
 def computes(operation: OpOverload) -> bool:

@@ -185,7 +185,7 @@ class JitStep(Fixed):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         try:
             if not self._executables:
-                self._modes.watch(_code_parts(self._step))
+                self._modes.watch_scripted(_code_parts(self._step))
             frame = frame_of(structure, leaves, tensors, self._modes.number())
             executable = known_program = self._known_calls.find(frame, tensors)
             if executable is None:
@@ -293,7 +293,7 @@ class JitStep(Fixed):
             needs_compiler = options.backend == "inductor" and _on_cpu(owned)
             with CompileSession(self._task(arguments.batch, key), headers_ahead=needs_compiler) as session:
                 executable = make_executable(
-                    self._step,
+                    self._modes.recorded(self._step),
                     options,
                     memory,
                     arguments,

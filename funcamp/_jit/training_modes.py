@@ -1,22 +1,23 @@
-"""The training flags of the modules that a step runs: its Python reads them while it is traced."""
+"""The training flags that a step's Python reads while it is traced: another flag needs another program."""
 
 from __future__ import annotations
 
-import functools
 import operator
-import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
+import torch
 from torch import nn
 
 from funcamp._trace.python_state import survey
+from funcamp._trace.training_flags import recorded_flags
+from funcamp._types import Step, Tree
 
 _training = operator.itemgetter("training")
 
 
 class TrainingModes:
-    """The training flags of all modules that can be reached from a step, as a number for each combination of them."""
+    """The flags that were read, and those of scripted modules, as a number for each combination of them."""
 
     def __init__(self) -> None:
         self._attributes: list[_Attributes] = []
@@ -29,16 +30,36 @@ class TrainingModes:
         self._evaluating: list[_Attributes] = []
         self._note([])
 
-    def watch(self, roots: Mapping[str, object]) -> None:
-        """Look from now on at the modules among these objects and inside of them.
+    def watch_scripted(self, roots: Mapping[str, object]) -> None:
+        """Look from now on at the scripted modules among these objects and inside of them: they read their flags in C++.
 
         Args:
             roots: the objects that the step's Python reaches, by name.
         """
         objects = [slot.value for slot in survey(roots).values()]
-        modules = {id(module): module for module in objects if isinstance(module, nn.Module)}
-        self._attributes = [_attributes_of(module) for module in modules.values() if _may_read_its_flag(module)]
-        self._combinations = []
+        self._watch(value for value in objects if isinstance(value, torch.jit.ScriptModule))
+
+    def recorded(self, step: Step) -> Step:
+        """Return the step; at each run it also notes the modules whose flags it reads, which are looked at from then on."""
+
+        def run(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+            with recorded_flags() as modules:
+                result = step(state, batch)
+            self._watch(modules.values())
+            return result
+
+        return run
+
+    def _watch(self, modules: Iterable[nn.Module]) -> None:
+        """Look at further modules. What was traced before depends on none of them."""
+        known_ids = set(map(id, self._attributes))
+        for module in modules:
+            attributes = _attributes_of(module)
+            if id(attributes) in known_ids:
+                continue
+            self._attributes.append(attributes)
+            for flags in self._combinations:
+                flags.append(bool(attributes["training"]))
         self._note(list(map(_training, self._attributes)))
 
     def number(self) -> int:
@@ -72,28 +93,3 @@ _Attributes: TypeAlias = dict[str, object] | _ScriptAttributes
 def _attributes_of(module: nn.Module) -> _Attributes:
     """Return the attributes of a module, among them its training flag."""
     return vars(module) if "training" in vars(module) else _ScriptAttributes(module)
-
-
-def _may_read_its_flag(module: nn.Module) -> bool:
-    """Return whether some code may read this module's training flag.
-
-    No code reads that of a linear layer, or of another class of torch whose code does not name the flag, unless the
-    module itself got a hook or a method. These are half of a model's modules, and each costs time at every step.
-    """
-    attributes = vars(module)
-    has_hooks = bool(attributes.get("_forward_hooks") or attributes.get("_forward_pre_hooks"))
-    has_method = any(isinstance(value, (types.FunctionType, types.MethodType)) for value in attributes.values())
-    return has_hooks or has_method or not _ignores_its_flag(type(module))  # type: ignore[arg-type]
-
-
-@functools.cache
-def _ignores_its_flag(kind: type) -> bool:
-    """Return whether a class of modules is torch's, and none of its functions names the flag."""
-    classes = kind.__mro__[: kind.__mro__.index(nn.Module)]
-    if not all(each.__module__.startswith("torch.nn.modules.") for each in classes):
-        return False
-    for each in classes:
-        for value in vars(each).values():
-            if isinstance(value, types.FunctionType) and "training" in value.__code__.co_names:
-                return False
-    return True

@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import logging
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -235,8 +235,7 @@ class CarriedState:
         slots = {slot.path: slot for slot in self._read_slots}
         for path, slot in self._before.items():
             if id(slot.value) in captured_ids:
-                settable = self._settable_slot(path)
-                slots[settable.path] = settable
+                slots |= {around.path: around for around in self._slots_around(path)}
         # What the step's own Python replaced, a cache of another size, is as in torch's loop.
         self._read_slots = [
             slot for slot in slots.values() if slot.owner is not None and _value_now(slot) is slot.value
@@ -300,6 +299,14 @@ class CarriedState:
         while slot.owner is None and slot.parent is not None:
             slot = self._before[slot.parent]
         return slot
+
+    def _slots_around(self, path: str) -> Iterator[Slot]:
+        """Yield the places in which another value can be put, from that of a value itself outwards."""
+        slot: Slot | None = self._before[path]
+        while slot is not None:
+            if slot.owner is not None:
+                yield slot
+            slot = self._before.get(slot.parent or "")
 
     def _put_back(self, path: str) -> None:
         """Put back a former tensor, and the objects that it was in."""

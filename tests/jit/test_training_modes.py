@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from funcamp import jit, make_train_step, module_loss, stateless
-from funcamp._jit.training_modes import TrainingModes
+from funcamp._trace.training_flags import recorded_flags
 from tests.support.helpers import assert_same, clone
 
 X, Y = torch.randn(16, 4), torch.randn(16, 1)
@@ -135,12 +136,97 @@ def test_evaluation_and_training_mode_say_nothing(caplog: pytest.LogCaptureFixtu
     assert "eval mode" not in caplog.text
 
 
-def test_layers_that_ignore_their_flag_are_not_looked_at() -> None:
-    layers = [nn.Linear(1, 1), nn.LayerNorm(1), nn.ReLU(), nn.Conv1d(1, 1, 1), nn.Sequential()]
-    modes = TrainingModes()
-    modes.watch({"model": nn.Sequential(*layers)})
-    assert not modes._attributes
-    layers[0].register_forward_hook(lambda module, *_: None)
-    readers = [nn.Dropout(), nn.BatchNorm1d(1), nn.LSTM(1, 1), nn.MultiheadAttention(1, 1), Custom(), nn.RReLU()]
-    modes.watch({"model": nn.Sequential(*layers, *readers)})
-    assert len(modes._attributes) == 1 + len(readers)
+class ReadsAPart(nn.Module):
+    """Reads the flag of a layer that does not read it itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.head = nn.Linear(4, 8), nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.encoder(x)
+        out: Tensor = self.head(features if self.encoder.training else features.detach() * 0.5)
+        return out
+
+
+def steps_of(model: nn.Module, where: str) -> tuple[Any, Any, Any]:
+    """A step, the function to jit that calls it from somewhere, and the step of that function's state."""
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    if where == "itself":
+        return step, step, step.init()
+    if where == "a closure":
+        return step, lambda state, batch: step(state, batch), step.init()
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.parts = [{"step": step}]
+
+        def update(self, state: Any, batch: Any) -> Any:
+            return self.parts[0]["step"](state, batch)
+
+    return step, Trainer().update, step.init()
+
+
+@pytest.mark.parametrize("where", ["itself", "a closure", "a method"])
+@pytest.mark.parametrize("make", [ReadsAPart, normed])
+def test_every_flag_that_python_reads_is_followed(make: Callable[[], Any], where: str) -> None:
+    model = make()
+    step, function, state = steps_of(model, where)
+    run = jit(function, backend="eager", donate=False)
+    run(state, (X, Y))
+    next(iter(model.children())).train(False)
+    model[1].train(False) if isinstance(model, nn.Sequential) else None
+    torch.manual_seed(1)
+    actual = run(state, (X, Y))
+    torch.manual_seed(1)
+    assert_same(actual, step(clone(state), (X, Y)))
+    assert run.programs == 2
+
+
+def test_an_evaluation_that_sets_the_flags_follows_none() -> None:
+    model = normed()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run = jit(step, backend="eager")
+    evaluate = run.also(lambda state, batch: (state, step.loss(state, batch)))
+    trained = run.also(lambda state, batch: (state, step.loss(state, batch, training=True)))
+    state, _ = run(step.init(), (X, Y))
+    _, expected = evaluate(state, (X, Y))
+    trained(state, (X, Y))
+    model.eval()
+    assert_same(evaluate(state, (X, Y))[1], expected)
+    assert_same(trained(state, (X, Y))[1], expected)
+    assert evaluate.programs == 1
+    assert trained.programs == 2
+
+
+def test_only_flags_that_are_read_are_looked_at() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(), nn.Dropout(), nn.Sequential(nn.Linear(4, 1)))
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run = jit(step, backend="eager")
+    run(step.init(), (X, Y))
+    assert len(run._modes._attributes) == 2  # of the dropout, and of the model: a step in eval mode says so
+    assert "training" not in vars(nn.Module)
+
+
+def test_threads_that_trace_at_the_same_time_record_their_own() -> None:
+    first, second = nn.Dropout(), nn.Dropout()
+    began, ended = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with recorded_flags() as modules:
+            began.set()
+            ended.wait()
+            second(torch.ones(2))
+        found.append(list(modules.values()))
+
+    found: list[list[nn.Module]] = []
+    with recorded_flags() as modules:
+        thread = threading.Thread(target=other)
+        thread.start()
+        began.wait()
+        first(torch.ones(2))
+    ended.set()
+    thread.join()
+    assert list(modules.values()) == [first]
+    assert found == [[second]]
+    assert "training" not in vars(nn.Module)

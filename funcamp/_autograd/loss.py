@@ -107,11 +107,7 @@ class Loss:
 
     def python_parts(self) -> dict[str, object]:
         """Return the objects that may keep state besides the loss's arguments, by name."""
-        return {}
-
-    def code_parts(self) -> dict[str, object]:
-        """Return the objects whose Python the loss runs, by name: the same, or a function without such objects."""
-        return self.python_parts() or {"loss": self.function}
+        return {"loss": self.function}
 
     def check_accumulation(self) -> None:
         """Raise if the loss cannot be differentiated by micro-batches."""

@@ -185,7 +185,7 @@ class JitStep(Fixed):
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         try:
             if not self._executables:
-                self._modes.watch_scripted(_code_parts(self._step))
+                self._modes.watch_scripted(_python_parts(self._step))
             frame = frame_of(structure, leaves, tensors, self._modes.number())
             executable = known_program = self._known_calls.find(frame, tensors)
             if executable is None:
@@ -335,12 +335,12 @@ class JitStep(Fixed):
         self._replacements += 1
         if self._replacements > self._options.max_signatures:
             raise RuntimeError(
-                f"jit: {path} must stay the tensor that step was compiled with; each of the last {self._replacements} "
+                f"jit: {path} must stay what step was compiled with; each of the last {self._replacements} "
                 f"calls found another there, and compiled again (max_signatures={self._options.max_signatures}): "
                 "write into it with copy_, or pass it in the batch"
             )
         _log.warning(
-            "jit: %s is another tensor than the one that the step was compiled with, so that it is compiled again; "
+            "jit: %s is another object than the one that the step was compiled with, so that it is compiled again; "
             "write into it with copy_, or pass it in the batch, to save this",
             path,
         )
@@ -375,14 +375,8 @@ def _run(executable: Executable, owned: OwnedState, tensors: list[Tensor], input
 
 
 def _python_parts(step: object) -> dict[str, object]:
-    """Return the model and criterion of a TrainStep; a function of a user has its state in its arguments."""
+    """Return the objects that may keep state besides a step's arguments: of a TrainStep, or the step itself."""
     parts = getattr(step, "python_parts", None)
-    return {} if parts is None else parts()
-
-
-def _code_parts(step: object) -> dict[str, object]:
-    """Return the objects whose Python a TrainStep runs; for any other step, itself."""
-    parts = getattr(step, "code_parts", None)
     return {"step": step} if parts is None else parts()
 
 

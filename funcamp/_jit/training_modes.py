@@ -31,7 +31,9 @@ class TrainingModes:
         self._note([])
 
     def watch_scripted(self, roots: Mapping[str, object]) -> None:
-        """Look from now on at the scripted modules among these objects and inside of them: they read their flags in C++.
+        """Look from now on at the scripted modules among these objects and inside of them.
+
+        They read their flags in C++.
 
         Args:
             roots: the objects that the step's Python reaches, by name.
@@ -40,7 +42,7 @@ class TrainingModes:
         self._watch(value for value in objects if isinstance(value, torch.jit.ScriptModule))
 
     def recorded(self, step: Step) -> Step:
-        """Return the step; at each run it also notes the modules whose flags it reads, which are looked at from then on."""
+        """Return the step; each run also notes the modules whose flags it reads, to look at them from then on."""
 
         def run(state: Tree, batch: Tree) -> tuple[Tree, Tree]:
             with recorded_flags() as modules:

@@ -100,6 +100,14 @@ def group_functions_in(optimizer: object) -> list[Callable[[str, Tensor], str]]:
     return list(dict.fromkeys(group_functions))
 
 
+def single_parts_in(optimizer: object) -> list[object]:
+    """Return the functions and optimizers that an optimizer is combined from at last; a single one is itself."""
+    parts = _parts_of(optimizer)
+    if not parts:
+        return [optimizer]
+    return [single for part in parts for single in single_parts_in(part)]
+
+
 def _parts_of(optimizer: object) -> tuple[Part, ...]:
     """Return what an optimizer is combined from; nothing if it is a single one."""
     if isinstance(optimizer, GroupedOptimizer):

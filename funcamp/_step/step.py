@@ -14,7 +14,7 @@ from funcamp._autograd.loss import Loss
 from funcamp._autograd.scaled_grad import loss_and_aux
 from funcamp._check import Fixed, boolean, one_batch
 from funcamp._optim.average_part import average
-from funcamp._optim.chain import chain, group_functions_in
+from funcamp._optim.chain import chain, group_functions_in, single_parts_in
 from funcamp._optim.clip_parts import clip_by_norm, clip_by_value
 from funcamp._optim.part import Transform, Update
 from funcamp._scaler.config import ScalerConfig
@@ -87,11 +87,12 @@ class TrainStep(Fixed):
 
     def python_parts(self) -> dict[str, object]:
         """Return the objects whose Python the step runs, by name: `jit` looks there for state besides its own."""
-        return self.loss_fn.python_parts()
-
-    def code_parts(self) -> dict[str, object]:
-        """Return the objects whose Python the step runs, by name: `jit` looks there for modules' training flags."""
-        return self.loss_fn.code_parts()
+        parts = self.loss_fn.python_parts()
+        if self._options.weight is not None:
+            parts["weight"] = self._options.weight
+        parts |= {f"observe[{name!r}]": function for name, function in self._options.observe.items()}
+        parts |= {f"optimizer[{index}]": part for index, part in enumerate(single_parts_in(self._transforms))}
+        return parts
 
     def __repr__(self) -> str:
         policy = f"{self._options.policy}{self._products.described()}"

@@ -106,9 +106,9 @@ class CarriedState:
             assigned = slot.now()
             if assigned is slot.value:
                 continue
-            state_leaves = _tree.leaves(slot.value)
-            assigned_leaves = _tree.leaves(assigned)
-            if len(state_leaves) != len(assigned_leaves) or not all(map(_is_like, state_leaves, assigned_leaves)):
+            state_leaves, state_structure = _tree.flatten(slot.value)
+            assigned_leaves, assigned_structure = _tree.flatten(assigned)
+            if state_structure != assigned_structure or not all(map(_is_like, state_leaves, assigned_leaves)):
                 raise RuntimeError(
                     f"jit: {slot.path} must keep its structure, shape, dtype and device, because a program writes it; "
                     f"got {_tree.brief(assigned)}: write into it (zero_(), copy_()), or make another jit"
@@ -147,8 +147,7 @@ class CarriedState:
         finally:
             self._earlier_tensors = []
         for path in self._changes.carried:
-            slot = self._settable_slot(path)
-            self._state_slots[slot.path] = slot
+            self._state_slots |= {slot.path: slot for slot in self._slots_around(path)}
         if graph.kept_tensors:
             log_kept(
                 "follow from its arguments, and later calls will not change them (return in the metrics what you want "

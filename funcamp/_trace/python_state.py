@@ -21,7 +21,7 @@ import operator
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -46,6 +46,14 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CHANGEABLE_OF_EVERY_MODULE = frozenset(
     ("training", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 )
+
+
+@runtime_checkable
+class HasPythonParts(Protocol):
+    """A step or a loss of this package: opaque, except for what a user gave it."""
+
+    def python_parts(self) -> dict[str, object]:
+        """Return the objects that may keep state besides the arguments, by name."""
 
 
 class Slot(NamedTuple):
@@ -243,6 +251,9 @@ def _slots_in(path: str, value: object) -> Iterator[Slot]:
         yield from _slots_of_iterator(path, value)
     elif isinstance(value, nn.Module):
         yield from _slots_of_module(path, value)
+    elif isinstance(value, HasPythonParts):
+        for name, part in value.python_parts().items():
+            yield _unsettable(f"{path}.{name}", part)
     elif _is_plain_object(value):
         yield from _slots_of_attributes(path, value)
         yield from _slots_of_class(path, type(value))

@@ -6,7 +6,8 @@ import contextlib
 import threading
 from collections.abc import Iterator
 
-from torch import nn
+import torch
+from torch import fx, nn
 
 _lock = threading.Lock()
 #: The modules that were read so far, by id, for each thread that records. Without any, `nn.Module` is as torch made it.
@@ -20,7 +21,9 @@ def _read(module: nn.Module) -> bool:
     except KeyError:  # of a module whose constructor has not begun
         raise AttributeError("training") from None
     modules = _read_in_thread.get(threading.get_ident())
-    if modules is not None:
+    # Such as the body of a scan, whose tensors have no values.
+    is_made_by_trace = type(module) is nn.Module or isinstance(module, fx.GraphModule)
+    if modules is not None and not is_made_by_trace:
         modules[id(module)] = module
     return flag
 
@@ -31,9 +34,9 @@ def _write(module: nn.Module, flag: bool) -> None:
 
 @contextlib.contextmanager
 def recorded_flags() -> Iterator[dict[int, nn.Module]]:
-    """Context manager: the modules whose flags this thread reads, by id. Those that a scripted module reads are not in it.
+    """Context manager: the modules whose flags this thread reads, by id; not those that a scripted module reads.
 
-    A property of a class comes before what is in an object's dict, so every read in Python is seen, in torch's code too.
+    A property of a class comes before what is in an object's dict, so every read in Python is seen, also torch's.
     """
     thread = threading.get_ident()
     modules: dict[int, nn.Module] = {}
@@ -53,8 +56,10 @@ def recorded_flags() -> Iterator[dict[int, nn.Module]]:
 @contextlib.contextmanager
 def own_flags() -> Iterator[None]:
     """Context manager: the step itself sets the flags, so that nothing follows from what they were before."""
-    thread = threading.get_ident()
-    modules = _read_in_thread.get(thread)
+    if torch.compiler.is_dynamo_compiling():  # it knows no threads; nothing is recorded there
+        yield
+        return
+    modules = _read_in_thread.get(threading.get_ident())
     known = {} if modules is None else dict(modules)
     try:
         yield

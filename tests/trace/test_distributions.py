@@ -113,7 +113,7 @@ def test_other_threads_see_nothing_of_a_trace() -> None:
 
     d.Distribution.set_default_validate_args(True)  # torch.compile, used before, leaves them off
     jit(traced, backend="eager")(torch.ones(1), torch.ones(1))
-    assert seen == [False, "checked", True]
+    assert seen == [False, "checked", True] * 2  # traced once more, because it changed a list
     assert torch.compiler.is_compiling() is False
 
 

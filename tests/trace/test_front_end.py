@@ -202,7 +202,7 @@ def test_a_model_that_fails_when_it_is_compiled_is_traced_as_in_eager_mode(caplo
     for _ in range(2):
         state, _ = run(state, torch.ones(2))
     assert state["x"].item() == 4
-    assert seen == [True, False]
+    assert seen == [True, False] * 2  # once more, because it changed a list
     assert "traced as in eager mode" in caplog.text
 
 
@@ -296,7 +296,7 @@ def test_a_trace_that_fails_leaves_no_tensor_without_values() -> None:
 
     with pytest.raises(RuntimeError, match="not read a tensor's value"):
         compiled(step)(start(), x)
-    assert_same(model.mask, torch.ones(3, 3).tril())
+    assert model.mask is None  # as before the call
     assert_same(model(x), torch.tensor(6.0))
 
 

@@ -44,16 +44,40 @@ def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _with_inner(constant)
 
 
+#: Names of exceptions that stand for all that Python's arithmetic raises; `contextlib.suppress` may be given any.
+_ALL_ERRORS = frozenset({"Exception", "BaseException", "suppress"})
+#: What stands for an `except:` without a name.
+_WITHOUT_NAME = "every error"
+
+
+def _caught_in(code: types.CodeType) -> set[str]:
+    """Return the names of what a function may catch, and other names in it."""
+    names = {*code.co_names}
+    instructions = list(dis.get_instructions(code))
+    handlers = {instruction.argval for instruction in instructions if instruction.opname == "SETUP_FINALLY"}  # in 3.10
+    for before, instruction in itertools.pairwise(instructions):
+        begins_handler = before.opname == "PUSH_EXC_INFO" or instruction.offset in handlers
+        if begins_handler and instruction.opname == "POP_TOP":
+            names.add(_WITHOUT_NAME)
+    has_handler = any(instruction.opname in _CATCHES for instruction in instructions)
+    return names if has_handler or _WITHOUT_NAME in names or "suppress" in names else set()
+
+
+#: The instructions that compare an error with the name of one, in 3.11 and in 3.10.
+_CATCHES = ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
+
+
 def catches_zero_divisions(cls: type) -> bool:
-    """Return whether a class catches a division by 0."""
-    return any({"ZeroDivisionError", "ArithmeticError"} & {*code.co_names} for code in _code_around(cls))
+    """Return whether a class may catch a division by 0."""
+    errors = {"ZeroDivisionError", "ArithmeticError", _WITHOUT_NAME, *_ALL_ERRORS}
+    return any(errors & _caught_in(code) for code in _code_around(cls))
 
 
 def refuse_caught_errors(cls: type) -> None:
     """Refuse a class that catches what Python's arithmetic raises and a tensor's does not."""
     for code in _code_of_methods(cls):
-        names = sorted({*code.co_names} & {"OverflowError", "ValueError"})
-        if names and "math" in code.co_names and getattr(code, "co_exceptiontable", None):
+        names = sorted(_caught_in(code) & {"OverflowError", "ValueError", _WITHOUT_NAME, *_ALL_ERRORS})
+        if names and "math" in code.co_names:
             raise impure(
                 cls,
                 f"its method {code.co_name} may catch {' or '.join(names)} of math, which tensors do not raise; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -88,6 +89,7 @@ class ClassStep:
         *,
         truthful: bool = False,
         flipped_comparison: int | None = None,
+        unknown_example: float = math.nan,
     ) -> Decisions:
         """Return the decisions of a run of the class; arguments as in `Decisions`."""
         return Decisions(
@@ -98,6 +100,7 @@ class ClassStep:
             asks_divisors=self.asks_divisors,
             truthful=truthful,
             flipped_comparison=flipped_comparison,
+            unknown_example=unknown_example,
         )
 
     def run(

@@ -26,7 +26,10 @@ from funcamp._optim.instance_state import (
     Contents,
     InstanceState,
     container_of,
+    is_attribute,
     is_plain,
+    key_in_state,
+    name_of_key,
     read_state,
     with_wrapped,
 )
@@ -80,6 +83,8 @@ def _leave_uncompiled(optimizer: torch.optim.Optimizer) -> None:
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     """Return the step of an instance, without torch's wrapper for hooks and the profiler."""
+    if "step" in vars(optimizer):  # its constructor has chosen one
+        return vars(optimizer)["step"]  # type: ignore[no-any-return]
     step = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
@@ -131,7 +136,7 @@ class _RecordingGroup(dict[str, object]):
 def begin_recording(optimizer: torch.optim.Optimizer) -> None:
     """Make an instance record the first value of everything that it keeps."""
     shared = read_state(optimizer, []).shared
-    attributes = {name: cloned(value) for name, value in shared.items() if name.startswith(ATTRIBUTE)}
+    attributes = {name: cloned(value) for name, value in shared.items() if is_attribute(name)}
     _replace_states(optimizer, _recording_states)
     optimizers = with_wrapped(optimizer).values()
     for each_optimizer in optimizers:
@@ -179,12 +184,12 @@ def first_values(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> Inst
         for param, contents in zip(params, per_param):
             # A class may have replaced the recording state by a dict, of which only the last values are known.
             first = getattr(each_optimizer.state.get(param), "first_values", {})
-            contents |= {f"{prefix}{name}": value for name, value in first.items()}
+            contents |= {f"{prefix}{name_of_key(key)}": value for key, value in first.items()}
     return InstanceState(per_param, shared)
 
 
 def _prefixed(prefix: str, name: str) -> str:
-    return name if name.startswith(ATTRIBUTE) else f"{prefix}{name}"
+    return name if is_attribute(name) else f"{prefix}{name}"
 
 
 # Putting a state into an instance.
@@ -210,15 +215,15 @@ def put_state(
                 container[key][param if is_by_param else id(param)] = value
             else:
                 prefix = _prefix_of(name, optimizers)
-                optimizers[prefix].state[param][name.removeprefix(prefix)] = value
+                optimizers[prefix].state[param][key_in_state(name.removeprefix(prefix))] = value
 
 
-def _dict_and_key(name: str, optimizers: dict[str, torch.optim.Optimizer]) -> tuple[_States, str]:
+def _dict_and_key(name: str, optimizers: dict[str, torch.optim.Optimizer]) -> tuple[_States, object]:
     """Return the dict that has something that all parameters share, and its key there."""
     prefix = _prefix_of(name, optimizers)
     optimizer, unprefixed_name = optimizers[prefix], name.removeprefix(prefix)
     if unprefixed_name.startswith(STATE):
-        return optimizer.state, unprefixed_name.removeprefix(STATE)
+        return optimizer.state, key_in_state(unprefixed_name.removeprefix(STATE))
     if unprefixed_name.startswith(ATTRIBUTE):
         return vars(optimizer), unprefixed_name.removeprefix(ATTRIBUTE)
     return optimizer.param_groups[0], unprefixed_name

@@ -13,17 +13,18 @@ from funcamp._optim.class_state import Changing
 from funcamp._optim.containers import leaves_of
 from funcamp._optim.instance import instance_of, step_of
 from funcamp._optim.instance_state import (
-    ATTRIBUTE,
     InstanceState,
     Kind,
     aliases_in,
     container_of,
+    is_attribute,
     is_plain,
     kind_of,
     read_state,
     same,
     snapshot,
     wider,
+    with_wrapped,
 )
 from funcamp._trace.python_state import Form as PythonForm
 from funcamp._trace.python_state import survey
@@ -165,9 +166,16 @@ def forms_of(optimizer: torch.optim.Optimizer) -> dict[str, PythonForm]:
     cls = type(optimizer)
     roots: dict[str, object] = {cls.__name__: cls}
     for name, value in read_state(optimizer, []).shared.items():
-        if name.startswith(ATTRIBUTE) and not is_plain(value):
+        if is_attribute(name) and not is_plain(value):
             roots[name] = value
-    return {path: PythonForm(slot.value) for path, slot in survey(roots).items()}
+    slots = survey(roots, into_libraries=True)
+    known_optimizers = with_wrapped(optimizer).values()
+    for path, slot in slots.items():
+        is_in_instance = not path.startswith(cls.__name__)
+        is_optimizer = isinstance(slot.value, torch.optim.Optimizer) and is_in_instance
+        if is_optimizer and not any(slot.value is known for known in known_optimizers):
+            raise ElsewhereError(f"it keeps an optimizer as {path}, which is not followed")
+    return {path: PythonForm(slot.value) for path, slot in slots.items()}
 
 
 def first_change(before: Mapping[str, PythonForm], after: Mapping[str, PythonForm]) -> str | None:

@@ -8,7 +8,6 @@ this, for the current thread only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -149,15 +148,15 @@ class _Pure(TorchFunctionMode):
             return self._decisions.ask(self._decisions.new_key(), lambda: _CONDITIONS[name](*args, **kwargs), True)
         tensor = args[0]
         if name == "item" or (name == "tolist" and tensor.dim() == 0):
-            return as_number("a tensor's item()", math.nan, widen(tensor).clone(), self._decisions)
+            example = self._decisions.unknown_example
+            return as_number("a tensor's item()", example, widen(tensor).clone(), self._decisions)
         if name == "__bool__" and tensor.numel() == 1:
             return self._decisions.ask(self._decisions.new_key(), lambda: (tensor != 0).reshape(()), True)
         is_truthful_answer = name == "numpy" and tensor.dtype == torch.bool  # `Decisions` reads a bool in a trial
         if name not in _READS or is_truthful_answer:
             return _AS_IN_TORCH
-        raise TypeError(
-            f"stateless: {self._decisions.class_name} cannot be made pure: its step reads a tensor in Python "
-            f"({name.strip('_')}); use it in an ordinary loop with funcamp.GradScaler"
+        self._decisions.refuse_class(
+            f"its step reads a tensor in Python ({name.strip('_')}); use it in an ordinary loop with funcamp.GradScaler"
         )
 
     def _attribute(self, func: Operation, tensor: Tensor) -> Any:
@@ -173,9 +172,8 @@ class _Pure(TorchFunctionMode):
         if func == _GETS_REQUIRES_GRAD:
             return True  # as of a user's parameters; here they are tensors that nothing differentiates
         if func == _SETS_REQUIRES_GRAD or getattr(func, "__name__", "") == "requires_grad_":
-            raise TypeError(
-                f"stateless: {self._decisions.class_name} cannot be made pure: its step sets requires_grad of a "
-                "parameter; use it in an ordinary loop with funcamp.GradScaler"
+            self._decisions.refuse_class(
+                "its step sets requires_grad of a parameter; use it in an ordinary loop with funcamp.GradScaler"
             )
         return _AS_IN_TORCH
 
@@ -315,7 +313,7 @@ def run_step(
         if "capturable" in arguments:
             arguments = arguments | {"capturable": new_params[0].device.type in _CAPTURABLE}
         pure = _Pure(_settles_scalars(new_params), new_params, batched, decisions)
-        with names_for_numbers(cls, decisions), pure, as_eager():
+        with names_for_numbers(cls, decisions), pure, as_eager(), decisions.raising_refusals():
             optimizer = instance_of(cls, new_params, arguments | numbers)
             decisions.is_constructing = False
             if state is None:
@@ -347,7 +345,7 @@ def constructed_state(
     """Return what a new instance keeps. Arguments as in `run_step`."""
     numbers, batched = _numbers(arguments, hyper, decisions)
     pure = _Pure(_settles_scalars(params), params, batched, decisions)
-    with torch.no_grad(), names_for_numbers(cls, decisions), pure, as_eager():
+    with torch.no_grad(), names_for_numbers(cls, decisions), pure, as_eager(), decisions.raising_refusals():
         return read_state(instance_of(cls, params, arguments | numbers), params)
 
 

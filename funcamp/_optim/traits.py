@@ -38,7 +38,7 @@ from funcamp._optim.hyperparameters import Hyper, Signature, is_dynamic, map_ite
 from funcamp._optim.independence import independence_of, operations_on
 from funcamp._optim.instance import fixed_parts
 from funcamp._optim.instance_state import aliases_in, container_of
-from funcamp._optim.modes import without_modes
+from funcamp._optim.modes import generators_put_back, without_modes
 from funcamp._optim.record import SEED, Record, changing_in, first_change, forms_of, recorded
 from funcamp._optim.tensor_hyperparameters import (
     refuse_choices_of_constructor,
@@ -159,7 +159,7 @@ def _probe(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, objec
     dynamic = _checked_names(cls, hyperparameters, accepted)
     arguments = constructor_arguments(hyperparameters, accepted)
     # This must run on real numbers, with the formulas of eager mode.
-    with without_modes(), as_eager(), torch.random.fork_rng(devices=[]):
+    with without_modes(), as_eager(), generators_put_back():
         # The class by itself.
         check_constructor(cls, hyperparameters, arguments, dynamic)
         record = recorded(cls, arguments)

@@ -93,6 +93,8 @@ class Decisions:
         self.compared_with_zero: set[str] = set()
         """Labels of the hyperparameters that the step compared with 0."""
         self.questions: list[Question] = []
+        self.thresholds: set[int] = set()
+        """The whole numbers with which the step compares numbers."""
         self._refusal: TypeError | None = None
         self._first_answers = answers
         self._answer_of_key: dict[Hashable, bool] = {}

@@ -31,6 +31,8 @@ class Independence(NamedTuple):
     """Whether the step of each parameter depends on no other, and what all share on none."""
     writes_grads: bool
     """Whether gradients are written into."""
+    thresholds: frozenset[int] = frozenset()
+    """The whole numbers with which the steps compare numbers, such as counts."""
 
 
 #: What is assumed of a class that asks more than can be followed.
@@ -45,6 +47,7 @@ class _FollowedRun(NamedTuple):
     flow: Dataflow
     stepped: Stepped
     questions: list[Question]
+    thresholds: set[int]
 
     def is_separable(self) -> bool:
         """Return whether each parameter and its state depend on no other, and what all share on none."""
@@ -96,6 +99,7 @@ def independence_of(step: ClassStep, record: Record) -> Independence:
         is_pointwise=all(run.flow.is_pointwise for run in runs),
         is_separable=is_separable,
         writes_grads=any(run.flow.wrote_gradients for run in runs),
+        thresholds=frozenset().union(*[run.thresholds for run in runs]),
     )
 
 
@@ -123,6 +127,7 @@ def _truthful(
     Raises:
         TypeError: the class gives a `Number` to a function in C, which reads its float.
     """
+    step.form(params)  # here, because finding it may draw random numbers
     runs: list[_FollowedRun] = []
     for unknown_example in _UNKNOWN_EXAMPLES:
         decisions = step.decisions(answers, truthful=True, unknown_example=unknown_example)
@@ -169,7 +174,7 @@ def _followed(
     flow, stepped = followed(groups, run)
     flow.draws = flow.draws or states_of_generators() != generators
     flow.wrote_gradients = any(grad._version for grad in grads)
-    return _FollowedRun(flow, stepped, decisions.questions)
+    return _FollowedRun(flow, stepped, decisions.questions, decisions.thresholds)
 
 
 def operations_on(step: ClassStep, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[OperationCall] | None:

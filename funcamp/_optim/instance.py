@@ -8,7 +8,7 @@ has begun, and what a step assigns anew, numbers among it, is lost.
 from __future__ import annotations
 
 from collections import UserDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -89,6 +89,15 @@ def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
     return lambda: step(optimizer)
+
+
+def set_in_group(optimizer: torch.optim.Optimizer, values: Mapping[str, object]) -> None:
+    """Set numbers in the parameter group of an instance, as a scheduler of torch does; the constructor's remain."""
+    group = optimizer.param_groups[0]
+    for name, value in values.items():
+        if isinstance(value, Number) and isinstance(group.get(name), Tensor):
+            value = value.tensor.to(group[name].dtype)
+        group[name] = value
 
 
 # The first values of what a step makes: the state before the first step.
@@ -208,14 +217,21 @@ def put_state(
         if not entries and entries_in(param_form):  # it has not taken a step
             continue
         for name, value in filled(param_form, entries, decisions, "state").items():
-            is_by_param = name.endswith(BY_PARAM)
-            if is_by_param or name.endswith(BY_ID):
-                shared_name = name.removesuffix(BY_PARAM if is_by_param else BY_ID).replace("/", ".")
-                container, key = _dict_and_key(shared_name, optimizers)
-                container[key][param if is_by_param else id(param)] = value
-            else:
-                prefix = _prefix_of(name, optimizers)
-                optimizers[prefix].state[param][key_in_state(name.removeprefix(prefix))] = value
+            container, key = _dict_and_key_of(param, name, optimizers)
+            container[key] = value
+
+
+def _dict_and_key_of(
+    param: Tensor, name: str, optimizers: dict[str, torch.optim.Optimizer]
+) -> tuple[_States, object]:
+    """Return the dict that has something of one parameter, and its key there."""
+    is_by_param = name.endswith(BY_PARAM)
+    if is_by_param or name.endswith(BY_ID):
+        shared_name = name.removesuffix(BY_PARAM if is_by_param else BY_ID).replace("/", ".")
+        container, key = _dict_and_key(shared_name, optimizers)
+        return container[key], param if is_by_param else id(param)
+    prefix = _prefix_of(name, optimizers)
+    return optimizers[prefix].state[param], key_in_state(name.removeprefix(prefix))
 
 
 def _dict_and_key(name: str, optimizers: dict[str, torch.optim.Optimizer]) -> tuple[_States, object]:
@@ -232,6 +248,32 @@ def _dict_and_key(name: str, optimizers: dict[str, torch.optim.Optimizer]) -> tu
 def _prefix_of(name: str, optimizers: dict[str, torch.optim.Optimizer]) -> str:
     """Return the prefix of the optimizer, among an instance and what it wraps, that keeps something of this name."""
     return max((prefix for prefix in optimizers if name.startswith(prefix)), key=len)
+
+
+def forward_counts(
+    optimizer: torch.optim.Optimizer,
+    params: list[Tensor],
+    per_param: Sequence[Mapping[str, int]],
+    shared: Mapping[str, int],
+    step_count: int,
+) -> None:
+    """Set forward what an instance counts, as if it had taken more steps.
+
+    Args:
+        optimizer: the instance.
+        params: its parameters.
+        per_param: for each parameter what a step adds, by name.
+        shared: the same for what all share.
+        step_count: the number of steps.
+    """
+    optimizers = with_wrapped(optimizer)
+    counts: list[tuple[_States, object, int]] = []
+    for name, increment in shared.items():
+        counts.append((*_dict_and_key(name, optimizers), increment))
+    for param, increments in zip(params, per_param):
+        counts += [(*_dict_and_key_of(param, name, optimizers), increment) for name, increment in increments.items()]
+    for container, key, increment in counts:
+        container[key] = container[key] + step_count * increment
 
 
 # What a step changes.

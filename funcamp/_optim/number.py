@@ -153,6 +153,8 @@ class Number(float):
                 return compare(0.0, 0.0)
             if self.label in decisions.treated_as_nonzero:
                 return proposal
+        if not isinstance(other, Number) and float(other).is_integer():
+            decisions.thresholds.add(int(other))
         # Two numbers that are computed alike may be compared the other way round.
         key = decisions.key((compare.__name__, self.key, _key_of(other, decisions)))
         return decisions.ask(key, lambda: compare(self.tensor, numbers_to_tensors(other)).reshape(()), proposal)

@@ -26,6 +26,7 @@ from funcamp._optim.instance import (
     first_values,
     instance_of,
     put_state,
+    set_in_group,
     step_of,
     versions_of,
 )
@@ -252,7 +253,7 @@ def _numbers(arguments: Kwargs, hyper: Hyper, decisions: Decisions) -> tuple[Kwa
             label, example, value, decisions, decisions.key(("hyperparameter", label)), is_hyperparameter=True
         )
 
-    numbers = {name: map_items(number, name, value, arguments[name]) for name, value in hyper.items()}
+    numbers = {name: map_items(number, name, value, arguments.get(name)) for name, value in hyper.items()}
     return numbers, batched
 
 
@@ -291,12 +292,13 @@ def run_step(
     method: str | None = None,
     observe: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> StepRun:
-    """Take one step of `cls(params, **arguments | hyper)` from a given state.
+    """Take one step of `cls(params, **arguments)` from a given state.
 
     Args:
         cls: the optimizer's class.
         arguments: Python values for its constructor; examples if a hyperparameter is a tensor.
-        hyper: the hyperparameters that are tensors of shape (), or tuples with such tensors.
+        hyper: what is set in the parameter group of an instance, as a scheduler of torch does: the hyperparameters that
+            are tensors of shape (), or tuples with such tensors.
         params: parameters, at least one.
         grads: their gradients, of the same shapes, or None; cast to the parameter's dtype.
         state: the state; None to start without one and record the first values.
@@ -314,8 +316,9 @@ def run_step(
             arguments = arguments | {"capturable": new_params[0].device.type in _CAPTURABLE}
         pure = _Pure(_settles_scalars(new_params), new_params, batched, decisions)
         with names_for_numbers(cls, decisions), pure, as_eager(), decisions.raising_refusals():
-            optimizer = instance_of(cls, new_params, arguments | numbers)
+            optimizer = instance_of(cls, new_params, arguments)
             decisions.is_constructing = False
+            set_in_group(optimizer, numbers)
             if state is None:
                 begin_recording(optimizer)
             else:

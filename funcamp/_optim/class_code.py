@@ -51,20 +51,25 @@ _WITHOUT_NAME = "every error"
 
 
 def _caught_in(code: types.CodeType) -> set[str]:
-    """Return the names of what a function may catch, and other names in it."""
-    names = {*code.co_names}
+    """Return the names of the errors that a function catches."""
+    caught = {"suppress"} & {*code.co_names}
     instructions = list(dis.get_instructions(code))
     handlers = {instruction.argval for instruction in instructions if instruction.opname == "SETUP_FINALLY"}  # in 3.10
-    for before, instruction in itertools.pairwise(instructions):
-        begins_handler = before.opname == "PUSH_EXC_INFO" or instruction.offset in handlers
+    for index, instruction in enumerate(instructions):
+        begins_handler = instruction.offset in handlers or (index and instructions[index - 1].opname == "PUSH_EXC_INFO")
         if begins_handler and instruction.opname == "POP_TOP":
-            names.add(_WITHOUT_NAME)
-    has_handler = any(instruction.opname in _CATCHES for instruction in instructions)
-    return names if has_handler or _WITHOUT_NAME in names or "suppress" in names else set()
+            caught.add(_WITHOUT_NAME)
+        if instruction.opname in _CATCHES:
+            # The names, or a tuple of them, are loaded before.
+            names = itertools.takewhile(lambda before: before.opname in _LOADS, reversed(instructions[:index]))
+            caught |= {str(name.argval) for name in names}
+    return caught
 
 
-#: The instructions that compare an error with the name of one, in 3.11 and in 3.10.
+#: The instructions that compare an error with the class of one, in 3.11 and in 3.10.
 _CATCHES = ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
+#: Those that load this class.
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR", "BUILD_TUPLE")
 
 
 def catches_zero_divisions(cls: type) -> bool:

@@ -47,8 +47,8 @@ Where a class or an argument is refused, and the words to search for:
     arguments.py          "has no hyperparameter", "must be False or None", "its step needs", "chooses the algorithm",
                           "refuses its hyperparameters"; `impure` writes "cannot be made pure: " before most reasons
     instance.py           "it sorts its parameters into", "its constructor registers hooks"
-    record.py             "its step fails on a few numbers", "holds values of the parameters", "it keeps an optimizer as",
-                          "where it is not followed": what a step changes
+    record.py             "its step fails on a few numbers", "holds values of the parameters",
+                          "it keeps an optimizer as", "where it is not followed": what a step changes
     tensor_hyperparameters.py
                           "must be a number, because": the constructor or a step uses the value in Python
     long_trial.py         "come to other numbers than its own", "also uses the number", "reads its value in Python"

@@ -126,7 +126,7 @@ class ClassStep:
         return run_step(
             self.cls,
             self.arguments,
-            self.set_by_scheduler | hyper,
+            {**self.set_by_scheduler, **hyper},
             params,
             grads,
             state,
@@ -134,6 +134,7 @@ class ClassStep:
             decisions,
             writes_grads=self.writes_grads,
             wide_counters=self.wide_counters,
+            constructs_with_numbers=state is None and not self.are_starts_known,
             observe=observe,
         )
 
@@ -159,7 +160,7 @@ class ClassStep:
                 step_run = run_step(
                     self.cls,
                     self.arguments,
-                    self.set_by_scheduler | hyper,
+                    {**self.set_by_scheduler, **hyper},
                     params,
                     params,
                     class_state,

@@ -84,7 +84,8 @@ _ANY_TENSOR = torch.empty((), device="meta")
 def example_of(name: str, value: object, accepted: Signature) -> object:
     """Return a number for a tensor or schedule, with which the class is made.
 
-    It is the number from which a scheduler of torch starts. If none is known, it is the class's default, or another number if that is 0: a tensor or a schedule is in use.
+    It is the number from which a scheduler of torch starts. If none is known, it is the class's default, or another
+    number if that is 0: a tensor or a schedule is in use.
     """
     default = accepted[name].default if name in accepted else None
 

@@ -120,7 +120,12 @@ _UNKNOWN_EXAMPLES = (math.nan, math.inf, -math.inf)
 
 
 def _truthful(
-    step: ClassStep, params: list[Tensor], grads: list[Tensor], state: ClassState | None, hyper: Hyper, answers: Answers = ()
+    step: ClassStep,
+    params: list[Tensor],
+    grads: list[Tensor],
+    state: ClassState | None,
+    hyper: Hyper,
+    answers: Answers = (),
 ) -> _FollowedRun:
     """Return a run with true answers after the given ones.
 

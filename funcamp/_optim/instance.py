@@ -22,6 +22,7 @@ from funcamp._optim.instance_state import (
     ATTRIBUTE,
     BY_ID,
     BY_PARAM,
+    BY_PLACE,
     STATE,
     Contents,
     InstanceState,
@@ -213,18 +214,23 @@ def put_state(
     for name, value in filled(form.shared, state.shared, decisions, "its group's").items():
         container, key = _dict_and_key(name, optimizers)
         container[key] = value
-    for param, param_form, entries in zip(params, form.per_param, state.per_param):
+    for place, (param, param_form, entries) in enumerate(zip(params, form.per_param, state.per_param)):
         if not entries and entries_in(param_form):  # it has not taken a step
             continue
         for name, value in filled(param_form, entries, decisions, "state").items():
-            container, key = _dict_and_key_of(param, name, optimizers)
+            container, key = _container_and_key_of(place, param, name, optimizers)
             container[key] = value
 
 
-def _dict_and_key_of(
-    param: Tensor, name: str, optimizers: dict[str, torch.optim.Optimizer]
-) -> tuple[_States, object]:
-    """Return the dict that has something of one parameter, and its key there."""
+def _container_and_key_of(
+    place: int, param: Tensor, name: str, optimizers: dict[str, torch.optim.Optimizer]
+) -> tuple[Any, object]:
+    """Return the dict or list that has something of one parameter, and its key there."""
+    if name.endswith(BY_PLACE):
+        container, key = _dict_and_key(name.removesuffix(BY_PLACE).replace("/", "."), optimizers)
+        items = container.setdefault(key, [])
+        items += [None] * (place + 1 - len(items))  # a class may make the list in its first step
+        return items, place
     is_by_param = name.endswith(BY_PARAM)
     if is_by_param or name.endswith(BY_ID):
         shared_name = name.removesuffix(BY_PARAM if is_by_param else BY_ID).replace("/", ".")
@@ -267,11 +273,12 @@ def forward_counts(
         step_count: the number of steps.
     """
     optimizers = with_wrapped(optimizer)
-    counts: list[tuple[_States, object, int]] = []
+    counts: list[tuple[Any, object, int]] = []
     for name, increment in shared.items():
         counts.append((*_dict_and_key(name, optimizers), increment))
-    for param, increments in zip(params, per_param):
-        counts += [(*_dict_and_key_of(param, name, optimizers), increment) for name, increment in increments.items()]
+    for place, (param, increments) in enumerate(zip(params, per_param)):
+        for name, increment in increments.items():
+            counts.append((*_container_and_key_of(place, param, name, optimizers), increment))
     for container, key, increment in counts:
         container[key] = container[key] + step_count * increment
 

@@ -14,7 +14,7 @@ import functools
 import itertools
 import types
 from collections.abc import Iterator
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -40,6 +40,8 @@ STATE = "self.state."
 #: begin with the dict's name, its dots as slashes: exported names separate an entry and a parameter by a dot.
 BY_PARAM = "[param]"
 BY_ID = "[id]"
+#: Of those in a list which all share, at the place of the parameter.
+BY_PLACE = "[place]"
 
 
 class InstanceState(NamedTuple):
@@ -142,13 +144,20 @@ def key_in_state(name: str) -> object:
 
 
 def _move_to_params(shared: Contents, per_param: list[Contents], params: list[Tensor]) -> None:
-    """Move what shared dicts have under a parameter, or under its id, to the contents of this parameter."""
+    """Move what shared dicts have under a parameter, or under its id, to the contents of this parameter.
+
+    Also the items of a list that has a tensor like each parameter at its place.
+    """
     contents_of = {id(param): contents for param, contents in zip(params, per_param)}
-    for name, value in shared.items():
+    for name, value in list(shared.items()):
+        exported_name = name.replace(".", "/")
+        if _is_like(value, params):
+            del shared[name]
+            for contents, item in zip(per_param, value):
+                contents[f"{exported_name}{BY_PLACE}"] = item
         if not isinstance(value, dict):
             continue
         remaining: dict[object, object] = {}
-        exported_name = name.replace(".", "/")
         for key, item in value.items():
             if isinstance(key, Tensor) and id(key) in contents_of:
                 contents_of[id(key)][f"{exported_name}{BY_PARAM}"] = item
@@ -158,6 +167,13 @@ def _move_to_params(shared: Contents, per_param: list[Contents], params: list[Te
                 remaining[key] = item
         if len(remaining) < len(value):
             shared[name] = remaining
+
+
+def _is_like(value: object, params: list[Tensor]) -> TypeGuard[list[Tensor]]:
+    """Return whether a value is a list with a tensor of the shape of each parameter."""
+    if type(value) is not list or not value or len(value) != len(params):
+        return False
+    return all(isinstance(item, Tensor) and item.shape == param.shape for item, param in zip(value, params))
 
 
 @functools.cache

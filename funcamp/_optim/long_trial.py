@@ -9,6 +9,7 @@ compares.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
@@ -57,7 +58,7 @@ class LoopStep(NamedTuple):
     grads: Sequence[Tensor | None]
     results: list[Tensor]
     """The parameters after it."""
-    values: Mapping[str, object] = {}  # noqa: RUF012  a tuple's default, which nothing writes into
+    values: Mapping[str, object] = {}
     """The hyperparameters that change, as numbers."""
     skipped_steps: int = 0
     """The steps by which the counts are set forward before it."""
@@ -95,9 +96,9 @@ def followed_in_loop(traits: Traits, record: Record, thresholds: Iterable[int]) 
 
 
 _WHY_OTHER_NUMBERS = (
-    "its steps from a state that is put into a new instance come to other numbers than its own: it keeps state elsewhere "
-    "than in self.state, its group and numbers of its own, one tensor under two names, or draws random numbers; keep it "
-    "in self.state[param]"
+    "its steps from a state that is put into a new instance come to other numbers than its own: it keeps state "
+    "elsewhere than in self.state, its group and numbers of its own, one tensor under two names, or draws random "
+    "numbers; keep it in self.state[param]"
 )
 
 
@@ -228,7 +229,7 @@ def _increments(all_contents: Sequence[Contents]) -> dict[str, int]:
     for name in all_contents[-1]:
         numbers = [_number_in(contents.get(name)) for contents in all_contents[1:]]
         differences = {
-            None if before is None or after is None else after - before for before, after in zip(numbers, numbers[1:])
+            None if before is None or after is None else after - before for before, after in itertools.pairwise(numbers)
         }
         if len(differences) == 1:
             (difference,) = differences

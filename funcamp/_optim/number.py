@@ -68,9 +68,9 @@ def _unary(compute: Compute) -> Any:
 class Number(float):
     """A number that changes in training: a hyperparameter, a count, or what is computed from them; it is a tensor.
 
-    The float is an example of its value; `Decisions.unknown_example` if none is known. The constructor compares the example. A comparison in
-    the step is a question (`Decisions`), and so is the truth of the number. Reading the value raises TypeError. The
-    tensor is float64, as Python's numbers are.
+    The float is an example of its value; `Decisions.unknown_example` if none is known. The constructor compares the
+    example. A comparison in the step is a question (`Decisions`), and so is the truth of the number. Reading the value
+    raises TypeError. The tensor is float64, as Python's numbers are.
 
     Args:
         label: how errors call it.
@@ -132,7 +132,7 @@ class Number(float):
 
     def _compare(self, compare: Compute, other: object) -> Any:
         if isinstance(other, Tensor):
-            return compare(self.tensor, other)
+            return compare(*_with_dtype_of([other], [self, other]))
         if _is_array(other):
             return _answers_for_array(self, compare, other)
         other = _of_python(other)
@@ -219,8 +219,9 @@ def _key_of(value: object, decisions: Decisions) -> Hashable:
 
 def _computed(compute: Compute, *operands: Any) -> Any:
     """Return the result of an operator: a number if the operands are numbers, else a tensor."""
-    if any(isinstance(operand, Tensor) for operand in operands):
-        return compute(*map(numbers_to_tensors, operands))
+    tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+    if tensors:
+        return compute(*_with_dtype_of(tensors, operands))
     operands = tuple(map(_of_python, operands))
     for operand in operands:
         if isinstance(operand, (int, float)):
@@ -326,6 +327,17 @@ def numbers_to_tensors(value: Any) -> Any:
     if type(value) is dict:
         return {name: numbers_to_tensors(item) for name, item in value.items()}
     return value
+
+
+def _with_dtype_of(tensors: list[Tensor], operands: Iterable[Any]) -> list[Any]:
+    """Return operands with tensors for numbers: of the dtype of tensors of shape (), which Python's do not widen."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    dtype = dtypes.pop()
+    keeps_dtype = not dtypes and dtype.is_floating_point and all(tensor.dim() == 0 for tensor in tensors)
+    return [
+        operand.tensor.to(dtype) if keeps_dtype and isinstance(operand, Number) else numbers_to_tensors(operand)
+        for operand in operands
+    ]
 
 
 def has_number(value: object) -> bool:

@@ -63,7 +63,9 @@ def _as_numbers(values: Iterable[object]) -> list[Any] | None:
     for value in values:
         number = value
         if isinstance(value, Tensor) and value.numel() == 1 and _this_thread.decisions is not None:
-            number = as_number("a tensor's value", _this_thread.decisions.unknown_example, value, _this_thread.decisions)
+            number = as_number(
+                "a tensor's value", _this_thread.decisions.unknown_example, value, _this_thread.decisions
+            )
         has_number = has_number or isinstance(number, Number)
         numbers.append(number)
     return numbers if has_number else None
@@ -229,7 +231,9 @@ def _refusing(clock: Callable[[], float]) -> Callable[[], float]:
 
 
 #: The clocks of `time`.
-_CLOCKS = tuple([f"{name}{unit}" for name in ("time", "monotonic", "perf_counter", "process_time") for unit in ("", "_ns")])
+_CLOCKS = tuple(
+    [f"{name}{unit}" for name in ("time", "monotonic", "perf_counter", "process_time") for unit in ("", "_ns")]
+)
 _TIME = _time()
 _MATH = _math()
 #: What takes the place of an object of Python, by its id.

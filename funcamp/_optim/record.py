@@ -66,9 +66,7 @@ _SHAPES = ((2, 3), (2,), *_MATRICES[1:], (4,), (2, 2, 2, 1))
 _TRIALS = ((*_SHAPES, ()), _SHAPES, _MATRICES)
 
 
-def recorded(
-    cls: type[torch.optim.Optimizer], arguments: Kwargs, set_by_scheduler: Mapping[str, object]
-) -> Record:
+def recorded(cls: type[torch.optim.Optimizer], arguments: Kwargs, set_by_scheduler: Mapping[str, object]) -> Record:
     """Take a few steps with an instance of the class.
 
     Raises:

@@ -129,9 +129,11 @@ class _Pure(TorchFunctionMode):
             result = self._attribute(func, args[0])
         elif name in ("tensor", "as_tensor") and has_number(args[0]):
             result = tensor_of(numbers_to_tensors(args[0]), **kwargs)
+        elif name in ("__getitem__", "__setitem__") and isinstance(args[1], Number):
+            result = _at_place(*args)
         if result is not _AS_IN_TORCH:
             return result
-        args = _safe_arguments(name, args)
+        args = _safe_arguments(name, args, kwargs)
         if has_number(args) or any(has_number(value) for value in kwargs.values()):
             args, kwargs = _with_tensors(args, kwargs)
         call = call_on_tensors(name, args, kwargs)
@@ -156,7 +158,7 @@ class _Pure(TorchFunctionMode):
         is_truthful_answer = name == "numpy" and tensor.dtype == torch.bool  # `Decisions` reads a bool in a trial
         if name not in _READS or is_truthful_answer:
             return _AS_IN_TORCH
-        self._decisions.refuse_class(
+        return self._decisions.refuse_class(
             f"its step reads a tensor in Python ({name.strip('_')}); use it in an ordinary loop with funcamp.GradScaler"
         )
 
@@ -179,13 +181,34 @@ class _Pure(TorchFunctionMode):
         return _AS_IN_TORCH
 
 
-def _safe_arguments(name: str, args: Args) -> Args:
+def _at_place(tensor: Tensor, place: Number, *values: Any) -> Tensor | None:
+    """Return what a tensor has at a place, or put a value there; as an index torch would read the number."""
+    index = place.tensor.long().remainder(tensor.shape[0]).reshape(1)
+    if not values:
+        return tensor.index_select(0, index).squeeze(0)
+    value = torch.as_tensor(values[0], dtype=tensor.dtype, device=tensor.device)
+    tensor.index_copy_(0, index, value.expand(tensor.shape[1:]).unsqueeze(0))
+    return None
+
+
+def _decomposes(name: str, arguments: Sequence[object]) -> bool:
+    """Return whether a function raises for a matrix that is not finite."""
+    if name.removeprefix("linalg_") in _DECOMPOSITIONS:
+        return True
+    singular_values = (2, -2, "nuc") if name in ("linalg_norm", "linalg_matrix_norm") else ("nuc",)
+    is_norm = name.endswith("norm")
+    return is_norm and any(
+        isinstance(argument, (int, float, str)) and argument in singular_values for argument in arguments
+    )
+
+
+def _safe_arguments(name: str, args: Args, kwargs: Kwargs) -> Args:
     """Return the arguments of a call, changed if it would compare in a wider dtype or raise for infinite values."""
     if name in _COMPARISONS and args[0].is_floating_point() and isinstance(args[1], Number):
         # As torch rounds a Python number. Under vmap, and for two tensors of shape (), it would compare in
         # float64: Rprop finds no element that it has set to etaminus.
         return (args[0], args[1].tensor.to(args[0].dtype))
-    if name.removeprefix("linalg_") in _DECOMPOSITIONS:
+    if _decomposes(name, [*args[1:2], kwargs.get("ord"), kwargs.get("p")]) and args[0].dim() >= 2:
         matrix = args[0]
         identity = torch.eye(*matrix.shape[-2:], dtype=matrix.dtype, device=matrix.device)
         return (torch.where(matrix.isfinite().all(), matrix, identity), *args[1:])
@@ -289,6 +312,7 @@ def run_step(
     *,
     writes_grads: bool = True,
     wide_counters: bool = True,
+    constructs_with_numbers: bool = False,
     method: str | None = None,
     observe: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> StepRun:
@@ -306,6 +330,7 @@ def run_step(
         decisions: the answers to its questions.
         writes_grads: whether the class writes into gradients, which are then cloned.
         wide_counters: whether to use float64 step counters inside, on a CPU.
+        constructs_with_numbers: whether the constructor gets tensors for numbers, too: of a first state.
         method: the name of another method of the class to call, without arguments.
         observe: called with the instance before the step and after it: in a trial.
     """
@@ -316,7 +341,7 @@ def run_step(
             arguments = arguments | {"capturable": new_params[0].device.type in _CAPTURABLE}
         pure = _Pure(_settles_scalars(new_params), new_params, batched, decisions)
         with names_for_numbers(cls, decisions), pure, as_eager(), decisions.raising_refusals():
-            optimizer = instance_of(cls, new_params, arguments)
+            optimizer = instance_of(cls, new_params, arguments | numbers if constructs_with_numbers else arguments)
             decisions.is_constructing = False
             set_in_group(optimizer, numbers)
             if state is None:

@@ -400,9 +400,7 @@ _serial = count()
 _registry: weakref.WeakValueDictionary[str, StatelessOptimizer] = weakref.WeakValueDictionary()
 
 
-def _rebuild(
-    cls: type[torch.optim.Optimizer], hyperparameters: Kwargs, set_by_scheduler: Kwargs
-) -> StatelessOptimizer:
+def _rebuild(cls: type[torch.optim.Optimizer], hyperparameters: Kwargs, set_by_scheduler: Kwargs) -> StatelessOptimizer:
     return StatelessOptimizer(cls, hyperparameters, set_by_scheduler)
 
 

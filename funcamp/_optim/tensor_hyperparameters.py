@@ -13,7 +13,7 @@ from funcamp._optim.hyperparameters import Hyper, is_dynamic, map_items
 from funcamp._optim.instance_state import container_of, kind_of, same
 from funcamp._optim.number import Number
 from funcamp._optim.run import constructed_state
-from funcamp._optim.trial import are_equal, distance, inputs_on, precise_inputs, two_steps
+from funcamp._optim.trial import are_equal, inputs_on, precise_inputs, two_steps
 
 
 def refuse_choices_of_constructor(step: ClassStep) -> None:

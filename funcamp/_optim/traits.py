@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, TypeAlias
 
@@ -22,6 +22,7 @@ from funcamp._optim.arguments import (
     check_is_no_choice,
     check_names,
     constructor_arguments,
+    first_line,
     impure,
     is_own_refusal,
     is_torchs,
@@ -30,15 +31,15 @@ from funcamp._optim.arguments import (
 from funcamp._optim.changing_numbers import with_changing_numbers
 from funcamp._optim.class_code import catches_zero_divisions, refuse_caught_errors, refuse_identity_of_flags
 from funcamp._optim.class_state import ClassState
-from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, Grads, empty_state
+from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, empty_state
 from funcamp._optim.dataflow import OperationCall
 from funcamp._optim.decisions import results_of_paths
 from funcamp._optim.first_state import CHUNK_SIZE, first_state
 from funcamp._optim.hyperparameters import Hyper, Signature, argument_of, is_dynamic, map_items, without_values
 from funcamp._optim.independence import Independence, independence_of, operations_on
-from funcamp._optim.long_trial import LoopStep, follows, followed_in_loop
 from funcamp._optim.instance import fixed_parts
 from funcamp._optim.instance_state import aliases_in, container_of
+from funcamp._optim.long_trial import LoopStep, followed_in_loop, follows
 from funcamp._optim.modes import generators_put_back, without_modes
 from funcamp._optim.record import SEED, Record, changing_in, first_change, forms_of, recorded
 from funcamp._optim.tensor_hyperparameters import (
@@ -46,7 +47,7 @@ from funcamp._optim.tensor_hyperparameters import (
     refuse_reads_of,
     without_needless_questions,
 )
-from funcamp._optim.trial import Inputs, are_equal, distance, inputs_on, tensors_in
+from funcamp._optim.trial import Inputs, are_equal, inputs_on, tensors_in
 from funcamp._optim.wrong_arguments import check_class
 from funcamp._trace.as_compiled import as_eager
 from funcamp._trace.python_state import Form as PythonForm
@@ -131,7 +132,16 @@ def probe(
     check_class(cls)
     key = _key_of(cls, hyperparameters, set_by_scheduler)
     if key is None or key not in _known_traits:
-        traits = _probe(cls, hyperparameters, set_by_scheduler)
+        try:
+            traits = _probe(cls, hyperparameters, set_by_scheduler)
+        except Exception as error:
+            if is_own_refusal(error):
+                raise
+            raise impure(
+                cls,
+                f"its steps as a function fail ({type(error).__name__}: {first_line(error)}); use it in an ordinary "
+                "loop with funcamp.GradScaler",
+            ) from error
         if key is None:
             return traits
         if len(_known_traits) >= _LARGEST_COUNT_OF_TRAITS:

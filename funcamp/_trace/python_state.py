@@ -1,8 +1,9 @@
 """What Python objects hold: attributes, items of containers, variables of closures, and globals that functions name.
 
 `survey` lists them by path. It is bounded in depth and number, and passes over classes, modules and, if not asked for,
-objects of torch and other libraries. A loss uses it once, to look for tensors that nothing trains. `jit` uses it around a trace, because
-its Python runs once: what changes there is what a program would repeat. `Form` compares two values at one path.
+objects of torch and other libraries. A loss uses it once, to look for tensors that nothing trains. `jit` uses it around
+a trace, because its Python runs once: what changes there is what a program would repeat. `Form` compares two values at
+one path.
 
 Some state cannot be compared, and is left: files and other objects that are written in C; generators of random numbers;
 the position of `itertools.cycle` after its first round, and of `enumerate` over an iterator of such a kind; arrays of

@@ -120,7 +120,7 @@ class Dataflow:
 
 def _memory(tensor: Tensor) -> int:
     try:
-        return id(tensor.untyped_storage())
+        return tensor.untyped_storage()._cdata
     except NotImplementedError:  # torch.func wraps it
         return id(tensor)
 

@@ -334,5 +334,5 @@ def fixed_parts(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     parts["attributes that are no values"] = sorted(name for name, value in shared.items() if not is_plain(value))
     for name, leaf in leaves_of(shared).items():
         if isinstance(leaf, Tensor):
-            parts[f"the memory of {name} ({id(leaf)})"] = id(leaf.untyped_storage())  # of this very tensor
+            parts[f"the memory of {name} ({id(leaf)})"] = leaf.untyped_storage()._cdata  # of this very tensor
     return parts

@@ -196,7 +196,7 @@ def aliases_in(state: InstanceState, params: list[Tensor]) -> set[frozenset[str]
         named += leaves_of(contents).items()
     for name, value in named:
         if isinstance(value, Tensor):
-            names_in[id(value.untyped_storage())].append(name)
+            names_in[value.untyped_storage()._cdata].append(name)
     return {frozenset(pair) for names in names_in.values() for pair in itertools.combinations(names, 2)}
 
 

@@ -7,7 +7,7 @@ class needs no branch for tensors, and takes none.
 
 C code reads the float without a call of a method. That of a number in a state is no value: a trial gives it several
 floats, and refuses a class whose step depends on them (`independence.py`). That of a hyperparameter is an example, and
-a trial compares the effects of example and tensor (`refuse_other_results`).
+a trial compares with a loop in which the number changes (`long_trial.py`).
 """
 
 from __future__ import annotations

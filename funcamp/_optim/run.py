@@ -341,7 +341,9 @@ def run_step(
             arguments = arguments | {"capturable": new_params[0].device.type in _CAPTURABLE}
         pure = _Pure(_settles_scalars(new_params), new_params, batched, decisions)
         with names_for_numbers(cls, decisions), pure, as_eager(), decisions.raising_refusals():
-            optimizer = instance_of(cls, new_params, arguments | numbers if constructs_with_numbers else arguments)
+            if constructs_with_numbers:
+                arguments = arguments | {name: value for name, value in numbers.items() if name in arguments}
+            optimizer = instance_of(cls, new_params, arguments)
             decisions.is_constructing = False
             set_in_group(optimizer, numbers)
             if state is None:

@@ -314,7 +314,7 @@ def _with_tables(hyperparameter: object, first_number: object, name: str, values
             f"schedule: optimizer must have a number as {name}, because {source} sets it; got "
             f"{_tree.brief(hyperparameter)}: give stateless the number from which the scheduler starts"
         )
-    argument = first_number if isinstance(first_number, (int, float)) else None
+    argument = hyperparameter if isinstance(hyperparameter, (int, float)) else None
     return Table(values, source, argument or None)  # a class may have another formula for 0
 
 

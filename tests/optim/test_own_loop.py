@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from funcamp import schedule, stateless
+from funcamp import jit, schedule, stateless
 from funcamp._optim.modes import states_of_generators
 from tests.support.helpers import assert_close
 from tests.support.torch_loop import TorchLoop, linear_step, randn_like
@@ -162,6 +162,49 @@ class NamesOfFuncamp(Descends):
             p.sub_(p.grad, alpha=rate / self.state[p]["applied"])
 
 
+class Velocities(Descends):
+    """Has a list with a tensor for each parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.velocities = self.zeros()
+
+    def zeros(self) -> list[torch.Tensor]:
+        return [torch.zeros_like(p) for p in self.param_groups[0]["params"]]
+
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        if not self.velocities:
+            self.velocities = Velocities.zeros(self)
+        for p, velocity in zip(group["params"], self.velocities):
+            p.sub_(velocity.mul_(0.9).add_(p.grad), alpha=rate)
+
+
+class LateVelocities(Velocities):
+    """Makes the list in its first step."""
+
+    def zeros(self) -> list[torch.Tensor]:
+        return []
+
+
+class Rings(Descends):
+    """Keeps the last four gradients, and reads the oldest one."""
+
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        place = (group["t"] - 1) % 4
+        for p in group["params"]:
+            state = self.state[p]
+            ring = state.setdefault("ring", torch.zeros(4, *p.shape, dtype=p.dtype, device=p.device))
+            ring[place] = p.grad
+            p.sub_(ring.mean(0) + ring[group["t"] % 4], alpha=rate)
+
+
+class LerpsWithRate(Descends):
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p))
+            p.sub_(mean.lerp_(rate * p.grad, 0.1))
+
+
 # What depends on the gradients' size.
 
 
@@ -234,6 +277,7 @@ class BiasAfterWeight(Descends):
 RIGHT = [
     *(NumpyMilestones, NumpyRestart, KeysOfState, WrapsCounts, SwitchesLate, ChoosesStep, NamesOfFuncamp),
     *(ClipsByFsum, ClipsByFirst, DividesInTry, DividesUnnamed),
+    *(Velocities, LateVelocities, Rings),
     *(ByHiddenSize, ByListOfSizes, DecaysFirst, BiasAfterWeight),
 ]
 
@@ -435,7 +479,7 @@ def halving(optimizer: Any) -> Any:
     return torch.optim.lr_scheduler.StepLR(optimizer, 5, 0.5)
 
 
-@pytest.mark.parametrize("cls", [DecaysByInitial, *USE_THE_FIRST_RATE], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [DecaysByInitial, LerpsWithRate, *USE_THE_FIRST_RATE], ids=lambda cls: cls.__name__)
 def test_a_scheduler_changes_the_group_only(cls: Any) -> None:
     optimizer = schedule(stateless(cls, lr=0.1), halving, steps=STEPS)
     assert_follows(cls, optimizer, halving, flat=True)
@@ -445,6 +489,46 @@ def test_a_scheduler_changes_the_group_only(cls: Any) -> None:
 def test_a_schedule_of_a_class_that_uses_the_number_of_its_constructor_is_refused(cls: Any) -> None:
     with pytest.raises(TypeError, match=r"stateless: lr must be a number, because .* the number that its constructor"):
         stateless(cls, lr=lambda applied: 0.1 / (1 + applied))
+
+
+class DividesBySpectralNorm(Descends):
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            p.sub_(p.grad / (torch.linalg.matrix_norm(p.grad, 2) if p.ndim == 2 else p.grad.norm()), alpha=rate)
+
+
+@pytest.mark.compiled
+def test_a_step_that_overflows_is_skipped_although_a_matrix_is_decomposed_in_it() -> None:
+    step = linear_step(stateless(DividesBySpectralNorm))
+    params = {"w": torch.ones(4, 4)}
+    state, metrics = jit(step, backend="eager")(step.init(params), {"w": torch.full((4, 4), torch.inf)})
+    assert metrics.found_inf
+    assert_close(state.params.tree(), {"w": torch.ones(4, 4)}, 0.0)
+
+
+class SortsIntoOptimizers(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        params = list(params)
+        super().__init__(params, {"lr": lr})
+        self.matrices = torch.optim.SGD([p for p in params if p.ndim >= 2], lr=lr)
+        self.vectors = torch.optim.Adam([p for p in params if p.ndim < 2], lr=lr)
+
+
+def test_a_class_that_is_made_for_several_kinds_of_parameters_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"its constructor fails for one parameter \(.* empty .*by_group"):
+        stateless(SortsIntoOptimizers)
+
+
+class SolvesSingularly(Descends):
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            matrix = p.grad @ p.grad.T if p.ndim == 2 else torch.ones(1, 1)
+            p.sub_(p.grad * torch.linalg.solve(matrix, matrix).mean(), alpha=rate)
+
+
+def test_an_error_of_a_trial_is_a_refusal() -> None:
+    with pytest.raises(TypeError, match="SolvesSingularly cannot be made pure: its step"):
+        stateless(SolvesSingularly)
 
 
 def test_a_trial_leaves_the_generators_as_they_were() -> None:

@@ -23,9 +23,9 @@ A step, from the outside in:
     hyperparameters.py    tensors and schedules for numbers
     first_state.py        the state before the first step
 
-The trial, when `stateless` is called: `traits.py` is the list of what is tried and refused, in order. It compares with
-`record.py`, a plain loop of the class; `trial.py` has the numbers, `dataflow.py` follows which tensor depends on which
-parameter, and `modes.py` leaves the caller's modes.
+The trial, when `stateless` is called: `traits.py` is the list of what is tried and refused, in order. It learns from
+`record.py`, a short loop of the class; `trial.py` has the numbers, `dataflow.py` follows which tensor depends on which
+parameter, and `modes.py` leaves the caller's modes. `long_trial.py`, at last, compares with a long loop.
 
 Where a number that a class counts becomes state:
 
@@ -47,10 +47,14 @@ Where a class or an argument is refused, and the words to search for:
     arguments.py          "has no hyperparameter", "must be False or None", "its step needs", "chooses the algorithm",
                           "refuses its hyperparameters"; `impure` writes "cannot be made pure: " before most reasons
     instance.py           "it sorts its parameters into", "its constructor registers hooks"
-    record.py             "its step fails on a few numbers", "holds values of the parameters"
+    record.py             "its step fails on a few numbers", "holds values of the parameters",
+                          "it keeps an optimizer as", "where it is not followed": what a step changes
     tensor_hyperparameters.py
                           "must be a number, because": the constructor or a step uses the value in Python
-    number.py             "reads a value", "copies or saves it": what C or a text would read
+    long_trial.py         "come to other numbers than its own", "also uses the number", "reads its value in Python"
+    number.py             "reads a value", "copies or saves it", "compares it with a", "computes with it and a"
+    python_names.py       "it reads time."
+    instance_state.py     "must have parameters, numbers or text as keys"
     run.py                "reads a tensor in Python", "sets requires_grad"
     changing_numbers.py   "fails on tensors without values", "is no number after every step"
     class_state.py        "must have the same entries", "or stay what it is"
@@ -59,5 +63,5 @@ Where a class or an argument is refused, and the words to search for:
     decisions.py          "its step branches on numbers that change in training": more than 16 paths
     class_code.py         "may catch", "ask with `if` instead": what no trial shows
     independence.py       "draws random numbers, and branches", "to a function in C"
-    traits.py             "some step of it changes", "keeps one tensor as", "come to other numbers than its own"
+    traits.py             "some step of it changes", "keeps one tensor as"
 """

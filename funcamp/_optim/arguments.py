@@ -90,6 +90,15 @@ def constructor_arguments(hyperparameters: Mapping[str, object], accepted: Signa
     return arguments
 
 
+def _takes_matrix_and_vector(cls: type[torch.optim.Optimizer], arguments: Mapping[str, object]) -> bool:
+    """Return whether a class can be made for a matrix and a vector."""
+    try:
+        instance_of(cls, [torch.zeros(2, 2, requires_grad=True), torch.zeros(2, requires_grad=True)], dict(arguments))
+    except Exception:
+        return False
+    return True
+
+
 def check_constructor(
     cls: type[torch.optim.Optimizer],
     hyperparameters: Mapping[str, object],
@@ -106,6 +115,12 @@ def check_constructor(
     except Exception as error:
         if is_own_refusal(error):
             raise
+        if _takes_matrix_and_vector(cls, arguments):
+            raise impure(
+                cls,
+                f"its constructor fails for one parameter ({first_line(error)}); make an optimizer for each kind of "
+                "parameter, by_group({...}, group=...)",
+            ) from error
         error_class = TypeError if isinstance(error, TypeError) else ValueError
         examples = ", ".join([f"{name}={arguments[name]!r}" for name in dynamic])
         examples = f" (with {examples} for tensors and schedules)" if examples else ""

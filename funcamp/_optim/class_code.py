@@ -44,16 +44,45 @@ def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _with_inner(constant)
 
 
+#: Names of exceptions that stand for all that Python's arithmetic raises; `contextlib.suppress` may be given any.
+_ALL_ERRORS = frozenset({"Exception", "BaseException", "suppress"})
+#: What stands for an `except:` without a name.
+_WITHOUT_NAME = "every error"
+
+
+def _caught_in(code: types.CodeType) -> set[str]:
+    """Return the names of the errors that a function catches."""
+    caught = {"suppress"} & {*code.co_names}
+    instructions = list(dis.get_instructions(code))
+    handlers = {instruction.argval for instruction in instructions if instruction.opname == "SETUP_FINALLY"}  # in 3.10
+    for index, instruction in enumerate(instructions):
+        begins_handler = instruction.offset in handlers or (index and instructions[index - 1].opname == "PUSH_EXC_INFO")
+        if begins_handler and instruction.opname == "POP_TOP":
+            caught.add(_WITHOUT_NAME)
+        if instruction.opname in _CATCHES:
+            # The names, or a tuple of them, are loaded before.
+            names = itertools.takewhile(lambda before: before.opname in _LOADS, reversed(instructions[:index]))
+            caught |= {str(name.argval) for name in names}
+    return caught
+
+
+#: The instructions that compare an error with the class of one, in 3.11 and in 3.10.
+_CATCHES = ("CHECK_EXC_MATCH", "JUMP_IF_NOT_EXC_MATCH")
+#: Those that load this class.
+_LOADS = ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FAST", "LOAD_DEREF", "LOAD_ATTR", "BUILD_TUPLE")
+
+
 def catches_zero_divisions(cls: type) -> bool:
-    """Return whether a class catches a division by 0."""
-    return any({"ZeroDivisionError", "ArithmeticError"} & {*code.co_names} for code in _code_around(cls))
+    """Return whether a class may catch a division by 0."""
+    errors = {"ZeroDivisionError", "ArithmeticError", _WITHOUT_NAME, *_ALL_ERRORS}
+    return any(errors & _caught_in(code) for code in _code_around(cls))
 
 
 def refuse_caught_errors(cls: type) -> None:
     """Refuse a class that catches what Python's arithmetic raises and a tensor's does not."""
     for code in _code_of_methods(cls):
-        names = sorted({*code.co_names} & {"OverflowError", "ValueError"})
-        if names and "math" in code.co_names and getattr(code, "co_exceptiontable", None):
+        names = sorted(_caught_in(code) & {"OverflowError", "ValueError", _WITHOUT_NAME, *_ALL_ERRORS})
+        if names and "math" in code.co_names:
             raise impure(
                 cls,
                 f"its method {code.co_name} may catch {' or '.join(names)} of math, which tensors do not raise; "

@@ -258,6 +258,7 @@ def filled(form: Mapping[str, object], entries: Entries, decisions: Decisions, l
         if leaf.kind == "tensor":
             return tensor
         is_integral = leaf.kind in ("int", "bool")
-        return as_number(f"{label} {leaf.name!r}", float("nan"), tensor, decisions, is_integral=is_integral)
+        example = decisions.unknown_example
+        return as_number(f"{label} {leaf.name!r}", example, tensor, decisions, is_integral=is_integral)
 
     return {key: mapped(value_of, value, key) for key, value in form.items()}

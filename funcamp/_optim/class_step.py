@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
@@ -22,7 +23,7 @@ from funcamp._optim.class_state import (
 from funcamp._optim.containers import leaves_of
 from funcamp._optim.decisions import Answers, Decisions, TooManyPathsError, along_paths
 from funcamp._optim.find_form import find_form
-from funcamp._optim.hyperparameters import Hyper, stand_in
+from funcamp._optim.hyperparameters import Hyper, is_start_known, stand_in
 from funcamp._optim.instance_state import MISSING, Contents
 from funcamp._optim.modes import without_modes
 from funcamp._optim.python_names import names_for_numbers
@@ -30,9 +31,9 @@ from funcamp._optim.run import StepRun, run_step
 from funcamp._types import Kwargs
 
 #: Steps applied to one parameter: an entry of funcamp's, used if the first step has another formula.
-APPLIED_ENTRY = "applied"
+APPLIED_ENTRY = "funcamp_applied"
 #: Which of its forms the state of one parameter has: an entry of funcamp's, if a class adds or removes entries later.
-STAGE_ENTRY = "stage"
+STAGE_ENTRY = "funcamp_stage"
 
 
 #: For each parameter its gradient, or None: the class sees such a parameter, and does not change it.
@@ -63,6 +64,8 @@ class ClassStep:
     """Names of the hyperparameters that are tensors or schedules."""
     changing: Changing
     """Its numbers that change from step to step."""
+    set_by_scheduler: Mapping[str, object] = field(default_factory=dict)
+    """What a scheduler has added to its parameter group, such as `initial_lr`."""
     treated_as_nonzero: frozenset[str] = frozenset()
     """Labels of hyperparameters whose comparison with 0 is no question (`Decisions`)."""
     asks_divisors: bool = False
@@ -82,6 +85,11 @@ class ClassStep:
     """Whether step counters are float64 inside, on a CPU."""
     _forms: dict[_FormKey, Form] = field(default_factory=dict, compare=False)
 
+    @property
+    def are_starts_known(self) -> bool:
+        """Whether a loop's optimizer would be made with the same arguments, whatever is a tensor or a schedule."""
+        return all(is_start_known(self.hyperparameters[name]) for name in self.dynamic)
+
     def decisions(
         self,
         answers: Answers = (),
@@ -89,6 +97,7 @@ class ClassStep:
         *,
         truthful: bool = False,
         flipped_comparison: int | None = None,
+        unknown_example: float = math.nan,
     ) -> Decisions:
         """Return the decisions of a run of the class; arguments as in `Decisions`."""
         return Decisions(
@@ -99,6 +108,7 @@ class ClassStep:
             asks_divisors=self.asks_divisors,
             truthful=truthful,
             flipped_comparison=flipped_comparison,
+            unknown_example=unknown_example,
         )
 
     def run(
@@ -117,7 +127,7 @@ class ClassStep:
         return run_step(
             self.cls,
             self.arguments,
-            hyper,
+            {**self.set_by_scheduler, **hyper},
             params,
             grads,
             state,
@@ -125,6 +135,7 @@ class ClassStep:
             decisions,
             writes_grads=self.writes_grads,
             wide_counters=self.wide_counters,
+            constructs_with_numbers=state is None and not self.are_starts_known,
             observe=observe,
         )
 
@@ -151,7 +162,7 @@ class ClassStep:
                 step_run = run_step(
                     self.cls,
                     self.arguments,
-                    hyper,
+                    {**self.set_by_scheduler, **hyper},
                     params,
                     params,
                     class_state,

@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Mapping
 
+import torch
 from torch import Tensor
 
 
@@ -40,7 +41,7 @@ def _is_record(value: object) -> bool:
     """Return whether a value is an object of a package for optimizers, whose attributes are state."""
     kind = type(value)
     is_plain = hasattr(value, "__dict__") and kind.__new__ is object.__new__ and not callable(value)
-    if not is_plain or isinstance(value, (Tensor, types.ModuleType)):
+    if not is_plain or isinstance(value, (Tensor, types.ModuleType, torch.optim.Optimizer)):
         return False
     return kind.__module__.partition(".")[0] not in ("torch", "funcamp", "builtins", *sys.stdlib_module_names)
 

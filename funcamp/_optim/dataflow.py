@@ -120,7 +120,8 @@ class Dataflow:
 
 def _memory(tensor: Tensor) -> int:
     try:
-        return id(tensor.untyped_storage())
+        address: int = tensor.untyped_storage()._cdata
+        return address
     except NotImplementedError:  # torch.func wraps it
         return id(tensor)
 

@@ -15,11 +15,13 @@ other side of every branch, but not all combinations of them, uses `OtherAnswers
 
 from __future__ import annotations
 
+import contextlib
 import dis
+import math
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from pathlib import Path
-from typing import Generic, NamedTuple, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, NoReturn, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -62,6 +64,7 @@ class Decisions:
         asks_divisors: whether a division by a number asks if it is 0, because the class catches `ZeroDivisionError`.
         truthful: whether later questions get the true answer instead, which reads the tensor: in a trial.
         flipped_comparison: the number of the comparison in the constructor that gets the other answer: in a trial.
+        unknown_example: the float of a number whose value is not known. No step may use it: a trial gives several.
     """
 
     def __init__(
@@ -74,11 +77,13 @@ class Decisions:
         asks_divisors: bool = False,
         truthful: bool = False,
         flipped_comparison: int | None = None,
+        unknown_example: float = math.nan,
     ) -> None:
         self.class_name = class_name
         self.treated_as_nonzero = treated_as_nonzero
         self.treated_as_zero = treated_as_zero
         self.asks_divisors = asks_divisors
+        self.unknown_example = unknown_example
         self._truthful = truthful
         self.is_constructing = True
         """Whether the constructor runs, which checks the ranges of its arguments; later the step."""
@@ -88,6 +93,9 @@ class Decisions:
         self.compared_with_zero: set[str] = set()
         """Labels of the hyperparameters that the step compared with 0."""
         self.questions: list[Question] = []
+        self.thresholds: set[int] = set()
+        """The whole numbers with which the step compares numbers."""
+        self._refusal: TypeError | None = None
         self._first_answers = answers
         self._answer_of_key: dict[Hashable, bool] = {}
         self._key_of_expression: dict[Hashable, int] = {}
@@ -99,6 +107,25 @@ class Decisions:
     def new_key(self) -> int:
         """Return the number of a value that equals no earlier expression."""
         return self.key(("value", len(self._key_of_expression)))
+
+    def refuse(self, text: str) -> NoReturn:
+        """Raise TypeError; `raising_refusals` raises it again, because the class may catch it."""
+        error = TypeError(f"stateless: {text}")
+        self._refusal = self._refusal or error
+        raise error
+
+    def refuse_class(self, reason: str) -> NoReturn:
+        """Raise TypeError, because the class cannot be made pure."""
+        self.refuse(f"{self.class_name} cannot be made pure: {reason}")
+
+    @contextlib.contextmanager
+    def raising_refusals(self) -> Iterator[None]:
+        """Context manager around the code of a class: raise what was refused in it, even if the class has caught it."""
+        try:
+            yield
+        finally:
+            if self._refusal is not None:
+                raise self._refusal
 
     def answer_in_constructor(self, label: str, proposal: bool) -> bool:
         """Return the answer to a comparison of a hyperparameter in the constructor.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -41,10 +42,37 @@ def is_dynamic(value: object) -> bool:
     return isinstance(value, Tensor) or (callable(value) and not isinstance(value, type))
 
 
+@dataclass(frozen=True)
+class Started:
+    """A schedule that starts from a number: in torch's loop the optimizer is made with it."""
+
+    argument: float
+
+    def __call__(self, applied: Tensor) -> Tensor:
+        """Stand in for the schedule, whose values do not matter."""
+        raise NotImplementedError
+
+
+def argument_of(value: object) -> float | None:
+    """Return the number with which torch's optimizer is made; None if it is not known: only of a scheduler of torch."""
+    argument = getattr(value, "argument", None)
+    return argument if isinstance(argument, (int, float)) else None
+
+
+def is_start_known(value: object) -> bool:
+    """Return whether the number with which torch's optimizer is made is known for every schedule in a value."""
+    if isinstance(value, (tuple, list)):
+        return all(map(is_start_known, value))
+    return not is_dynamic(value) or argument_of(value) is not None
+
+
 def without_values(hyperparameters: Mapping[str, object]) -> dict[str, object]:
-    """Return hyperparameters with one tensor for every tensor and schedule, which is dynamic, too."""
+    """Return hyperparameters with one tensor for every tensor and schedule, or what it starts from; all are dynamic."""
 
     def without_value(_: str, item: object) -> object:
+        argument = argument_of(item)
+        if argument is not None:
+            return Started(argument)
         return _ANY_TENSOR if is_dynamic(item) else item
 
     return {name: map_items(without_value, name, value) for name, value in hyperparameters.items()}
@@ -54,15 +82,19 @@ _ANY_TENSOR = torch.empty((), device="meta")
 
 
 def example_of(name: str, value: object, accepted: Signature) -> object:
-    """Return a number for a tensor or schedule, for code that looks at the value.
+    """Return a number for a tensor or schedule, with which the class is made.
 
-    It is the class's default, or another number if that is 0: a tensor or a schedule is in use.
+    It is the number from which a scheduler of torch starts. If none is known, it is the class's default, or another
+    number if that is 0: a tensor or a schedule is in use.
     """
     default = accepted[name].default if name in accepted else None
 
     def number(_: str, item: object, item_default: object) -> object:
         if not is_dynamic(item):
             return item
+        argument = argument_of(item)
+        if argument is not None:
+            return argument
         if isinstance(item_default, (int, float)) and not isinstance(item_default, bool):
             return item_default or 0.1
         return 1e-3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
@@ -14,9 +15,9 @@ from funcamp._optim.arguments import impure, is_own_refusal
 from funcamp._optim.class_state import ClassState
 from funcamp._optim.class_step import ClassStep, Stepped, empty_state
 from funcamp._optim.dataflow import Dataflow, OperationCall, followed
-from funcamp._optim.decisions import Decisions, OtherAnswers, Question
+from funcamp._optim.decisions import Answers, Decisions, OtherAnswers, Question
 from funcamp._optim.hyperparameters import Hyper
-from funcamp._optim.modes import without_modes
+from funcamp._optim.modes import generators_put_back, states_of_generators, without_modes
 from funcamp._optim.record import Record
 from funcamp._optim.trial import is_equal
 
@@ -30,6 +31,8 @@ class Independence(NamedTuple):
     """Whether the step of each parameter depends on no other, and what all share on none."""
     writes_grads: bool
     """Whether gradients are written into."""
+    thresholds: frozenset[int] = frozenset()
+    """The whole numbers with which the steps compare numbers, such as counts."""
 
 
 #: What is assumed of a class that asks more than can be followed.
@@ -44,6 +47,7 @@ class _FollowedRun(NamedTuple):
     flow: Dataflow
     stepped: Stepped
     questions: list[Question]
+    thresholds: set[int]
 
     def is_separable(self) -> bool:
         """Return whether each parameter and its state depend on no other, and what all share on none."""
@@ -63,9 +67,9 @@ def independence_of(step: ClassStep, record: Record) -> Independence:
     step = replace(step, writes_grads=False)
     hyper = step.examples("cpu")
     params = record.params
-    first = _followed(step, params, record.grads[0], None, hyper, step.decisions(truthful=True))
+    first = _truthful(step, params, record.grads[0], None, hyper)
     params, grads, state = first.stepped.params, record.grads[1], first.stepped.state
-    second = _followed(step, params, grads, state, hyper, step.decisions(truthful=True))
+    second = _truthful(step, params, grads, state, hyper)
     if len(second.questions) > _LARGEST_COUNT_OF_QUESTIONS:
         return _NOTHING_IS_KNOWN
     is_separable = first.is_separable() and second.is_separable()
@@ -73,7 +77,7 @@ def independence_of(step: ClassStep, record: Record) -> Independence:
     others = OtherAnswers(second.questions, second.stepped)
     for answers, stepped_before in others:
         try:
-            other = _followed(step, params, grads, state, hyper, step.decisions(answers, truthful=True))
+            other = _truthful(step, params, grads, state, hyper, answers)
         except Exception as error:
             if is_own_refusal(error):
                 raise
@@ -95,6 +99,7 @@ def independence_of(step: ClassStep, record: Record) -> Independence:
         is_pointwise=all(run.flow.is_pointwise for run in runs),
         is_separable=is_separable,
         writes_grads=any(run.flow.wrote_gradients for run in runs),
+        thresholds=frozenset().union(*[run.thresholds for run in runs]),
     )
 
 
@@ -110,6 +115,48 @@ def _changes_only(asking_params: Iterable[int], before: Stepped, after: Stepped)
     return True
 
 
+#: Floats for numbers whose value is not known: no step may depend on them.
+_UNKNOWN_EXAMPLES = (math.nan, math.inf, -math.inf)
+
+
+def _truthful(
+    step: ClassStep,
+    params: list[Tensor],
+    grads: list[Tensor],
+    state: ClassState | None,
+    hyper: Hyper,
+    answers: Answers = (),
+) -> _FollowedRun:
+    """Return a run with true answers after the given ones.
+
+    Raises:
+        TypeError: the class gives a `Number` to a function in C, which reads its float.
+    """
+    step.form(params)  # here, because finding it may draw random numbers
+    runs: list[_FollowedRun] = []
+    for unknown_example in _UNKNOWN_EXAMPLES:
+        decisions = step.decisions(answers, truthful=True, unknown_example=unknown_example)
+        try:
+            with generators_put_back():
+                runs.append(_followed(step, params, grads, state, hyper, decisions))
+        except (ArithmeticError, ValueError):
+            if not runs:
+                raise
+            raise _reads_in_c(step) from None  # only with this float
+        if runs[0].flow.has_nan or runs[-1].flow.operations != runs[0].flow.operations:
+            raise _reads_in_c(step)
+    return runs[0]
+
+
+def _reads_in_c(step: ClassStep) -> TypeError:
+    return impure(
+        step.cls,
+        "its step gives a number that changes in training to a function in C: one of math that is imported in the "
+        "step or kept in the class, math.fsum, a format, or numpy's; import math where the class is defined, and call "
+        "math.sqrt",
+    )
+
+
 def _followed(
     step: ClassStep,
     params: list[Tensor],
@@ -118,11 +165,7 @@ def _followed(
     hyper: Hyper,
     decisions: Decisions,
 ) -> _FollowedRun:
-    """Run a step once, and follow its data.
-
-    Raises:
-        TypeError: the class gives a `Number` to a function in C.
-    """
+    """Run a step once, and follow its data."""
     per_param = [{} for _ in params] if state is None else state.per_param
     grads = [grad.clone() for grad in grads]
     groups = [[param, grad, *entries.values()] for param, grad, entries in zip(params, grads, per_param)]
@@ -132,15 +175,11 @@ def _followed(
         step_run = step.run(params, grads, state, hyper, decisions)
         return step.stepped(step_run, form, grads, state, empty_state(params) if state is None else state)
 
+    generators = states_of_generators()
     flow, stepped = followed(groups, run)
-    if flow.has_nan:
-        raise impure(
-            step.cls,
-            "its step gives a number that changes in training to a function in C: one of math that is imported in the "
-            "step or kept in the class, or numpy's; import math where the class is defined, and call math.sqrt",
-        )
+    flow.draws = flow.draws or states_of_generators() != generators
     flow.wrote_gradients = any(grad._version for grad in grads)
-    return _FollowedRun(flow, stepped, decisions.questions)
+    return _FollowedRun(flow, stepped, decisions.questions, decisions.thresholds)
 
 
 def operations_on(step: ClassStep, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[OperationCall] | None:

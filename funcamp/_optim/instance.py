@@ -8,7 +8,7 @@ has begun, and what a step assigns anew, numbers among it, is lost.
 from __future__ import annotations
 
 from collections import UserDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -22,11 +22,15 @@ from funcamp._optim.instance_state import (
     ATTRIBUTE,
     BY_ID,
     BY_PARAM,
+    BY_PLACE,
     STATE,
     Contents,
     InstanceState,
     container_of,
+    is_attribute,
     is_plain,
+    key_in_state,
+    name_of_key,
     read_state,
     with_wrapped,
 )
@@ -80,10 +84,21 @@ def _leave_uncompiled(optimizer: torch.optim.Optimizer) -> None:
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], object]:
     """Return the step of an instance, without torch's wrapper for hooks and the profiler."""
+    if "step" in vars(optimizer):  # its constructor has chosen one
+        return vars(optimizer)["step"]  # type: ignore[no-any-return]
     step = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
     return lambda: step(optimizer)
+
+
+def set_in_group(optimizer: torch.optim.Optimizer, values: Mapping[str, object]) -> None:
+    """Set numbers in the parameter group of an instance, as a scheduler of torch does; the constructor's remain."""
+    group = optimizer.param_groups[0]
+    for name, value in values.items():
+        if isinstance(value, Number) and isinstance(group.get(name), Tensor):
+            value = value.tensor.to(group[name].dtype)
+        group[name] = value
 
 
 # The first values of what a step makes: the state before the first step.
@@ -131,7 +146,7 @@ class _RecordingGroup(dict[str, object]):
 def begin_recording(optimizer: torch.optim.Optimizer) -> None:
     """Make an instance record the first value of everything that it keeps."""
     shared = read_state(optimizer, []).shared
-    attributes = {name: cloned(value) for name, value in shared.items() if name.startswith(ATTRIBUTE)}
+    attributes = {name: cloned(value) for name, value in shared.items() if is_attribute(name)}
     _replace_states(optimizer, _recording_states)
     optimizers = with_wrapped(optimizer).values()
     for each_optimizer in optimizers:
@@ -179,12 +194,12 @@ def first_values(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> Inst
         for param, contents in zip(params, per_param):
             # A class may have replaced the recording state by a dict, of which only the last values are known.
             first = getattr(each_optimizer.state.get(param), "first_values", {})
-            contents |= {f"{prefix}{name}": value for name, value in first.items()}
+            contents |= {f"{prefix}{name_of_key(key)}": value for key, value in first.items()}
     return InstanceState(per_param, shared)
 
 
 def _prefixed(prefix: str, name: str) -> str:
-    return name if name.startswith(ATTRIBUTE) else f"{prefix}{name}"
+    return name if is_attribute(name) else f"{prefix}{name}"
 
 
 # Putting a state into an instance.
@@ -199,26 +214,38 @@ def put_state(
     for name, value in filled(form.shared, state.shared, decisions, "its group's").items():
         container, key = _dict_and_key(name, optimizers)
         container[key] = value
-    for param, param_form, entries in zip(params, form.per_param, state.per_param):
+    for place, (param, param_form, entries) in enumerate(zip(params, form.per_param, state.per_param)):
         if not entries and entries_in(param_form):  # it has not taken a step
             continue
         for name, value in filled(param_form, entries, decisions, "state").items():
-            is_by_param = name.endswith(BY_PARAM)
-            if is_by_param or name.endswith(BY_ID):
-                shared_name = name.removesuffix(BY_PARAM if is_by_param else BY_ID).replace("/", ".")
-                container, key = _dict_and_key(shared_name, optimizers)
-                container[key][param if is_by_param else id(param)] = value
-            else:
-                prefix = _prefix_of(name, optimizers)
-                optimizers[prefix].state[param][name.removeprefix(prefix)] = value
+            container, key = _container_and_key_of(place, param, name, optimizers)
+            container[key] = value
 
 
-def _dict_and_key(name: str, optimizers: dict[str, torch.optim.Optimizer]) -> tuple[_States, str]:
+def _container_and_key_of(
+    place: int, param: Tensor, name: str, optimizers: dict[str, torch.optim.Optimizer]
+) -> tuple[Any, object]:
+    """Return the dict or list that has something of one parameter, and its key there."""
+    if name.endswith(BY_PLACE):
+        container, key = _dict_and_key(name.removesuffix(BY_PLACE).replace("/", "."), optimizers)
+        items = container.setdefault(key, [])
+        items += [None] * (place + 1 - len(items))  # a class may make the list in its first step
+        return items, place
+    is_by_param = name.endswith(BY_PARAM)
+    if is_by_param or name.endswith(BY_ID):
+        shared_name = name.removesuffix(BY_PARAM if is_by_param else BY_ID).replace("/", ".")
+        container, key = _dict_and_key(shared_name, optimizers)
+        return container[key], param if is_by_param else id(param)
+    prefix = _prefix_of(name, optimizers)
+    return optimizers[prefix].state[param], key_in_state(name.removeprefix(prefix))
+
+
+def _dict_and_key(name: str, optimizers: dict[str, torch.optim.Optimizer]) -> tuple[_States, object]:
     """Return the dict that has something that all parameters share, and its key there."""
     prefix = _prefix_of(name, optimizers)
     optimizer, unprefixed_name = optimizers[prefix], name.removeprefix(prefix)
     if unprefixed_name.startswith(STATE):
-        return optimizer.state, unprefixed_name.removeprefix(STATE)
+        return optimizer.state, key_in_state(unprefixed_name.removeprefix(STATE))
     if unprefixed_name.startswith(ATTRIBUTE):
         return vars(optimizer), unprefixed_name.removeprefix(ATTRIBUTE)
     return optimizer.param_groups[0], unprefixed_name
@@ -227,6 +254,33 @@ def _dict_and_key(name: str, optimizers: dict[str, torch.optim.Optimizer]) -> tu
 def _prefix_of(name: str, optimizers: dict[str, torch.optim.Optimizer]) -> str:
     """Return the prefix of the optimizer, among an instance and what it wraps, that keeps something of this name."""
     return max((prefix for prefix in optimizers if name.startswith(prefix)), key=len)
+
+
+def forward_counts(
+    optimizer: torch.optim.Optimizer,
+    params: list[Tensor],
+    per_param: Sequence[Mapping[str, int]],
+    shared: Mapping[str, int],
+    step_count: int,
+) -> None:
+    """Set forward what an instance counts, as if it had taken more steps.
+
+    Args:
+        optimizer: the instance.
+        params: its parameters.
+        per_param: for each parameter what a step adds, by name.
+        shared: the same for what all share.
+        step_count: the number of steps.
+    """
+    optimizers = with_wrapped(optimizer)
+    counts: list[tuple[Any, object, int]] = []
+    for name, increment in shared.items():
+        counts.append((*_dict_and_key(name, optimizers), increment))
+    for place, (param, increments) in enumerate(zip(params, per_param)):
+        for name, increment in increments.items():
+            counts.append((*_container_and_key_of(place, param, name, optimizers), increment))
+    for container, key, increment in counts:
+        container[key] = container[key] + step_count * increment
 
 
 # What a step changes.
@@ -280,5 +334,5 @@ def fixed_parts(optimizer: torch.optim.Optimizer) -> dict[str, object]:
     parts["attributes that are no values"] = sorted(name for name, value in shared.items() if not is_plain(value))
     for name, leaf in leaves_of(shared).items():
         if isinstance(leaf, Tensor):
-            parts[f"the memory of {name} ({id(leaf)})"] = id(leaf.untyped_storage())  # of this very tensor
+            parts[f"the memory of {name} ({id(leaf)})"] = leaf.untyped_storage()._cdata  # of this very tensor
     return parts

@@ -7,12 +7,14 @@ or `optimizer:exp_avg` in an optimizer that it wraps. `class_state.py` turns thi
 
 from __future__ import annotations
 
+import ast
 import collections
 import enum
 import functools
 import itertools
 import types
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Iterator
+from typing import Literal, NamedTuple, TypeAlias, TypeGuard
 
 import torch
 from torch import Tensor
@@ -38,6 +40,8 @@ STATE = "self.state."
 #: begin with the dict's name, its dots as slashes: exported names separate an entry and a parameter by a dot.
 BY_PARAM = "[param]"
 BY_ID = "[id]"
+#: Of those in a list which all share, at the place of the parameter.
+BY_PLACE = "[place]"
 
 
 class InstanceState(NamedTuple):
@@ -59,12 +63,30 @@ MISSING = _Missing()
 
 
 def with_wrapped(optimizer: torch.optim.Optimizer) -> dict[str, torch.optim.Optimizer]:
-    """Return an instance and the optimizers that it wraps, by the prefix of their names."""
+    """Return an instance and the optimizers that it and these wrap, by the prefix of their names."""
     optimizers = {"": optimizer}
-    for name, value in vars(optimizer).items():
-        if isinstance(value, torch.optim.Optimizer):
-            optimizers[f"{name}:"] = value
+    waiting = [""]
+    while waiting:
+        prefix = waiting.pop()
+        for name, value in vars(optimizers[prefix]).items():
+            for inner_prefix, inner in _optimizers_in(f"{prefix}{name}", value):
+                if not any(inner is known for known in optimizers.values()):
+                    optimizers[inner_prefix] = inner
+                    waiting.append(inner_prefix)
     return optimizers
+
+
+def _optimizers_in(name: str, value: object) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Yield the optimizers that an attribute holds, itself or in a list, with their prefixes."""
+    if isinstance(value, torch.optim.Optimizer):
+        yield f"{name}:", value
+    elif isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            yield from _optimizers_in(f"{name}#{index}", item)
+    elif isinstance(value, dict) and not name.endswith("state"):
+        for key, item in value.items():
+            if isinstance(key, str):
+                yield from _optimizers_in(f"{name}#{key}", item)
 
 
 def read_state(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> InstanceState:
@@ -72,7 +94,8 @@ def read_state(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> Instan
     per_param: list[Contents] = [{} for _ in params]
     shared: Contents = {}
     read_ids: set[int] = set()  # a wrapper and what it wraps may have one group and one state
-    for prefix, each_optimizer in with_wrapped(optimizer).items():
+    optimizers = with_wrapped(optimizer)
+    for prefix, each_optimizer in optimizers.items():
         group = each_optimizer.param_groups[0]
         if id(group) not in read_ids:
             read_ids.add(id(group))
@@ -81,26 +104,60 @@ def read_state(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> Instan
         if id(state) not in read_ids:
             read_ids.add(id(state))
             for param, contents in zip(params, per_param):
-                contents |= {f"{prefix}{name}": value for name, value in state.get(param, {}).items()}
+                contents |= {f"{prefix}{name_of_key(key)}": value for key, value in state.get(param, {}).items()}
             other_keys = {key: value for key, value in state.items() if not isinstance(key, Tensor)}
-            shared |= {f"{prefix}{STATE}{key}": value for key, value in other_keys.items()}
-    cls: type = type(optimizer)
-    not_state = _attributes_of_every_instance() | compiled_members(cls).keys()
-    for name, value in vars(optimizer).items():
-        if name not in not_state and not isinstance(value, torch.optim.Optimizer):
-            shared[f"{ATTRIBUTE}{name}"] = value
+            shared |= {f"{prefix}{STATE}{name_of_key(key)}": value for key, value in other_keys.items()}
+    for prefix, each_optimizer in optimizers.items():
+        cls: type = type(each_optimizer)
+        not_state = _attributes_of_every_instance() | compiled_members(cls).keys()
+        for name, value in vars(each_optimizer).items():
+            if name not in not_state and not any(_optimizers_in(name, value)):
+                shared[f"{prefix}{ATTRIBUTE}{name}"] = value
     _move_to_params(shared, per_param, params)
     return InstanceState(per_param, shared)
 
 
+def is_attribute(name: str) -> bool:
+    """Return whether something that all parameters share is an attribute, of an instance or of what it wraps."""
+    return name.startswith(ATTRIBUTE) or f":{ATTRIBUTE}" in name
+
+
+def name_of_key(key: object) -> str:
+    """Return the name of a key in a state: a text as it is, any other in angle brackets."""
+    return key if isinstance(key, str) and not key.startswith("<") else f"<{key!r}>"
+
+
+def key_in_state(name: str) -> object:
+    """Return the key of which `name_of_key` gives the name.
+
+    Raises:
+        TypeError: it is no number, text or None, and no tuple of these.
+    """
+    if not name.startswith("<"):
+        return name
+    try:
+        return ast.literal_eval(name[1:-1])
+    except (ValueError, SyntaxError):
+        raise TypeError(
+            f"stateless: self.state must have parameters, numbers or text as keys; got {name[1:-1]}"
+        ) from None
+
+
 def _move_to_params(shared: Contents, per_param: list[Contents], params: list[Tensor]) -> None:
-    """Move what shared dicts have under a parameter, or under its id, to the contents of this parameter."""
+    """Move what shared dicts have under a parameter, or under its id, to the contents of this parameter.
+
+    Also the items of a list that has a tensor like each parameter at its place.
+    """
     contents_of = {id(param): contents for param, contents in zip(params, per_param)}
-    for name, value in shared.items():
+    for name, value in list(shared.items()):
+        exported_name = name.replace(".", "/")
+        if _is_like(value, params):
+            del shared[name]
+            for contents, item in zip(per_param, value):
+                contents[f"{exported_name}{BY_PLACE}"] = item
         if not isinstance(value, dict):
             continue
         remaining: dict[object, object] = {}
-        exported_name = name.replace(".", "/")
         for key, item in value.items():
             if isinstance(key, Tensor) and id(key) in contents_of:
                 contents_of[id(key)][f"{exported_name}{BY_PARAM}"] = item
@@ -110,6 +167,13 @@ def _move_to_params(shared: Contents, per_param: list[Contents], params: list[Te
                 remaining[key] = item
         if len(remaining) < len(value):
             shared[name] = remaining
+
+
+def _is_like(value: object, params: list[Tensor]) -> TypeGuard[list[Tensor]]:
+    """Return whether a value is a list with a tensor of the shape of each parameter."""
+    if type(value) is not list or not value or len(value) != len(params):
+        return False
+    return all(isinstance(item, Tensor) and item.shape == param.shape for item, param in zip(value, params))
 
 
 @functools.cache
@@ -132,7 +196,7 @@ def aliases_in(state: InstanceState, params: list[Tensor]) -> set[frozenset[str]
         named += leaves_of(contents).items()
     for name, value in named:
         if isinstance(value, Tensor):
-            names_in[id(value.untyped_storage())].append(name)
+            names_in[value.untyped_storage()._cdata].append(name)
     return {frozenset(pair) for names in names_in.values() for pair in itertools.combinations(names, 2)}
 
 

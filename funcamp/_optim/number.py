@@ -5,16 +5,17 @@ A class checks its hyperparameters (`0.0 <= lr`), branches on them (`if weight_d
 that code, because torch's parser of arguments accepts nothing else, and its arithmetic is that of a tensor. So the
 class needs no branch for tensors, and takes none.
 
-C code reads the float without a call of a method. That of a number in a state is NaN, which a trial finds
-(`Dataflow.has_nan`). That of a hyperparameter is an example, and a trial compares the effects of example and tensor
-(`refuse_other_results`).
+C code reads the float without a call of a method. That of a number in a state is no value: a trial gives it several
+floats, and refuses a class whose step depends on them (`independence.py`). That of a hyperparameter is an example, and
+a trial compares with a loop in which the number changes (`long_trial.py`).
 """
 
 from __future__ import annotations
 
 import math
+import numbers
 import operator
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from typing import Any, NoReturn, TypeAlias
 
 import torch
@@ -30,16 +31,17 @@ Compute: TypeAlias = Callable[..., Any]
 _FROM = "what it computes from "
 
 
-def _refusal(number: Number, reason: str) -> TypeError:
+def _refuse(number: Number, reason: str) -> NoReturn:
+    """Raise TypeError: the class does with a number what a tensor cannot do."""
     if number.is_hyperparameter:
-        return TypeError(
-            f"stateless: {number.label} must be a number, because {number.decisions.class_name} {reason} in "
+        number.decisions.refuse(
+            f"{number.label} must be a number, because {number.decisions.class_name} {reason} in "
             "Python; got a tensor or a schedule: make another optimizer for another value"
         )
-    return TypeError(
-        f"stateless: {number.decisions.class_name} cannot be made pure: its step {reason} in Python: {number.label}, a "
-        "number that changes in training and so is a tensor; compute with it (x ** 0.5, min, max, math.sqrt, `if`), or "
-        "use the optimizer in an ordinary loop with funcamp.GradScaler"
+    number.decisions.refuse_class(
+        f"its step {reason} in Python: {number.label}, a number that changes in training and so is a tensor; compute "
+        "with it (x ** 0.5, min, max, math.sqrt, `if`), or use the optimizer in an ordinary loop with "
+        "funcamp.GradScaler"
     )
 
 
@@ -66,9 +68,9 @@ def _unary(compute: Compute) -> Any:
 class Number(float):
     """A number that changes in training: a hyperparameter, a count, or what is computed from them; it is a tensor.
 
-    The float is an example of its value; NaN if none is known. The constructor compares the example. A comparison in
-    the step is a question (`Decisions`), and so is the truth of the number. Reading the value raises TypeError. The
-    tensor is float64, as Python's numbers are.
+    The float is an example of its value; `Decisions.unknown_example` if none is known. The constructor compares the
+    example. A comparison in the step is a question (`Decisions`), and so is the truth of the number. Reading the value
+    raises TypeError. The tensor is float64, as Python's numbers are.
 
     Args:
         label: how errors call it.
@@ -123,15 +125,20 @@ class Number(float):
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise _refusal(self, "copies or saves it")
+        _refuse(self, "copies or saves it")
 
     def __bool__(self) -> bool:
         return bool(self._compare(operator.ne, 0.0))
 
     def _compare(self, compare: Compute, other: object) -> Any:
         if isinstance(other, Tensor):
-            return compare(self.tensor, other)
+            return compare(*_with_dtype_of([other], [self, other]))
+        if _is_array(other):
+            return _answers_for_array(self, compare, other)
+        other = _of_python(other)
         if not isinstance(other, (int, float)):
+            if isinstance(other, numbers.Number):  # its own comparison would read the float
+                _refuse(self, f"compares it with a {type(other).__name__}")
             return NotImplemented
         other_example = other.example if isinstance(other, Number) else other
         proposal = bool(compare(self.example, other_example))
@@ -146,6 +153,8 @@ class Number(float):
                 return compare(0.0, 0.0)
             if self.label in decisions.treated_as_nonzero:
                 return proposal
+        if not isinstance(other, Number) and float(other).is_integer():
+            decisions.thresholds.add(int(other))
         # Two numbers that are computed alike may be compared the other way round.
         key = decisions.key((compare.__name__, self.key, _key_of(other, decisions)))
         return decisions.ask(key, lambda: compare(self.tensor, numbers_to_tensors(other)).reshape(()), proposal)
@@ -189,7 +198,7 @@ class Number(float):
         return computed(torch.round, self) if digits is None else computed(torch.round, self, decimals=digits)
 
     def _refuse_reading(self, *_: object) -> NoReturn:
-        raise _refusal(self, "reads its value" if self.is_hyperparameter else "reads a value")
+        _refuse(self, "reads its value" if self.is_hyperparameter else "reads a value")
 
     # Each of these would read the tensor on the host.
     __hash__ = _refuse_reading
@@ -210,15 +219,43 @@ def _key_of(value: object, decisions: Decisions) -> Hashable:
 
 def _computed(compute: Compute, *operands: Any) -> Any:
     """Return the result of an operator: a number if the operands are numbers, else a tensor."""
-    if any(isinstance(operand, Tensor) for operand in operands):
-        return compute(*map(numbers_to_tensors, operands))
-    if not all(isinstance(operand, (int, float)) for operand in operands):
+    tensors = [operand for operand in operands if isinstance(operand, Tensor)]
+    if tensors:
+        return compute(*_with_dtype_of(tensors, operands))
+    operands = tuple(map(_of_python, operands))
+    for operand in operands:
+        if isinstance(operand, (int, float)):
+            continue
+        if isinstance(operand, numbers.Number) or _is_array(operand):  # its own arithmetic would read the float
+            _refuse(_first_number(operands), f"computes with it and a {type(operand).__name__}")
         return NotImplemented
     if compute in _DIVISIONS:
         _ask_divisor(operands[1])
     elif compute is operator.pow and not isinstance(operands[1], Number) and operands[1] < 0:
         _ask_divisor(operands[0])
     return computed(compute, *operands)
+
+
+# numpy's scalars and arrays.
+
+
+def _is_array(value: object) -> bool:
+    """Return whether a value is an array of numpy with elements; its scalars and arrays of shape () are numbers."""
+    return type(value).__module__ == "numpy" and getattr(value, "shape", ()) != ()
+
+
+def _of_python(value: Any) -> Any:
+    """Return a number of numpy as one of Python, any other value as it is."""
+    is_numpys = type(value).__module__ == "numpy" and hasattr(value, "item")
+    return value.item() if is_numpys and not _is_array(value) else value
+
+
+def _answers_for_array(number: Number, compare: Compute, array: Any) -> Any:
+    """Return an array with the answer to the comparison with each element, as numpy does."""
+    answers = array.astype(bool)
+    for index, element in enumerate(array.reshape(-1).tolist()):
+        answers.reshape(-1)[index] = compare(number, element)
+    return answers
 
 
 _DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
@@ -232,14 +269,19 @@ def _ask_divisor(divisor: float) -> None:
 
 def computed(compute: Compute, *operands: float, **options: Any) -> Number:
     """Return what a function of torch, or an operator, makes of numbers: another number."""
-    number = next(operand for operand in operands if isinstance(operand, Number))
+    number = _first_number(operands)
     decisions = number.decisions
     tensor = compute(*map(numbers_to_tensors, operands), **options)
     key = (compute.__name__, *[_key_of(operand, decisions) for operand in operands], *options.items())
     label = number.label if number.label.startswith(_FROM) else f"{_FROM}{number.label}"
-    example = _example(compute, [operand.example if isinstance(operand, Number) else operand for operand in operands])
+    examples = [operand.example if isinstance(operand, Number) else operand for operand in operands]
+    example = _example(compute, examples, decisions.unknown_example)
     is_integral = compute.__name__ in _INTEGRAL and all(map(_is_integral, operands))
     return Number(label, example, tensor, decisions, decisions.key(key), is_integral=is_integral)
+
+
+def _first_number(operands: Iterable[object]) -> Number:
+    return next(operand for operand in operands if isinstance(operand, Number))
 
 
 #: Functions whose result is a whole number if their operands are.
@@ -265,15 +307,15 @@ def _is_integral(operand: float) -> bool:
     return operand.is_integral if isinstance(operand, Number) else float(operand).is_integer()
 
 
-def _example(compute: Compute, operands: list[float]) -> float:
-    """Return the result of an operator for examples; NaN for a function of torch, or if Python raises an error."""
+def _example(compute: Compute, operands: list[float], unknown: float) -> float:
+    """Return the result of an operator for examples; `unknown` for a function of torch, or if there is no result."""
     if compute.__module__ != "_operator":
-        return math.nan
+        return unknown
     try:
         result = compute(*operands)
     except (ArithmeticError, ValueError):
-        return math.nan
-    return math.nan if isinstance(result, complex) else float(result)
+        return unknown
+    return unknown if isinstance(result, complex) or math.isnan(result) else float(result)
 
 
 def numbers_to_tensors(value: Any) -> Any:
@@ -285,6 +327,17 @@ def numbers_to_tensors(value: Any) -> Any:
     if type(value) is dict:
         return {name: numbers_to_tensors(item) for name, item in value.items()}
     return value
+
+
+def _with_dtype_of(tensors: list[Tensor], operands: Iterable[Any]) -> list[Any]:
+    """Return operands with tensors for numbers: of the dtype of tensors of shape (), which Python's do not widen."""
+    dtypes = {tensor.dtype for tensor in tensors}
+    dtype = dtypes.pop()
+    keeps_dtype = not dtypes and dtype.is_floating_point and all(tensor.dim() == 0 for tensor in tensors)
+    return [
+        operand.tensor.to(dtype) if keeps_dtype and isinstance(operand, Number) else numbers_to_tensors(operand)
+        for operand in operands
+    ]
 
 
 def has_number(value: object) -> bool:

@@ -12,8 +12,10 @@ import contextlib
 import functools
 import inspect
 import math
+import operator
 import sys
 import threading
+import time
 import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
@@ -61,7 +63,9 @@ def _as_numbers(values: Iterable[object]) -> list[Any] | None:
     for value in values:
         number = value
         if isinstance(value, Tensor) and value.numel() == 1 and _this_thread.decisions is not None:
-            number = as_number("a tensor's value", math.nan, value, _this_thread.decisions)
+            number = as_number(
+                "a tensor's value", _this_thread.decisions.unknown_example, value, _this_thread.decisions
+            )
         has_number = has_number or isinstance(number, Number)
         numbers.append(number)
     return numbers if has_number else None
@@ -85,6 +89,13 @@ def _is_close(value: float, other: float, *, rel_tol: float = 1e-9, abs_tol: flo
         return math.isclose(value, other, rel_tol=rel_tol, abs_tol=abs_tol)
     larger = _MAX(_MATH.fabs(value), _MATH.fabs(other))
     return _MATH.fabs(value - other) <= _MAX(rel_tol * larger, abs_tol)
+
+
+def _sum_of_numbers(values: Iterable[Any]) -> Any:
+    """Return what `math.fsum` does, of numbers."""
+    values = list(values)
+    numbers = _as_numbers(values)
+    return math.fsum(values) if numbers is None else functools.reduce(operator.add, numbers)
 
 
 def _extreme(python: Compute, is_before: Callable[[Tensor, Tensor], Tensor]) -> Compute:
@@ -189,15 +200,46 @@ def _math() -> types.ModuleType:
         of_torch: Any = _OTHER_NAMES.get(name, getattr(torch, name, None))
         if callable(python) and of_torch is not None and name not in _OTHER_MEANINGS:
             setattr(module, name, _on_numbers(python, _predicate(of_torch) if name.startswith("is") else of_torch))
+    module.fsum = _sum_of_numbers  # type: ignore[attr-defined]
     module.log = _on_numbers(math.log, _log)  # type: ignore[attr-defined]
     module.isclose = _is_close  # type: ignore[attr-defined]
     return module
 
 
+def _time() -> types.ModuleType:
+    """Return a module like `time` whose clocks a step cannot read."""
+    module = types.ModuleType("time", time.__doc__)
+    vars(module).update(vars(time))
+    for name in _CLOCKS:
+        setattr(module, name, _refusing(getattr(time, name)))
+    return module
+
+
+def _refusing(clock: Callable[[], float]) -> Callable[[], float]:
+    """Return a clock that a step cannot read."""
+
+    @functools.wraps(clock)
+    def read() -> float:
+        if _this_thread.decisions is not None:
+            _this_thread.decisions.refuse_class(
+                f"it reads time.{clock.__name__}, which a compiled program would repeat; pass what depends on the time "
+                "as a hyperparameter, a tensor that you fill_ between steps"
+            )
+        return clock()
+
+    return read
+
+
+#: The clocks of `time`.
+_CLOCKS = tuple(
+    [f"{name}{unit}" for name in ("time", "monotonic", "perf_counter", "process_time") for unit in ("", "_ns")]
+)
+_TIME = _time()
 _MATH = _math()
 #: What takes the place of an object of Python, by its id.
-_INSTEAD: dict[int, object] = {id(math): _MATH}
+_INSTEAD: dict[int, object] = {id(math): _MATH, id(time): _TIME}
 _INSTEAD |= {id(function): getattr(_MATH, name) for name, function in vars(math).items() if callable(function)}
+_INSTEAD |= {id(getattr(time, name)): getattr(_TIME, name) for name in _CLOCKS}
 _MIN = _extreme(builtins.min, torch.lt)
 _MAX = _extreme(builtins.max, torch.gt)
 _FLOAT = _type_of_numbers(float, _same)

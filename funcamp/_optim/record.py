@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -11,19 +12,20 @@ from torch import Tensor, nn
 from funcamp._optim.arguments import first_line, impure, is_own_refusal, is_torchs
 from funcamp._optim.class_state import Changing
 from funcamp._optim.containers import leaves_of
-from funcamp._optim.instance import instance_of, step_of
+from funcamp._optim.instance import instance_of, set_in_group, step_of
 from funcamp._optim.instance_state import (
-    ATTRIBUTE,
     InstanceState,
     Kind,
     aliases_in,
     container_of,
+    is_attribute,
     is_plain,
     kind_of,
     read_state,
     same,
     snapshot,
     wider,
+    with_wrapped,
 )
 from funcamp._trace.python_state import Form as PythonForm
 from funcamp._trace.python_state import survey
@@ -57,14 +59,14 @@ _STEPS = 12
 _LATENESS = 3
 _GAP = (6, 7)
 SEED = 0
-#: A class may take matrices only, and those of one shape together.
+#: A class may take matrices only, and those of one shape together; or a matrix and the bias after it.
 _MATRICES = ((2, 3), (3, 2), (2, 3))
-_SHAPES = (*_MATRICES, (4,), (2, 2, 2, 1))
+_SHAPES = ((2, 3), (2,), *_MATRICES[1:], (4,), (2, 2, 2, 1))
 #: What is tried, one after another: some classes refuse a parameter of shape ().
 _TRIALS = ((*_SHAPES, ()), _SHAPES, _MATRICES)
 
 
-def recorded(cls: type[torch.optim.Optimizer], arguments: Kwargs) -> Record:
+def recorded(cls: type[torch.optim.Optimizer], arguments: Kwargs, set_by_scheduler: Mapping[str, object]) -> Record:
     """Take a few steps with an instance of the class.
 
     Raises:
@@ -74,8 +76,10 @@ def recorded(cls: type[torch.optim.Optimizer], arguments: Kwargs) -> Record:
     for shapes in _TRIALS:
         for dtype in (torch.float64, torch.float32):
             try:
-                record = _record_of(cls, arguments, shapes, dtype)
-                return record if is_torchs(cls) else _with_late_steps(cls, arguments, record)
+                make = functools.partial(Loop, cls, arguments, set_by_scheduler)
+                _refuse_values_of_parameters(make, _params_of(shapes, dtype))
+                record = _record_of(make, _params_of(shapes, dtype))
+                return record if is_torchs(cls) else _with_late_steps(make, record)
             except ElsewhereError as error:
                 raise impure(
                     cls,
@@ -92,14 +96,32 @@ def recorded(cls: type[torch.optim.Optimizer], arguments: Kwargs) -> Record:
     ) from last_error
 
 
-class _Loop:
-    """torch's loop with an instance of the class, from parameters that it clones."""
+class Loop:
+    """torch's loop with an instance of the class, from parameters that it clones.
 
-    def __init__(self, cls: type[torch.optim.Optimizer], arguments: Kwargs, params: list[Tensor]) -> None:
+    Args:
+        cls: the class.
+        arguments: those of its constructor.
+        set_by_scheduler: what a scheduler adds to the parameter group.
+        params: the parameters.
+    """
+
+    def __init__(
+        self,
+        cls: type[torch.optim.Optimizer],
+        arguments: Kwargs,
+        set_by_scheduler: Mapping[str, object],
+        params: list[Tensor],
+    ) -> None:
         self.params: list[Tensor] = [nn.Parameter(param.clone()) for param in params]
         torch.manual_seed(SEED)
         self.optimizer = instance_of(cls, self.params, dict(arguments))
+        set_in_group(self.optimizer, set_by_scheduler)
         self._step = step_of(self.optimizer)
+
+    def set(self, values: Mapping[str, object]) -> None:
+        """Set hyperparameters, as a scheduler does."""
+        set_in_group(self.optimizer, values)
 
     def step(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
         """Take a step with clones of these gradients; return the parameters after it."""
@@ -110,21 +132,25 @@ class _Loop:
         return [param.detach().clone() for param in self.params]
 
 
-def _record_of(
-    cls: type[torch.optim.Optimizer], arguments: Kwargs, shapes: Iterable[tuple[int, ...]], dtype: torch.dtype
-) -> Record:
+#: Makes a loop from parameters.
+_MakeLoop: TypeAlias = Callable[[list[Tensor]], Loop]
+
+
+def _params_of(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype) -> list[Tensor]:
+    return [numbers_like(shape, dtype, offset) for offset, shape in enumerate(shapes)]
+
+
+def _record_of(make_loop: _MakeLoop, params: list[Tensor]) -> Record:
     """Return a record without late gradients.
 
     Raises:
         ElsewhereError: the class keeps something where it cannot be followed.
     """
-    params = [_numbers(shape, dtype, offset) for offset, shape in enumerate(shapes)]
-    loop = _Loop(cls, arguments, params)
+    loop = make_loop(params)
     record = Record(params, [], [], snapshot(read_state(loop.optimizer, loop.params)), [], set())
-    _refuse_values_of_parameters(cls, arguments, params, record.initial_state)
     before = forms_of(loop.optimizer)
     for number in range(_STEPS):
-        grads = [_numbers(tuple(param.shape), dtype, 10 * number + offset + 3) for offset, param in enumerate(params)]
+        grads = grads_of_step(params, number)
         record.grads.append(grads)
         record.results.append(loop.step(grads))
         state = read_state(loop.optimizer, loop.params)
@@ -136,11 +162,18 @@ def _record_of(
     return record
 
 
-def _with_late_steps(cls: type[torch.optim.Optimizer], arguments: Kwargs, record: Record) -> Record:
+def grads_of_step(params: list[Tensor], number: int) -> list[Tensor]:
+    """Return the gradients of a step of a trial."""
+    return [
+        numbers_like(tuple(param.shape), param.dtype, 10 * number + offset + 3) for offset, param in enumerate(params)
+    ]
+
+
+def _with_late_steps(make_loop: _MakeLoop, record: Record) -> Record:
     """Return a record with steps in which the first parameter has its first gradient when others have taken some."""
     late_grads: list[list[Tensor | None]] = []
     late_results: list[list[Tensor]] = []
-    loop = _Loop(cls, arguments, record.params)
+    loop = make_loop(record.params)
     for number, all_grads in enumerate(record.grads):
         grads: list[Tensor | None] = list(all_grads)
         if number < _LATENESS:
@@ -165,9 +198,16 @@ def forms_of(optimizer: torch.optim.Optimizer) -> dict[str, PythonForm]:
     cls = type(optimizer)
     roots: dict[str, object] = {cls.__name__: cls}
     for name, value in read_state(optimizer, []).shared.items():
-        if name.startswith(ATTRIBUTE) and not is_plain(value):
+        if is_attribute(name) and not is_plain(value):
             roots[name] = value
-    return {path: PythonForm(slot.value) for path, slot in survey(roots).items()}
+    slots = survey(roots, into_libraries=True)
+    known_optimizers = with_wrapped(optimizer).values()
+    for path, slot in slots.items():
+        is_in_instance = not path.startswith(cls.__name__)
+        is_optimizer = isinstance(slot.value, torch.optim.Optimizer) and is_in_instance
+        if is_optimizer and not any(slot.value is known for known in known_optimizers):
+            raise ElsewhereError(f"it keeps an optimizer as {path}, which is not followed")
+    return {path: PythonForm(slot.value) for path, slot in slots.items()}
 
 
 def first_change(before: Mapping[str, PythonForm], after: Mapping[str, PythonForm]) -> str | None:
@@ -179,19 +219,16 @@ def first_change(before: Mapping[str, PythonForm], after: Mapping[str, PythonFor
     return None
 
 
-def _refuse_values_of_parameters(
-    cls: type[torch.optim.Optimizer], arguments: Kwargs, params: list[Tensor], initial_state: InstanceState
-) -> None:
+def _refuse_values_of_parameters(make_loop: _MakeLoop, params: list[Tensor]) -> None:
     """Refuse a class whose constructor keeps values of its parameters, which an instance for one step has not."""
-    other_params: list[Tensor] = [nn.Parameter(param + 1) for param in params]
-    other_state = snapshot(read_state(instance_of(cls, other_params, dict(arguments)), other_params))
-    other_leaves = leaves_of(other_state.shared)
-    for name, leaf in leaves_of(initial_state.shared).items():
+    loop, other_loop = make_loop(params), make_loop([param + 1 for param in params])
+    other_leaves = leaves_of(read_state(other_loop.optimizer, other_loop.params).shared)
+    for name, leaf in leaves_of(read_state(loop.optimizer, loop.params).shared).items():
         if kind_of(leaf) is not None and not same(leaf, other_leaves.get(name)):
             raise ElsewhereError(f"{name} holds values of the parameters that the constructor got")
 
 
-def _numbers(shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
+def numbers_like(shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
     """Return a tensor with numbers between -1 and 1, others for each offset."""
     count = torch.Size(shape).numel()
     return torch.arange(count, dtype=torch.float64).add(0.7 * offset + 0.1).mul(2.3).sin().reshape(shape).to(dtype)

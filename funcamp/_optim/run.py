@@ -8,7 +8,6 @@ this, for the current thread only.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -27,6 +26,7 @@ from funcamp._optim.instance import (
     first_values,
     instance_of,
     put_state,
+    set_in_group,
     step_of,
     versions_of,
 )
@@ -129,9 +129,11 @@ class _Pure(TorchFunctionMode):
             result = self._attribute(func, args[0])
         elif name in ("tensor", "as_tensor") and has_number(args[0]):
             result = tensor_of(numbers_to_tensors(args[0]), **kwargs)
+        elif name in ("__getitem__", "__setitem__") and isinstance(args[1], Number):
+            result = _at_place(*args)
         if result is not _AS_IN_TORCH:
             return result
-        args = _safe_arguments(name, args)
+        args = _safe_arguments(name, args, kwargs)
         if has_number(args) or any(has_number(value) for value in kwargs.values()):
             args, kwargs = _with_tensors(args, kwargs)
         call = call_on_tensors(name, args, kwargs)
@@ -149,15 +151,15 @@ class _Pure(TorchFunctionMode):
             return self._decisions.ask(self._decisions.new_key(), lambda: _CONDITIONS[name](*args, **kwargs), True)
         tensor = args[0]
         if name == "item" or (name == "tolist" and tensor.dim() == 0):
-            return as_number("a tensor's item()", math.nan, widen(tensor).clone(), self._decisions)
+            example = self._decisions.unknown_example
+            return as_number("a tensor's item()", example, widen(tensor).clone(), self._decisions)
         if name == "__bool__" and tensor.numel() == 1:
             return self._decisions.ask(self._decisions.new_key(), lambda: (tensor != 0).reshape(()), True)
         is_truthful_answer = name == "numpy" and tensor.dtype == torch.bool  # `Decisions` reads a bool in a trial
         if name not in _READS or is_truthful_answer:
             return _AS_IN_TORCH
-        raise TypeError(
-            f"stateless: {self._decisions.class_name} cannot be made pure: its step reads a tensor in Python "
-            f"({name.strip('_')}); use it in an ordinary loop with funcamp.GradScaler"
+        return self._decisions.refuse_class(
+            f"its step reads a tensor in Python ({name.strip('_')}); use it in an ordinary loop with funcamp.GradScaler"
         )
 
     def _attribute(self, func: Operation, tensor: Tensor) -> Any:
@@ -173,20 +175,40 @@ class _Pure(TorchFunctionMode):
         if func == _GETS_REQUIRES_GRAD:
             return True  # as of a user's parameters; here they are tensors that nothing differentiates
         if func == _SETS_REQUIRES_GRAD or getattr(func, "__name__", "") == "requires_grad_":
-            raise TypeError(
-                f"stateless: {self._decisions.class_name} cannot be made pure: its step sets requires_grad of a "
-                "parameter; use it in an ordinary loop with funcamp.GradScaler"
+            self._decisions.refuse_class(
+                "its step sets requires_grad of a parameter; use it in an ordinary loop with funcamp.GradScaler"
             )
         return _AS_IN_TORCH
 
 
-def _safe_arguments(name: str, args: Args) -> Args:
+def _at_place(tensor: Tensor, place: Number, *values: Any) -> Tensor | None:
+    """Return what a tensor has at a place, or put a value there; as an index torch would read the number."""
+    index = place.tensor.long().remainder(tensor.shape[0]).reshape(1)
+    if not values:
+        return tensor.index_select(0, index).squeeze(0)
+    value = torch.as_tensor(values[0], dtype=tensor.dtype, device=tensor.device)
+    tensor.index_copy_(0, index, value.expand(tensor.shape[1:]).unsqueeze(0))
+    return None
+
+
+def _decomposes(name: str, arguments: Sequence[object]) -> bool:
+    """Return whether a function raises for a matrix that is not finite."""
+    if name.removeprefix("linalg_") in _DECOMPOSITIONS:
+        return True
+    singular_values = (2, -2, "nuc") if name in ("linalg_norm", "linalg_matrix_norm") else ("nuc",)
+    is_norm = name.endswith("norm")
+    return is_norm and any(
+        isinstance(argument, (int, float, str)) and argument in singular_values for argument in arguments
+    )
+
+
+def _safe_arguments(name: str, args: Args, kwargs: Kwargs) -> Args:
     """Return the arguments of a call, changed if it would compare in a wider dtype or raise for infinite values."""
     if name in _COMPARISONS and args[0].is_floating_point() and isinstance(args[1], Number):
         # As torch rounds a Python number. Under vmap, and for two tensors of shape (), it would compare in
         # float64: Rprop finds no element that it has set to etaminus.
         return (args[0], args[1].tensor.to(args[0].dtype))
-    if name.removeprefix("linalg_") in _DECOMPOSITIONS:
+    if _decomposes(name, [*args[1:2], kwargs.get("ord"), kwargs.get("p")]) and args[0].dim() >= 2:
         matrix = args[0]
         identity = torch.eye(*matrix.shape[-2:], dtype=matrix.dtype, device=matrix.device)
         return (torch.where(matrix.isfinite().all(), matrix, identity), *args[1:])
@@ -254,7 +276,7 @@ def _numbers(arguments: Kwargs, hyper: Hyper, decisions: Decisions) -> tuple[Kwa
             label, example, value, decisions, decisions.key(("hyperparameter", label)), is_hyperparameter=True
         )
 
-    numbers = {name: map_items(number, name, value, arguments[name]) for name, value in hyper.items()}
+    numbers = {name: map_items(number, name, value, arguments.get(name)) for name, value in hyper.items()}
     return numbers, batched
 
 
@@ -290,15 +312,17 @@ def run_step(
     *,
     writes_grads: bool = True,
     wide_counters: bool = True,
+    constructs_with_numbers: bool = False,
     method: str | None = None,
     observe: Callable[[torch.optim.Optimizer], None] | None = None,
 ) -> StepRun:
-    """Take one step of `cls(params, **arguments | hyper)` from a given state.
+    """Take one step of `cls(params, **arguments)` from a given state.
 
     Args:
         cls: the optimizer's class.
         arguments: Python values for its constructor; examples if a hyperparameter is a tensor.
-        hyper: the hyperparameters that are tensors of shape (), or tuples with such tensors.
+        hyper: what is set in the parameter group of an instance, as a scheduler of torch does: the hyperparameters that
+            are tensors of shape (), or tuples with such tensors.
         params: parameters, at least one.
         grads: their gradients, of the same shapes, or None; cast to the parameter's dtype.
         state: the state; None to start without one and record the first values.
@@ -306,6 +330,7 @@ def run_step(
         decisions: the answers to its questions.
         writes_grads: whether the class writes into gradients, which are then cloned.
         wide_counters: whether to use float64 step counters inside, on a CPU.
+        constructs_with_numbers: whether the constructor gets tensors for numbers, too: of a first state.
         method: the name of another method of the class to call, without arguments.
         observe: called with the instance before the step and after it: in a trial.
     """
@@ -315,9 +340,12 @@ def run_step(
         if "capturable" in arguments:
             arguments = arguments | {"capturable": new_params[0].device.type in _CAPTURABLE}
         pure = _Pure(_settles_scalars(new_params), new_params, batched, decisions)
-        with names_for_numbers(cls, decisions), pure, as_eager():
-            optimizer = instance_of(cls, new_params, arguments | numbers)
+        with names_for_numbers(cls, decisions), pure, as_eager(), decisions.raising_refusals():
+            if constructs_with_numbers:
+                arguments = arguments | {name: value for name, value in numbers.items() if name in arguments}
+            optimizer = instance_of(cls, new_params, arguments)
             decisions.is_constructing = False
+            set_in_group(optimizer, numbers)
             if state is None:
                 begin_recording(optimizer)
             else:
@@ -347,7 +375,7 @@ def constructed_state(
     """Return what a new instance keeps. Arguments as in `run_step`."""
     numbers, batched = _numbers(arguments, hyper, decisions)
     pure = _Pure(_settles_scalars(params), params, batched, decisions)
-    with torch.no_grad(), names_for_numbers(cls, decisions), pure, as_eager():
+    with torch.no_grad(), names_for_numbers(cls, decisions), pure, as_eager(), decisions.raising_refusals():
         return read_state(instance_of(cls, params, arguments | numbers), params)
 
 

@@ -15,7 +15,7 @@ from funcamp._check import integer
 from funcamp._optim.by_group import GroupedOptimizer, check_optimizer
 from funcamp._optim.hyperparameters import is_dynamic
 from funcamp._optim.modes import without_modes
-from funcamp._optim.stateless import StatelessOptimizer, stateless
+from funcamp._optim.stateless import StatelessOptimizer
 from funcamp._optim.table import Table
 
 #: From torch's optimizer to its scheduler: what `schedule` gets.
@@ -126,16 +126,23 @@ def _scheduled(optimizers: Mapping[str, StatelessOptimizer], make: _Make, steps:
         scheduler = _scheduler(make, torch_optimizer)
         scheduled_values = _run(scheduler, torch_optimizer, first_numbers, steps)
     scheduled = {}
-    for (label, optimizer), group_numbers, values_by_name in zip(optimizers.items(), first_numbers, scheduled_values):
+    groups = torch_optimizer.param_groups
+    for (label, optimizer), group, group_numbers, values_by_name in zip(
+        optimizers.items(), groups, first_numbers, scheduled_values
+    ):
         if not values_by_name:
             scheduled[label] = optimizer
             continue
+        set_by_scheduler = {name: value for name, value in group.items() if name not in {"params", *group_numbers}}
+        for name, values in list(values_by_name.items()):
+            if name not in optimizer._hyperparameters and all(value == values[0] for value in values):
+                set_by_scheduler[name] = values_by_name.pop(name)[0]  # a number of the group, such as initial_lr
         hyperparameters = dict(optimizer._hyperparameters)
         for name, values in values_by_name.items():
             hyperparameter = hyperparameters.get(name, group_numbers[name])
             source = type(scheduler).__name__
             hyperparameters[name] = _with_tables(hyperparameter, group_numbers[name], name, values, source)
-        scheduled[label] = stateless(optimizer._cls, **hyperparameters)
+        scheduled[label] = StatelessOptimizer(optimizer._cls, hyperparameters, set_by_scheduler)
     return scheduled
 
 
@@ -307,7 +314,8 @@ def _with_tables(hyperparameter: object, first_number: object, name: str, values
             f"schedule: optimizer must have a number as {name}, because {source} sets it; got "
             f"{_tree.brief(hyperparameter)}: give stateless the number from which the scheduler starts"
         )
-    return Table(values, source)
+    argument = hyperparameter if isinstance(hyperparameter, (int, float)) else None
+    return Table(values, source, argument or None)  # a class may have another formula for 0
 
 
 def _first_line(error: Exception) -> str:

@@ -48,10 +48,13 @@ class StatelessOptimizer(Fixed):
 
     _instead = ANOTHER
 
-    def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: Kwargs) -> None:
+    def __init__(
+        self, cls: type[torch.optim.Optimizer], hyperparameters: Kwargs, set_by_scheduler: Kwargs | None = None
+    ) -> None:
         self._cls = cls
         self._hyperparameters = hyperparameters
-        self._traits: Traits = probe(cls, hyperparameters)
+        self._set_by_scheduler = set_by_scheduler or {}
+        self._traits: Traits = probe(cls, hyperparameters, self._set_by_scheduler)
         lr_parameter = inspect.signature(cls.__init__).parameters.get("lr")
         self._default_lr = None if lr_parameter is None else lr_parameter.default
         # Dynamo reuses a graph across closures that differ only in a traced function that they capture (similar to
@@ -72,7 +75,7 @@ class StatelessOptimizer(Fixed):
             raise missing(self, name) if "_hyperparameters" in vars(self) else AttributeError(name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self._cls, self._hyperparameters)
+        return _rebuild, (self._cls, self._hyperparameters, self._set_by_scheduler)
 
     def init(self, params: Tree) -> OptState:
         """Return the optimizer's state before the first step.
@@ -398,8 +401,8 @@ _serial = count()
 _registry: weakref.WeakValueDictionary[str, StatelessOptimizer] = weakref.WeakValueDictionary()
 
 
-def _rebuild(cls: type[torch.optim.Optimizer], hyperparameters: Kwargs) -> StatelessOptimizer:
-    return stateless(cls, **hyperparameters)
+def _rebuild(cls: type[torch.optim.Optimizer], hyperparameters: Kwargs, set_by_scheduler: Kwargs) -> StatelessOptimizer:
+    return StatelessOptimizer(cls, hyperparameters, set_by_scheduler)
 
 
 def eager_only(fn: Callable[..., Any], lost: str = "torch._dynamo.nonstrict_trace") -> Callable[..., Any]:

@@ -22,7 +22,9 @@ class Table:
     float64, as Python's numbers are; float32 on MPS, which has no float64.
     """
 
-    def __init__(self, values: Sequence[float], source: str) -> None:
+    def __init__(self, values: Sequence[float], source: str, argument: float | None = None) -> None:
+        self.argument = argument
+        """The number with which torch's optimizer is made; None if it is not known."""
         with without_modes():
             self._values = torch.tensor(values, dtype=torch.float64, device="cpu")
         self._source = source

@@ -13,16 +13,16 @@ from funcamp._optim.hyperparameters import Hyper, is_dynamic, map_items
 from funcamp._optim.instance_state import container_of, kind_of, same
 from funcamp._optim.number import Number
 from funcamp._optim.run import constructed_state
-from funcamp._optim.trial import are_equal, distance, inputs_on, precise_inputs, two_steps
+from funcamp._optim.trial import are_equal, inputs_on, precise_inputs, two_steps
 
 
 def refuse_choices_of_constructor(step: ClassStep) -> None:
     """Refuse a tensor or a schedule that the constructor uses otherwise than to put it into the parameter group.
 
-    It may choose by the value, but a step always constructs with the example. Or it may keep a number made of it, which
-    a schedule of torch does not change.
+    It may choose by the value, or keep a number made of it. What value a loop would give it is not known, except for a
+    scheduler of torch.
     """
-    if not step.dynamic:
+    if step.are_starts_known:
         return
     decisions = step.decisions()
     leaves = _constructed_leaves(step, decisions)
@@ -82,36 +82,7 @@ def refuse_reads_of(step: ClassStep, name: str) -> None:
     ) from error
 
 
-def refuse_other_results(step: ClassStep, name: str) -> None:
-    """Refuse a hyperparameter if a tensor with a value does not do what the number does.
-
-    The value is not the example, because a class that reads the float of a `Number` in C gets the example. The inputs
-    are float64 if they can be, so that a rounding is small beside the effect of the value.
-    """
-    inputs = precise_inputs(step)
-    with_numbers = replace(step, dynamic=(), _forms={})
-    for factor in (0.9, 1.1):
-        other_value = _multiplied(step, name, factor)
-        with_other_number = replace(with_numbers, arguments=step.arguments | {name: other_value}, _forms={})
-        try:
-            expected = two_steps(with_other_number, inputs, values={})
-        except (ValueError, TypeError, AssertionError):
-            continue  # the class does not allow this value
-        with_example = two_steps(with_numbers, inputs, values={})
-        with_tensor = two_steps(replace(step, dynamic=(name,), _forms={}), inputs, values={name: other_value})
-        # If the step used the example in place of the tensor, it would miss the full effect of the value. The limit
-        # 1e-6 is for a value without effect.
-        effect_of_value = distance(with_example, expected)
-        if distance(with_tensor, expected) <= max(1e-6, 0.1 * effect_of_value):
-            return
-        raise TypeError(
-            f"stateless: {name} must be a number, because {step.cls.__name__} reads its value in Python, so "
-            "that a tensor has another effect; got a tensor or a schedule: make another optimizer for "
-            "another value"
-        )
-
-
-def _multiplied(step: ClassStep, name: str, factor: float) -> object:
+def multiplied(step: ClassStep, name: str, factor: float) -> object:
     """Return the example of a hyperparameter times a factor; of a tuple only the items that are dynamic."""
 
     def multiply(_: str, item: object, number: float) -> float:

@@ -18,6 +18,10 @@ class Inputs(NamedTuple):
     params: list[Tensor]
     grads: list[Tensor]
 
+    def with_gradients_times(self, factor: float) -> Inputs:
+        """Return the arguments with larger gradients."""
+        return Inputs(self.params, [grad * factor for grad in self.grads])
+
     def one_by_one(self) -> list[Inputs]:
         """Return the arguments of a separate step for each parameter."""
         return [Inputs([param], [grad]) for param, grad in zip(self.params, self.grads)]

@@ -1,8 +1,9 @@
 """What Python objects hold: attributes, items of containers, variables of closures, and globals that functions name.
 
-`survey` lists them by path. It is bounded in depth and number, and passes over classes, modules and objects of torch
-and other libraries. A loss uses it once, to look for tensors that nothing trains. `jit` uses it around a trace, because
-its Python runs once: what changes there is what a program would repeat. `Form` compares two values at one path.
+`survey` lists them by path. It is bounded in depth and number, and passes over classes, modules and, if not asked for,
+objects of torch and other libraries. A loss uses it once, to look for tensors that nothing trains. `jit` uses it around
+a trace, because its Python runs once: what changes there is what a program would repeat. `Form` compares two values at
+one path.
 
 Some state cannot be compared, and is left: files and other objects that are written in C; generators of random numbers;
 the position of `itertools.cycle` after its first round, and of `enumerate` over an iterator of such a kind; arrays of
@@ -20,9 +21,11 @@ import gc
 import operator
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Set
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 
 #: How many steps a survey goes from a root or from a module.
@@ -39,6 +42,8 @@ _WITH_CODE = (types.FunctionType, types.MethodType)
 _LIBRARIES = frozenset({"torch", "funcamp", "numpy", *sys.stdlib_module_names}) - {
     *("__main__", "argparse", "collections", "types")  # Namespace, UserDict and ChainMap, SimpleNamespace
 }
+#: Packages whose objects change, but nothing that a step computes depends on it.
+_WITHOUT_STATE = frozenset(("logging", "threading", "_thread", "typing", "enum", "weakref"))
 #: What torch.fx sets on the function that takes the place of one that `torch.fx.wrap` registered, while it traces.
 _PATCHED_BY_FX = "_Patcher__fx_already_patched"
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
@@ -99,8 +104,14 @@ def _unsettable(path: str, value: object) -> Slot:
     return Slot(path, None, None, value)
 
 
-def survey(roots: Mapping[str, object]) -> dict[str, Slot]:
-    """Return every slot that can be reached from named objects, by path; an outer slot comes before its contents."""
+def survey(roots: Mapping[str, object], *, into_libraries: bool = False) -> dict[str, Slot]:
+    """Return every slot that can be reached from named objects, by path; an outer slot comes before its contents.
+
+    Args:
+        roots: the objects, by name.
+        into_libraries: whether objects of torch and other libraries are looked into, too, such as a scheduler of torch
+            or a generator of random numbers. Optimizers are not: they hold parameters, which change.
+    """
     slots: dict[str, Slot] = {}
     visited_ids: set[int] = set()
     queue = collections.deque((_unsettable(name, value), 0) for name, value in roots.items())
@@ -111,7 +122,10 @@ def survey(roots: Mapping[str, object]) -> dict[str, Slot]:
         if isinstance(value, NUMBERS) or id(value) in visited_ids or depth >= _LARGEST_DEPTH:
             continue
         visited_ids.add(id(value))
-        for inner_slot in _slots_in(slot.path, value):
+        inner_slots = _slots_in(slot.path, value)
+        if into_libraries and _is_opaque(value):
+            inner_slots = _slots_of_library_object(slot.path, value)
+        for inner_slot in inner_slots:
             # A model may be deep; only what hangs on its modules is bounded.
             inner_depth = 0 if isinstance(inner_slot.value, nn.Module) else depth + 1
             queue.append((inner_slot._replace(parent=slot.path), inner_depth))
@@ -318,6 +332,22 @@ def _slots_of_attributes(path: str, value: object) -> Iterator[Slot]:
         for name in (names,) if isinstance(names, str) else names:
             if hasattr(value, name):
                 yield Slot(f"{path}.{name}", value, name, getattr(value, name))
+
+
+def _slots_of_library_object(path: str, value: object) -> Iterator[Slot]:
+    """Yield the attributes of an object of a library, and what its C code keeps, as `pickle` would get it."""
+    if isinstance(value, torch.Generator):
+        yield _unsettable(f"{path} (its state)", value.get_state().tolist())
+        return
+    is_optimizer = isinstance(value, torch.optim.Optimizer)
+    if is_optimizer or callable(value) or _package(type(value).__module__) in (*_WITHOUT_STATE, "builtins"):
+        return
+    yield from _slots_of_attributes(path, value)
+    if type(value).__reduce__ is not object.__reduce__:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with contextlib.suppress(Exception):  # it cannot be pickled
+                yield _unsettable(f"{path} (its state)", value.__reduce__())
 
 
 def _slots_of_module(path: str, module: nn.Module) -> Iterator[Slot]:

@@ -344,7 +344,7 @@ class BranchesOnRate(TakesRoot):
         return super().step() if self.param_groups[0]["lr"] > 0.5 else optim.SGD.step(self)
 
 
-@pytest.mark.parametrize("cls", [TakesRoot, BranchesOnRate], ids=lambda cls: cls.__name__)
+@pytest.mark.parametrize("cls", [TakesRoot, BranchesOnRate, PacksRate], ids=lambda cls: cls.__name__)
 def test_a_class_may_branch_on_a_schedule_and_compute_with_it_in_python(cls: Any) -> None:
     rates = (0.9, 0.04, 0.5, 0.6, 0.16)
     expected = loop(cls, [{"lr": rate} for rate in rates])
@@ -364,7 +364,6 @@ def test_a_class_may_branch_on_a_schedule_and_compute_with_it_in_python(cls: Any
         (optim.Adam, "foreach", "must be False or None"),
         (optim.Muon, "ns_steps", "must be a number, because Muon reads its value in Python"),
         (ReadsRate, "lr", "must be a number, because ReadsRate reads its value in Python, so that"),
-        (PacksRate, "lr", "must be a number, because PacksRate reads its value in Python"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from funcamp import average, by_group, jit, make_train_step, skip_step, stateless
+from funcamp._optim.class_step import APPLIED_ENTRY
 from funcamp._optim.stateless import OptState
 from tests.support.helpers import assert_close, assert_same, clone, together
 from tests.support.optimizers import CASES
@@ -273,7 +274,7 @@ def test_a_plain_optimizer_in_another_thread_is_not_touched(name: str) -> None:
 def test_a_step_runs_once_unless_the_first_is_another_formula(name: str) -> None:
     cls, arguments = CASES[name]
     assert stateless(cls, **arguments)._traits.step.first_step_differs == (name == "SGD-dampening")
-    assert ("applied" in stateless(cls, **arguments).init(torch.ones(2, 2)).state) == (name == "SGD-dampening")
+    assert (APPLIED_ENTRY in stateless(cls, **arguments).init(torch.ones(2, 2)).state) == (name == "SGD-dampening")
 
 
 def test_an_optimizer_is_the_same_under_all_defaults_and_modes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ X, Y = torch.linspace(-1, 1, 8).reshape(2, 4), torch.ones(2, 1)
 
 
 def weighted(params: Any, batch: Tensor) -> Tensor:
-    return (params["w"] * batch).sum()
+    loss: Tensor = (params["w"] * batch).sum()
+    return loss
 
 
 def counting_loss() -> tuple[Any, Any, Any]:
@@ -142,7 +143,7 @@ class Recurrent(nn.Module):
 @pytest.mark.parametrize("where", ["itself", "a function"])
 @pytest.mark.parametrize("kind", ["tensor", "tuple", "list", "dict"])
 def test_a_hidden_state_is_carried_and_can_be_replaced_with_its_container(kind: str, where: str) -> None:
-    losses = []
+    losses: list[list[Tensor]] = []
     for compiled in (False, True):
         torch.manual_seed(0)
         model = Recurrent(kind)

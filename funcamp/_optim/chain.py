@@ -11,6 +11,7 @@ from funcamp import _tree
 from funcamp._check import Fixed
 from funcamp._optim.average_part import Average, Averaging
 from funcamp._optim.by_group import GroupedOptimizer
+from funcamp._optim.clip_parts import clips
 from funcamp._optim.every_part import Delayed, Every
 from funcamp._optim.part import (
     Part,
@@ -98,6 +99,19 @@ def group_functions_in(optimizer: object) -> list[Callable[[str, Tensor], str]]:
     for part in _parts_of(optimizer):
         group_functions += group_functions_in(part)
     return list(dict.fromkeys(group_functions))
+
+
+def check_nothing_is_clipped_last(call: str, optimizer: object) -> None:
+    """Raise ValueError for a chain that clips gradients which no later part reads."""
+    parts = _parts_of(optimizer)
+    readers = [part for part in parts if not _averages(part)]
+    if isinstance(optimizer, Chain) and readers and clips(readers[-1]):
+        raise ValueError(
+            f"{call}: optimizer must have a part after {readers[-1]!r} that reads the clipped gradients, such as "
+            f"stateless(torch.optim.AdamW); got {optimizer!r}"
+        )
+    for part in parts:
+        check_nothing_is_clipped_last(call, part)
 
 
 def single_parts_in(optimizer: object) -> list[object]:

@@ -37,6 +37,11 @@ class _ClipByNorm:
         return update._replace(gradients=_tree.map_leaves(clip, flat_gradients, spec))
 
 
+def clips(part: object) -> bool:
+    """Return whether a part of a chain only clips gradients."""
+    return isinstance(part, (_ClipByNorm, _ClipByValue))
+
+
 def clip_by_norm(max_norm: float | Tensor) -> Callable[[Update], Update]:
     """Return a part of a chain that scales gradients so that their 2-norm is at most max_norm.
 

@@ -397,3 +397,18 @@ def test_a_chain_with_other_averages_goes_to_torch_and_through_a_checkpoint(aver
     plain = make_train_step(loss_fn, ADAMW, CONFIG)
     expected, _ = plain(plain.init(), batch(0))
     assert_same(step.to_torch(state)["optimizer"], plain.to_torch(expected)["optimizer"])
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        chain(SGD, clip_by_norm(0.1)),
+        chain(clip_by_value(0.1)),
+        chain(SGD, clip_by_norm(0.1), average(0.5)),
+        by_group({"matrices": SGD, "vectors": chain(SGD, clip_by_value(0.1))}),
+    ],
+    ids=repr,
+)
+def test_gradients_that_are_clipped_after_the_optimizer_are_refused(optimizer: Any) -> None:
+    with pytest.raises(ValueError, match=r"make_train_step: optimizer must have a part after clip_by_\w+\(0.1\)"):
+        make_train_step(lambda params, batch: params["w"].sum(), optimizer)

@@ -23,10 +23,13 @@ import sys
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Set
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeIs
 
 #: How many steps a survey goes from a root or from a module.
 _LARGEST_DEPTH = 8
@@ -51,14 +54,6 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _CHANGEABLE_OF_EVERY_MODULE = frozenset(
     ("training", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 )
-
-
-@runtime_checkable
-class HasPythonParts(Protocol):
-    """A step or a loss of this package: opaque, except for what a user gave it."""
-
-    def python_parts(self) -> dict[str, object]:
-        """Return the objects that may keep state besides the arguments, by name."""
 
 
 class Slot(NamedTuple):
@@ -213,6 +208,18 @@ def _is_opaque(value: Any) -> bool:
     return not (isinstance(value, CONTAINERS) or _is_iterator(value) or _is_plain_object(value))
 
 
+class _HasPythonParts(Protocol):
+    """A step or a loss of this package: opaque, except for what a user gave it."""
+
+    def python_parts(self) -> dict[str, object]: ...
+
+
+def _has_python_parts(value: object) -> TypeIs[_HasPythonParts]:
+    """Return whether a value is such an object. Its class is asked: the AttributeError of an object has its repr."""
+    kind = type(value)
+    return _package(kind.__module__) == "funcamp" and hasattr(kind, "python_parts")
+
+
 def _is_iterator(value: object) -> bool:
     """Return whether a value is an iterator of Python itself, or a generator."""
     return isinstance(value, Iterator) and type(value).__module__ in ("builtins", "itertools", "collections")
@@ -265,7 +272,7 @@ def _slots_in(path: str, value: object) -> Iterator[Slot]:
         yield from _slots_of_iterator(path, value)
     elif isinstance(value, nn.Module):
         yield from _slots_of_module(path, value)
-    elif isinstance(value, HasPythonParts):
+    elif _has_python_parts(value):
         for name, part in value.python_parts().items():
             yield _unsettable(f"{path}.{name}", part)
     elif _is_plain_object(value):

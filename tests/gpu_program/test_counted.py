@@ -169,8 +169,8 @@ def test_a_large_update_reads_and_writes_128_bits_at_a_time(policy: str | None) 
     """But for its few scalars."""
     (update,) = [kernel for kernel in mlp(policy).of("lerp") if kernel.elements >= 2**16]
     accesses = compiled(update).accesses
-    assert set(accesses) == {4, 16}
-    assert accesses[4] < 8
+    assert accesses[16] >= 8, accesses
+    assert sum(count for size, count in accesses.items() if size < 16) < 8, accesses
 
 
 @pytest.mark.thorough

@@ -33,11 +33,11 @@ def jit(
 
     The step is traced at the first call for each batch signature: structure, shapes, dtypes, devices, the values of
     leaves that are not tensors, and the autocast and the default dtype around the call. Everything else that it reads
-    is fixed then: Python values and flags for good, tensors by reference. Anything that changes must be a leaf of the
-    state or of the batch, or a tensor that is written in place. If a tensor that the model or the criterion reads is
-    replaced by another (`model.table = new`), a step of `make_train_step` is compiled again; in a function of your own
-    the program reads the former one. While a step is traced no other thread may use torch's
-    default generator. Threads that call one jitted step take turns. No sync, except at the first call for a signature.
+    is fixed then: Python values for good, tensors by reference. Anything that changes must be a leaf of the
+    state or of the batch, or a tensor that is written in place. If a tensor that the model, the criterion or a
+    function of yours reads is replaced by another (`model.table = new`), the step is compiled again. While a step is
+    traced no other thread may use torch's default generator. Threads that call one jitted step take turns. No sync,
+    except at the first call for a signature.
 
     A first call of more than two seconds reports on stderr what it does and how long it took, or through `logging` if
     "funcamp" has a handler at level INFO. `logging.getLogger("funcamp").setLevel("WARNING")` silences it.

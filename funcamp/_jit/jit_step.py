@@ -327,7 +327,7 @@ class JitStep(Fixed):
         return next(key for key, executable in self._executables.items() if executable is self._last)
 
     def _begin_again(self, path: str) -> None:
-        """Drop all programs, because a tensor that they read besides their arguments was replaced by another.
+        """Drop all programs, because a tensor that they read besides their arguments was replaced, or what it is in.
 
         Raises:
             RuntimeError: this happens at every call.

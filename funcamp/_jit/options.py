@@ -16,7 +16,7 @@ from funcamp._jit.passes.program import Program, Target
 LONG = 1500
 
 #: Number of elements of a tensor above which a program is bound by memory and products, not by the number of kernels.
-#: Inductor would join a kernel of 4 million elements and a tiny one, too, which can only lose.
+#: Inductor would join a kernel of 4 million elements and a tiny one, too; that was not measured to gain.
 LARGE = 2**22
 
 

@@ -17,9 +17,10 @@ from funcamp._optim.class_step import ClassStep, Stepped, empty_state
 from funcamp._optim.dataflow import Dataflow, OperationCall, followed
 from funcamp._optim.decisions import Answers, Decisions, OtherAnswers, Question
 from funcamp._optim.hyperparameters import Hyper
-from funcamp._optim.modes import generators_put_back, states_of_generators, without_modes
+from funcamp._optim.modes import generators_put_back, without_modes
 from funcamp._optim.record import Record
 from funcamp._optim.trial import is_equal
+from funcamp._trace.host_generators import host_generators, states_of
 
 
 class Independence(NamedTuple):
@@ -175,9 +176,10 @@ def _followed(
         step_run = step.run(params, grads, state, hyper, decisions)
         return step.stepped(step_run, form, grads, state, empty_state(params) if state is None else state)
 
-    generators = states_of_generators()
+    generators = host_generators()
+    states_before = states_of(generators)
     flow, stepped = followed(groups, run)
-    flow.draws = flow.draws or states_of_generators() != generators
+    flow.draws = flow.draws or states_of(generators) != states_before
     flow.wrote_gradients = any(grad._version for grad in grads)
     return _FollowedRun(flow, stepped, decisions.questions, decisions.thresholds)
 

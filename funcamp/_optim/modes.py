@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import random
-import sys
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
 from funcamp import _upstream
+from funcamp._trace.host_generators import host_generators, set_states, states_of
 
 
 @contextlib.contextmanager
@@ -21,25 +19,16 @@ def without_modes() -> Iterator[None]:
         yield
 
 
-def states_of_generators() -> tuple[object, ...]:
-    """Return the states of the global generators of Python and numpy, which can be compared."""
-    numpy_random: Any = sys.modules.get("numpy.random")
-    state_of_numpy = () if numpy_random is None else numpy_random.get_state()
-    return random.getstate(), *[item.tobytes() if hasattr(item, "tobytes") else item for item in state_of_numpy]
-
-
 @contextlib.contextmanager
 def generators_put_back() -> Iterator[None]:
     """Context manager: afterwards the global generators of Python, numpy and, on the CPU, of torch are as before."""
-    numpy_random: Any = sys.modules.get("numpy.random")
-    state, state_of_numpy = random.getstate(), None if numpy_random is None else numpy_random.get_state()
+    generators = host_generators()
+    states = states_of(generators)
     with torch.random.fork_rng(devices=[]):
         try:
             yield
         finally:
-            random.setstate(state)
-            if numpy_random is not None:
-                numpy_random.set_state(state_of_numpy)
+            set_states(generators, states)
 
 
 @contextlib.contextmanager

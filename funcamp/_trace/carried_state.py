@@ -80,17 +80,17 @@ class CarriedState:
         """Places of other tensors that programs read."""
         self._readers: list[Callable[[], object]] = []
         """Functions that return what is in those places now."""
-        self._read_tensors: list[object] = []
-        """The tensors that programs read there."""
+        self._read_values: list[object] = []
+        """What was there when the step was traced."""
 
     # For every call
 
     def find_replaced(self) -> str | None:
-        """Return the path of a tensor that a program reads and that was replaced since; None if there is none."""
+        """Return the path of a tensor that a program reads, or of an object around it, that was replaced since."""
         if not self._readers:
             return None
         try:  # every call does this
-            if all(map(operator.is_, [read() for read in self._readers], self._read_tensors)):
+            if all(map(operator.is_, [read() for read in self._readers], self._read_values)):
                 return None
         except _GONE:
             pass
@@ -122,7 +122,7 @@ class CarriedState:
         """Forget where the tensors are that programs read, because all programs were dropped."""
         self._read_slots = []
         self._readers = []
-        self._read_tensors = []
+        self._read_values = []
 
     # For a trace
 
@@ -240,7 +240,7 @@ class CarriedState:
             slot for slot in slots.values() if slot.owner is not None and _value_now(slot) is slot.value
         ]
         self._readers = [slot.reader() for slot in self._read_slots]
-        self._read_tensors = [slot.value for slot in self._read_slots]
+        self._read_values = [slot.value for slot in self._read_slots]
 
     def _trace_again(self, graph: Graph, trace_once: Callable[[], Graph]) -> Graph:
         """Trace once more, after a trace that may have kept tensors.
@@ -291,13 +291,6 @@ class CarriedState:
         kind = type(parent.value)
         is_named_tuple = hasattr(kind, "_fields")
         self._put(parent.path, kind(*items) if is_named_tuple else kind(items))
-
-    def _settable_slot(self, path: str) -> Slot:
-        """Return the innermost place around a value, or its own, in which another value can be put."""
-        slot = self._before[path]
-        while slot.owner is None and slot.parent is not None:
-            slot = self._before[slot.parent]
-        return slot
 
     def _slots_around(self, path: str) -> Iterator[Slot]:
         """Yield the places in which another value can be put, from that of a value itself outwards."""

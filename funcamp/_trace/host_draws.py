@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import pickle
 import random
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from funcamp._trace.host_generators import host_generators, set_states, states_of
 from funcamp._trace.user_line import line_in_stack
 from funcamp._upstream.replaced import replaced
 
@@ -31,8 +30,7 @@ class HostDraws:
     """
 
     def __init__(self) -> None:
-        imported = [sys.modules.get(name) for name in ("random", "numpy.random")]
-        self._modules = [module for module in imported if module is not None]
+        self._modules = host_generators()
         self._states_before: list[bytes] = []
         self._thread = threading.get_ident()
         self._line = ""
@@ -47,7 +45,7 @@ class HostDraws:
             for module in self._modules:
                 noting = {name: self._noting(fn) for name, fn in vars(module).items() if _draws(name, fn)}
                 stack.enter_context(replaced(module, **noting))
-            self._states_before = self._states()
+            self._states_before = states_of(self._modules)
             try:
                 yield
             except BaseException:
@@ -62,7 +60,7 @@ class HostDraws:
         one that loads data, this logs a warning: the watched code may have waited for it.
         """
         changed_modules: list[ModuleType] = []
-        for module, before, now in zip(self._modules, self._states_before, self._states(), strict=True):
+        for module, before, now in zip(self._modules, self._states_before, states_of(self._modules), strict=True):
             if before != now:
                 changed_modules.append(module)
         if not changed_modules:
@@ -95,26 +93,8 @@ class HostDraws:
 
         return noted
 
-    def _states(self) -> list[bytes]:
-        """Return the states of the generators, in a form that can be compared: numpy's contains an array."""
-        return [pickle.dumps(_get_state(module)) for module in self._modules]
-
     def _set_back(self) -> None:
-        for module, state in zip(self._modules, self._states_before, strict=True):
-            _set_state(module, pickle.loads(state))
-
-
-def _get_state(module: ModuleType) -> object:
-    """Return the state of a module's generator."""
-    return random.getstate() if module is random else module.get_state(legacy=False)
-
-
-def _set_state(module: ModuleType, state: Any) -> None:
-    """Set the state of a module's generator."""
-    if module is random:
-        random.setstate(state)
-    else:
-        module.set_state(state)
+        set_states(self._modules, self._states_before)
 
 
 def _draws(name: str, attribute: Any) -> bool:

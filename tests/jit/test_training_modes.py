@@ -150,7 +150,7 @@ class ReadsAPart(nn.Module):
 
 
 def steps_of(model: nn.Module, where: str) -> tuple[Any, Any, Any]:
-    """A step, the function to jit that calls it from somewhere, and the step of that function's state."""
+    """A step, a function to jit that calls it from somewhere, and the first state."""
     step = make_train_step(module_loss(model, F.mse_loss), SGD)
     if where == "itself":
         return step, step, step.init()
@@ -174,8 +174,8 @@ def test_every_flag_that_python_reads_is_followed(make: Callable[[], Any], where
     step, function, state = steps_of(model, where)
     run = jit(function, backend="eager", donate=False)
     run(state, (X, Y))
-    next(iter(model.children())).train(False)
-    model[1].train(False) if isinstance(model, nn.Sequential) else None
+    for part in model.children():
+        part.train(False)
     torch.manual_seed(1)
     actual = run(state, (X, Y))
     torch.manual_seed(1)

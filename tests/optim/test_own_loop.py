@@ -18,7 +18,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from funcamp import jit, schedule, stateless
-from funcamp._optim.modes import states_of_generators
+from funcamp._trace.host_generators import host_generators, states_of
 from tests.support.helpers import assert_close
 from tests.support.torch_loop import TorchLoop, linear_step, randn_like
 
@@ -532,10 +532,10 @@ def test_an_error_of_a_trial_is_a_refusal() -> None:
 
 
 def test_a_trial_leaves_the_generators_as_they_were() -> None:
-    before = states_of_generators(), torch.get_rng_state().tolist()
+    before = states_of(host_generators()), torch.get_rng_state().tolist()
     with contextlib.suppress(TypeError):
         stateless(DrawsOfAll)
-    assert before == (states_of_generators(), torch.get_rng_state().tolist())
+    assert before == (states_of(host_generators()), torch.get_rng_state().tolist())
 
 
 class DrawsOfAll(Descends):

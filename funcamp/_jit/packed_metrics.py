@@ -7,6 +7,7 @@ roundings are the same.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -25,17 +26,16 @@ def with_packed_metrics(graph: Graph) -> Graph:
     One of distributed tensors, or for a CPU, is returned as it is.
 
     Args:
-        graph: a traced step whose first input is a leaf of the state; changed.
+        graph: a traced step; changed.
     """
-    device = graph.examples[0].device
-    if graph.has_subclasses or not _has_expensive_copies(device):
+    if graph.has_subclasses:
         return graph
     output = graph.module.graph.output_node()
     results: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
     state_count = graph.outputs.next_state_count
     metrics = results[state_count:]
     # A scalar on the host is a constant: the trace refuses host values that could change.
-    stacked = _numbers_to_stack(metrics, device)
+    stacked = _numbers_to_stack(metrics)
     if not stacked:
         return graph
     in_stacks = {number for numbers in stacked for number in numbers}
@@ -68,18 +68,14 @@ def _has_expensive_copies(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
-def _numbers_to_stack(metrics: list[fx.Node], device: torch.device) -> list[list[int]]:
-    """Return the numbers of the scalars on a device, for each dtype that has several."""
-    stacked: list[list[int]] = []
-    for dtype in _PACKED_DTYPES:
-        numbers: list[int] = []
-        for number, node in enumerate(metrics):
-            value = node.meta["val"]
-            if not value.dim() and value.device == device and value.dtype == dtype:
-                numbers.append(number)
-        if len(numbers) > 1:
-            stacked.append(numbers)
-    return stacked
+def _numbers_to_stack(metrics: list[fx.Node]) -> list[list[int]]:
+    """Return the numbers of the scalars on a GPU: those of one device and dtype in one list, if there are several."""
+    alike: defaultdict[tuple[torch.device, torch.dtype], list[int]] = defaultdict(list)
+    for number, node in enumerate(metrics):
+        value = node.meta["val"]
+        if not value.dim() and _has_expensive_copies(value.device) and value.dtype in _PACKED_DTYPES:
+            alike[value.device, value.dtype].append(number)
+    return [numbers for numbers in alike.values() if len(numbers) > 1]
 
 
 def _stack(graph: Graph, nodes: list[fx.Node]) -> fx.Node:

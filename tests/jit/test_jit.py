@@ -462,6 +462,12 @@ def test_a_step_that_computes_nothing() -> None:
     assert_same((state, metrics), ({"a": torch.ones(2)}, torch.ones(3)))
 
 
+def test_a_step_of_no_tensor_makes_its_own() -> None:
+    run = eager_backend(lambda state, batch: (state, {"ones": torch.ones(2), "sum": torch.ones(2).sum()}))
+    _, metrics = run((), ())
+    assert_same(metrics, {"ones": torch.ones(2), "sum": torch.tensor(2.0)})
+
+
 def test_make_train_step_is_not_needed() -> None:
     def step(state: list[Tensor], batch: Tensor) -> Any:
         return [state[0] + batch, *state[1:]], ()

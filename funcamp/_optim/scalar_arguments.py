@@ -1,8 +1,8 @@
 """Functions of torch that take Python numbers, on tensors of shape () instead: the same formulas.
 
 torch's kernels read such a tensor on the host. The formulas here compute float16 and bfloat16 in float32 and
-round once, as the kernels do. In float32 the kernels may add a product in one rounding, so that the results
-can differ in the last bit.
+round where the kernels do: once, and on a CPU `alpha` too. In float32 the kernels may add a product in one
+rounding, so that the results can differ in the last bit.
 """
 
 from __future__ import annotations
@@ -42,13 +42,20 @@ def _sum(base: Tensor, term: Tensor, in_place: bool) -> Tensor:
 
 
 def _add(in_place: bool, base: Tensor, other: Any, *, alpha: _Scalar) -> Tensor:
-    if not isinstance(other, Tensor):
-        return _sum(base, other * alpha, in_place)
     # Promotion comes before the product: Muon adds bfloat16 to float32.
     dtype = torch.result_type(base, other)
+    if not isinstance(other, Tensor):
+        other = torch.full((), other, dtype=dtype, device=base.device)
     if not in_place:
         base = base.to(dtype)
-    return _sum(base, _times(_wide(other.to(dtype)), alpha), in_place)
+    return _sum(base, _times(_wide(other.to(dtype)), _alpha(alpha, dtype, base.device)), in_place)
+
+
+def _alpha(alpha: _Scalar, dtype: torch.dtype, device: torch.device) -> _Scalar:
+    """Return the factor of `add` as torch's kernel takes it: the one for a CPU rounds it to the tensors' dtype."""
+    if isinstance(alpha, Tensor) and dtype in _NARROW and device.type == "cpu":
+        return alpha.to(dtype).float()
+    return alpha
 
 
 def _sub(in_place: bool, base: Tensor, other: Any, *, alpha: _Scalar) -> Tensor:

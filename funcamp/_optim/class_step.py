@@ -72,9 +72,9 @@ class ClassStep:
     """Whether it catches `ZeroDivisionError` (`Decisions`)."""
     first_step_differs: bool = False
     """Whether its first step uses another formula than later ones (SGD with momentum and dampening)."""
-    known_first_operations: frozenset[tuple[object, ...]] = frozenset()
-    """The operations of first steps in the trial of the class. A parameter with others begins as if its first step
-    differed, because a class may begin large ones otherwise. Empty in the trial."""
+    known_first_operations: set[tuple[object, ...]] = field(default_factory=set)
+    """The operations of first steps in the trials of the class, one for each dtype. A parameter with others begins as
+    if its first step differed, because a class may begin large ones otherwise. Empty in the trial."""
     separable: bool = False
     """Whether the step of each parameter depends only on it and on what all share, which depends on no parameter."""
     steps_separately: bool = False

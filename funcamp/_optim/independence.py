@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ from funcamp._optim.dataflow import Dataflow, OperationCall, followed
 from funcamp._optim.decisions import Answers, Decisions, OtherAnswers, Question
 from funcamp._optim.hyperparameters import Hyper
 from funcamp._optim.modes import generators_put_back, without_modes
-from funcamp._optim.record import Record
 from funcamp._optim.trial import is_equal
 from funcamp._trace.host_generators import host_generators, states_of
 
@@ -57,19 +56,19 @@ class _FollowedRun(NamedTuple):
         return self.flow.is_separable(groups) and not any(map(self.flow.sources, state.shared.values()))
 
 
-def independence_of(step: ClassStep, record: Record) -> Independence:
-    """Return what a step computes independently of what.
+def independence_of(step: ClassStep, params: list[Tensor], grads_of_steps: Sequence[list[Tensor]]) -> Independence:
+    """Return what a step on such parameters computes independently of what.
 
-    Two steps are followed, the second also along each other side of its questions.
+    Two steps are followed, with the first two lists of gradients, the second also along each other side of its
+    questions.
 
     Raises:
         TypeError: the step draws random numbers and branches.
     """
     step = replace(step, writes_grads=False)
     hyper = step.examples("cpu")
-    params = record.params
-    first = _truthful(step, params, record.grads[0], None, hyper)
-    params, grads, state = first.stepped.params, record.grads[1], first.stepped.state
+    first = _truthful(step, params, grads_of_steps[0], None, hyper)
+    params, grads, state = first.stepped.params, grads_of_steps[1], first.stepped.state
     second = _truthful(step, params, grads, state, hyper)
     if len(second.questions) > _LARGEST_COUNT_OF_QUESTIONS:
         return _NOTHING_IS_KNOWN
@@ -187,7 +186,8 @@ def _followed(
 def operations_on(step: ClassStep, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[OperationCall] | None:
     """Return the operations of a first step and of a later one on each side of its questions, on such parameters.
 
-    None if one mixes elements, or the class takes no such parameters. They have no values.
+    None if one mixes elements or draws random numbers, of which a joined parameter would get others, or if the class
+    takes no such parameters. They have no values.
     """
     hyper = step.examples("meta")
     with without_modes():
@@ -204,6 +204,6 @@ def operations_on(step: ClassStep, shapes: list[tuple[int, ...]], dtype: torch.d
                 others.note(answers, other.questions, None)
         except Exception:
             return None
-    if not all(flow.is_pointwise for flow in flows):
+    if any(flow.draws or not flow.is_pointwise for flow in flows):
         return None
     return [operation for flow in flows for operation in flow.operations]

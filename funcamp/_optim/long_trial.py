@@ -5,6 +5,9 @@ many steps, with gradients from small to large, with hyperparameters that change
 joined into one, and at late counts. A loop to step 1000 would take long, so the counts are set forward instead, in the
 loop and in the state: to numbers at which classes often change (`_USUAL_THRESHOLDS`), and to those with which this one
 compares.
+
+The loop is in float64. A class may do otherwise in another dtype (sum by Kahan, round stochastically), so one in it
+follows when a first state of that dtype is made (`is_pointwise_in`).
 """
 
 from __future__ import annotations
@@ -22,8 +25,10 @@ from funcamp._optim.class_state import ClassState, Entries
 from funcamp._optim.class_step import ClassStep
 from funcamp._optim.first_state import first_state
 from funcamp._optim.hyperparameters import Hyper
+from funcamp._optim.independence import independence_of
 from funcamp._optim.instance import forward_counts
 from funcamp._optim.instance_state import Contents
+from funcamp._optim.python_names import names_for_numbers
 from funcamp._optim.record import SEED, Loop, Record, grads_of_step
 from funcamp._optim.tensor_hyperparameters import multiplied
 from funcamp._optim.trial import distance
@@ -52,6 +57,15 @@ class Counts(NamedTuple):
     shared: dict[str, int]
 
 
+class LoopTrial(NamedTuple):
+    """What a long loop is made of."""
+
+    params: list[Tensor]
+    counts: Counts
+    thresholds: list[int]
+    """The steps to which the counts are set forward."""
+
+
 class LoopStep(NamedTuple):
     """A step of a loop."""
 
@@ -73,11 +87,11 @@ def followed_in_loop(traits: Traits, record: Record, thresholds: Iterable[int]) 
     step = traits.step
     counts = _counts_in(record)
     # torch's classes change at no late count.
-    all_counts = [] if is_torchs(step.cls) else _thresholds(counts, thresholds)
-    steps = _loop_steps(step, record.params, counts, all_counts, step.dynamic)
+    trial = LoopTrial(record.params, counts, [] if is_torchs(step.cls) else _thresholds(counts, thresholds))
+    steps = _loop_steps(step, trial, step.dynamic)
 
-    def is_followed(step: ClassStep, steps: Sequence[LoopStep], params: list[Tensor] = record.params) -> bool:
-        return follows(step, params, steps, counts, starts_at_zero=traits.starts_at_zero)
+    def is_followed(step: ClassStep, steps: Sequence[LoopStep]) -> bool:
+        return follows(step, trial.params, steps, counts, starts_at_zero=traits.starts_at_zero)
 
     if step.steps_separately and step.separable and not is_followed(step, steps):
         # What all share may depend on the number of the parameters.
@@ -85,14 +99,54 @@ def followed_in_loop(traits: Traits, record: Record, thresholds: Iterable[int]) 
         traits = replace(traits, step=step, pointwise=False)
     if not is_followed(step, steps):
         for name in step.dynamic:
-            if not is_followed(step, _loop_steps(step, record.params, counts, all_counts, [name])):
-                _refuse_unless_constant(step, name, is_followed, record.params, counts, all_counts)
+            if not is_followed(step, _loop_steps(step, trial, [name])):
+                _refuse_unless_constant(step, name, is_followed, trial)
         raise impure(step.cls, _WHY_OTHER_NUMBERS)
     _refuse_uses_of_arguments(step, lambda other_step: is_followed(other_step, steps))
     if traits.pointwise:
-        joined_steps = [one._replace(grads=[_joined(one.grads)], results=[_joined(one.results)]) for one in steps]
-        traits = replace(traits, pointwise=_is_true(lambda: is_followed(step, joined_steps, [_joined(record.params)])))
-    return traits
+        traits = replace(traits, pointwise=_follows_joined(traits, trial, steps))
+    return replace(traits, loop_trial=trial)
+
+
+def is_pointwise_in(traits: Traits, dtype: torch.dtype) -> bool:
+    """Return whether each element of a small parameter of a dtype steps for itself, after a long loop in this dtype.
+
+    Raises:
+        TypeError: the steps as a function come to other numbers than the loop.
+    """
+    step = traits.step
+    in_trial = traits.loop_trial
+    is_tried = in_trial is None or dtype == in_trial.params[0].dtype or not dtype.is_floating_point
+    if is_tried or in_trial is None or is_torchs(step.cls):  # torch's classes do the same in every dtype
+        return traits.pointwise
+    trial = in_trial._replace(params=[param.to(dtype) for param in in_trial.params])
+    with names_for_numbers(step.cls, None):  # so that nothing is compiled again for another dtype
+        steps = _loop_steps(step, trial, step.dynamic)
+    if not steps:
+        return traits.pointwise  # the class takes no parameters of this dtype, and says so in its first step
+    independence = independence_of(step, trial.params, [grads_of_step(trial.params, number) for number in range(2)])
+
+    def is_followed() -> bool:
+        return follows(step, trial.params, steps, trial.counts, starts_at_zero=traits.starts_at_zero)
+
+    # A first step with other operations than in the trial may nevertheless be as a later one.
+    new_operations = {step.form([param]).operations for param in trial.params} - step.known_first_operations
+    step.known_first_operations.update(new_operations)
+    if not is_followed():
+        step.known_first_operations.difference_update(new_operations)
+        if not new_operations or not is_followed():
+            raise impure(step.cls, f"in {dtype} {_WHY_OTHER_NUMBERS}")
+    return traits.pointwise and independence.is_pointwise and _follows_joined(traits, trial, steps)
+
+
+def _follows_joined(traits: Traits, trial: LoopTrial, steps: Iterable[LoopStep]) -> bool:
+    """Return whether the steps of a class come to the results of a loop for parameters joined into one."""
+    joined_params = [_joined(trial.params)]
+    joined_steps = [one._replace(grads=[_joined(one.grads)], results=[_joined(one.results)]) for one in steps]
+    try:
+        return follows(traits.step, joined_params, joined_steps, trial.counts, starts_at_zero=traits.starts_at_zero)
+    except Exception:
+        return False
 
 
 _WHY_OTHER_NUMBERS = (
@@ -106,12 +160,10 @@ def _refuse_unless_constant(
     step: ClassStep,
     name: str,
     is_followed: Callable[[ClassStep, Sequence[LoopStep]], bool],
-    params: list[Tensor],
-    counts: Counts,
-    thresholds: Sequence[int],
+    trial: LoopTrial,
 ) -> None:
     """Refuse a hyperparameter by name, unless the class is not followed with constant ones either."""
-    if is_followed(step, _loop_steps(step, params, counts, thresholds, [])):
+    if is_followed(step, _loop_steps(step, trial, [])):
         raise TypeError(
             f"stateless: {name} must be a number, because {step.cls.__name__} reads its value in Python, so "
             "that a tensor has another effect; got a tensor or a schedule: make another optimizer for "
@@ -143,14 +195,6 @@ def _refuse_uses_of_arguments(step: ClassStep, is_followed: Callable[[ClassStep]
             break
 
 
-def _is_true(condition: Callable[[], bool]) -> bool:
-    """Return whether a condition is true; False if it raises."""
-    try:
-        return condition()
-    except Exception:
-        return False
-
-
 def _joined(tensors: Iterable[Tensor | None]) -> Tensor:
     return torch.cat([tensor.reshape(-1) for tensor in tensors if tensor is not None])
 
@@ -166,18 +210,15 @@ def _thresholds(counts: Counts, compared: Iterable[int]) -> list[int]:
     return sorted({*_USUAL_THRESHOLDS, *smallest})
 
 
-def _loop_steps(
-    step: ClassStep, params: list[Tensor], counts: Counts, thresholds: Sequence[int], changing_names: Iterable[str]
-) -> list[LoopStep]:
-    """Take the steps of a long loop with the class.
+def _loop_steps(step: ClassStep, trial: LoopTrial, changing_names: Iterable[str]) -> list[LoopStep]:
+    """Take the steps of a long loop with the class; none if it takes no such parameters.
 
     Args:
         step: the class.
-        params: the parameters.
-        counts: what it counts.
-        thresholds: the steps to which the counts are set forward.
+        trial: what the loop is made of.
         changing_names: the hyperparameters that change from step to step.
     """
+    params, counts, thresholds = trial
     loop = Loop(step.cls, step.arguments, step.set_by_scheduler, params)
     has_counts = bool(counts.shared or any(counts.per_param))
     steps: list[LoopStep] = []
@@ -199,7 +240,6 @@ def _loop_steps(
         if not all(result.isfinite().all() for result in results):
             break
         steps.append(LoopStep(grads, results, values, skipped_steps if has_counts else 0))
-    assert steps, f"{step.cls.__name__} took no step"  # the record has some with the same numbers
     return steps
 
 
@@ -262,11 +302,10 @@ def follows(
         TypeError: a step as a function fails.
     """
     start = params
+    limit = _limit_of(params[0].dtype)
     torch.manual_seed(SEED)
     state = first_state(step, params, _hyper(step, steps[0]), starts_at_zero=starts_at_zero)
     torch.manual_seed(SEED)
-    # Of the way that a parameter has gone: of its size, a wrong step would be little.
-    largest_distance = 1e-5 if params[0].dtype == torch.float64 else 1e-3
     for one in steps:
         if counts is not None and one.skipped_steps:
             state = _forwarded(state, counts, one.skipped_steps)
@@ -274,9 +313,24 @@ def follows(
         params, state = stepped.params, stepped.state
         way = [result - before for result, before in zip(params, start)]
         expected_way = [result - before for result, before in zip(one.results, start)]
-        if distance(way, expected_way) > largest_distance:
+        # Of the way that a parameter has gone: of its size, a wrong step would be little.
+        if distance(way, expected_way) > limit.of_the_way and distance(params, one.results) > limit.of_the_size:
             return False
     return True
+
+
+class _Limit(NamedTuple):
+    """How far a result may be from the expected one: one of the two."""
+
+    of_the_way: float
+    of_the_size: float
+
+
+def _limit_of(dtype: torch.dtype) -> _Limit:
+    if dtype.itemsize == 2:
+        # Two orders of the same arithmetic differ by a rounding in each step.
+        return _Limit(0.5, 4 * torch.finfo(dtype).eps)
+    return _Limit(1e-5 if dtype == torch.float64 else 1e-3, 0.0)
 
 
 def _hyper(step: ClassStep, one: LoopStep) -> Hyper:

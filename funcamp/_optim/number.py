@@ -132,7 +132,7 @@ class Number(float):
 
     def _compare(self, compare: Compute, other: object) -> Any:
         if isinstance(other, Tensor):
-            return compare(*_with_dtype_of([other], [self, other]))
+            return NotImplemented  # the tensor compares, as with a number of Python
         if _is_array(other):
             return _answers_for_array(self, compare, other)
         other = _of_python(other)
@@ -218,10 +218,13 @@ def _key_of(value: object, decisions: Decisions) -> Hashable:
 
 
 def _computed(compute: Compute, *operands: Any) -> Any:
-    """Return the result of an operator: a number if the operands are numbers, else a tensor."""
-    tensors = [operand for operand in operands if isinstance(operand, Tensor)]
-    if tensors:
-        return compute(*_with_dtype_of(tensors, operands))
+    """Return the result of an operator on numbers: another number.
+
+    With a tensor it is the tensor's operator that computes, as with a number of Python: it may round otherwise than one
+    on two tensors.
+    """
+    if any(isinstance(operand, Tensor) for operand in operands):
+        return NotImplemented
     operands = tuple(map(_of_python, operands))
     for operand in operands:
         if isinstance(operand, (int, float)):
@@ -318,26 +321,15 @@ def _example(compute: Compute, operands: list[float], unknown: float) -> float:
     return unknown if isinstance(result, complex) or math.isnan(result) else float(result)
 
 
-def numbers_to_tensors(value: Any) -> Any:
-    """Replace a `Number` by its tensor, also in tuples, lists and dicts of arguments."""
+def numbers_to_tensors(value: Any, dtype: torch.dtype | None = None) -> Any:
+    """Replace a `Number` by its tensor, in a dtype if one is given, also in tuples, lists and dicts of arguments."""
     if isinstance(value, Number):
-        return value.tensor
+        return value.tensor if dtype is None else value.tensor.to(dtype)
     if type(value) in (tuple, list):
-        return type(value)([numbers_to_tensors(item) for item in value])
+        return type(value)([numbers_to_tensors(item, dtype) for item in value])
     if type(value) is dict:
-        return {name: numbers_to_tensors(item) for name, item in value.items()}
+        return {name: numbers_to_tensors(item, dtype) for name, item in value.items()}
     return value
-
-
-def _with_dtype_of(tensors: list[Tensor], operands: Iterable[Any]) -> list[Any]:
-    """Return operands with tensors for numbers: of the dtype of tensors of shape (), which Python's do not widen."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    dtype = dtypes.pop()
-    keeps_dtype = not dtypes and dtype.is_floating_point and all(tensor.dim() == 0 for tensor in tensors)
-    return [
-        operand.tensor.to(dtype) if keeps_dtype and isinstance(operand, Number) else numbers_to_tensors(operand)
-        for operand in operands
-    ]
 
 
 def has_number(value: object) -> bool:

@@ -56,6 +56,17 @@ _ARITHMETIC = {
     "__radd__", "__rsub__", "__rmul__", "__rdiv__", "__rtruediv__", "__rpow__",
 }  # fmt: skip
 
+#: Operators on tensors and numbers, without the underscores of a method's name and of one in place.
+_OPERATORS = {"add", "sub", "mul", "div", "truediv", "pow", "floordiv", "mod"}
+_OPERATORS |= {f"{side}{name}" for side in "ri" for name in _OPERATORS}
+_OPERATORS |= {"true_divide", "floor_divide", "remainder", "fmod"}
+
+#: For each function of lists the method that computes the same of one tensor.
+_METHODS_OF_ONE = {
+    name: name for name in ("add", "sub", "mul", "div", "pow", "lerp", "addcmul", "addcdiv", "clamp_min", "clamp_max")
+}
+_METHODS_OF_ONE |= {"maximum": "clamp_min", "minimum": "clamp_max"}
+
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"} | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
 
 #: Functions that raise for infinite and NaN arguments, which a step has that is skipped, and a path that is not taken.
@@ -135,11 +146,47 @@ class _Pure(TorchFunctionMode):
             return result
         args = _safe_arguments(name, args, kwargs)
         if has_number(args) or any(has_number(value) for value in kwargs.values()):
-            args, kwargs = _with_tensors(args, kwargs)
+            return self._with_numbers(func, name, args, kwargs)
         call = call_on_tensors(name, args, kwargs)
         if call is not None:
             return call()
         return _with_batching_rule(func, name, args, kwargs)
+
+    def _with_numbers(self, func: Operation, name: str, args: Args, kwargs: Kwargs) -> Any:
+        """Return the result of a call with numbers among its arguments."""
+        if name.startswith("_foreach_"):
+            return self._of_each(name, args, kwargs)
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        are_scalars = all(tensor.dim() == 0 for tensor in tensors)
+        if name.strip("_") in _OPERATORS and tensors and are_scalars and not kwargs:
+            return _on_scalars(func, name, args)
+        call = call_on_tensors(name, numbers_to_tensors(args), numbers_to_tensors(kwargs))
+        if call is not None:
+            return call()
+        return _with_batching_rule(func, name, *_with_tensors(args, kwargs))
+
+    def _of_each(self, name: str, args: Args, kwargs: Kwargs) -> Any:
+        """Return the results of a function of lists with a number, which it would read: of one tensor after another.
+
+        Raises:
+            TypeError: it is not known which method of a tensor computes the same.
+        """
+        name_of_one = name.removeprefix("_foreach_")
+        is_in_place = name_of_one.endswith("_")
+        method = _METHODS_OF_ONE.get(name_of_one.removesuffix("_"))
+        if method is None or not isinstance(args[0], (list, tuple)):
+            self._decisions.refuse_class(
+                f"its step gives torch.{name} a number that changes in training; call the function of one tensor"
+            )
+        function = getattr(torch.Tensor, method + "_" * is_in_place)
+        results = []
+        for index in range(len(args[0])):
+            arguments = [arg[index] if isinstance(arg, (list, tuple)) else arg for arg in args]
+            options = dict(kwargs)
+            if method in ("addcmul", "addcdiv") and len(arguments) == 4:
+                options["value"] = arguments.pop()
+            results.append(self._run(function, tuple(arguments), options))
+        return None if is_in_place else tuple(results)
 
     def _python_value(self, name: str, args: Args, kwargs: Kwargs) -> Any:
         """Return what a call returns to Python: a number, or the answer to a question.
@@ -215,15 +262,36 @@ def _safe_arguments(name: str, args: Args, kwargs: Kwargs) -> Args:
     return args
 
 
+def _on_scalars(func: Operation, name: str, args: Args) -> Tensor:
+    """Return the result of an operator on tensors of shape () and numbers.
+
+    torch rounds a number of Python to the dtype of no tensor, and so it does with a tensor of shape () beside one that
+    has elements; beside another of shape () it would.
+    """
+    dtype = _dtype_beside_whole_numbers(args)
+    vectors = [arg.reshape(1) if isinstance(arg, Tensor) else numbers_to_tensors(arg, dtype) for arg in args]
+    result: Tensor = func(*vectors)
+    is_in_place = name.startswith("__i") or (name.endswith("_") and not name.startswith("__"))
+    return args[0] if is_in_place else result.reshape(())
+
+
 def _with_tensors(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Return arguments with tensors for numbers, which do not widen the result, as Python's numbers do not."""
-    dtypes = {arg.dtype for arg in args if isinstance(arg, Tensor) and arg.is_floating_point()}
-    are_scalars = all(arg.dim() == 0 for arg in args if isinstance(arg, Tensor))
-    args = numbers_to_tensors(args)
-    if len(dtypes) == 1 and are_scalars:  # a float64 tensor of shape () would widen others of that shape
-        dtype = dtypes.pop()
-        args = tuple([arg.to(dtype) if isinstance(arg, Tensor) and arg.is_floating_point() else arg for arg in args])
-    return args, numbers_to_tensors(kwargs)
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    dtype = _dtype_beside_whole_numbers(args)
+    floating_dtypes = {tensor.dtype for tensor in tensors if tensor.is_floating_point()}
+    if len(floating_dtypes) == 1 and all(tensor.dim() == 0 for tensor in tensors):
+        (dtype,) = floating_dtypes
+    return numbers_to_tensors(args, dtype), numbers_to_tensors(kwargs, dtype)
+
+
+def _dtype_beside_whole_numbers(args: Args) -> torch.dtype | None:
+    """Return the dtype that torch gives numbers of Python if all tensors beside them are whole numbers; else None."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    if not tensors or any(tensor.is_floating_point() or tensor.is_complex() for tensor in tensors):
+        return None
+    are_whole = all(arg.is_integral for arg in args if isinstance(arg, Number))
+    return torch.int64 if are_whole else torch.get_default_dtype()
 
 
 def _with_batching_rule(func: Operation, name: str, args: Args, kwargs: Kwargs) -> Any:

@@ -29,12 +29,11 @@ def _wide(tensor: Tensor) -> Tensor:
 
 def _times(tensor: Tensor, factor: _Scalar) -> Tensor:
     """Multiply in the tensor's dtype; a tensor of shape () times float64 would become float64."""
-    product: Tensor = tensor * factor
-    return product.to(tensor.dtype)
+    return tensor * (factor.to(tensor.dtype) if isinstance(factor, Tensor) else factor)
 
 
 def _sum(base: Tensor, term: Tensor, in_place: bool) -> Tensor:
-    """Add a term that is in float32 if the base is narrower."""
+    """Add a term, which may be in float32 if the base is narrower."""
     if in_place:
         return base.add_(term)  # computes in the wider dtype and rounds to the base's
     total: Tensor = _wide(base) + term
@@ -48,14 +47,13 @@ def _add(in_place: bool, base: Tensor, other: Any, *, alpha: _Scalar) -> Tensor:
         other = torch.full((), other, dtype=dtype, device=base.device)
     if not in_place:
         base = base.to(dtype)
-    return _sum(base, _times(_wide(other.to(dtype)), _alpha(alpha, dtype, base.device)), in_place)
-
-
-def _alpha(alpha: _Scalar, dtype: torch.dtype, device: torch.device) -> _Scalar:
-    """Return the factor of `add` as torch's kernel takes it: the one for a CPU rounds it to the tensors' dtype."""
-    if isinstance(alpha, Tensor) and dtype in _NARROW and device.type == "cpu":
-        return alpha.to(dtype).float()
-    return alpha
+    other = other.to(dtype)
+    if dtype not in _NARROW or base.device.type != "cpu":
+        return _sum(base, _times(_wide(other), alpha), in_place)
+    alpha = alpha.to(dtype) if isinstance(alpha, Tensor) else alpha
+    # The kernel has other code for less than a vector: it rounds the product too.
+    is_single = base.numel() == 1
+    return _sum(base, _times(other if is_single else _wide(other), alpha), in_place)
 
 
 def _sub(in_place: bool, base: Tensor, other: Any, *, alpha: _Scalar) -> Tensor:

@@ -39,7 +39,7 @@ from funcamp._optim.hyperparameters import Hyper, Signature, argument_of, is_dyn
 from funcamp._optim.independence import Independence, independence_of, operations_on
 from funcamp._optim.instance import fixed_parts
 from funcamp._optim.instance_state import aliases_in, container_of
-from funcamp._optim.long_trial import LoopStep, followed_in_loop, follows
+from funcamp._optim.long_trial import LoopStep, LoopTrial, followed_in_loop, follows, is_pointwise_in
 from funcamp._optim.modes import generators_put_back, without_modes
 from funcamp._optim.record import SEED, Record, changing_in, first_change, forms_of, recorded
 from funcamp._optim.tensor_hyperparameters import (
@@ -81,6 +81,9 @@ class Traits:
     """The names of its state entries for a matrix."""
     takes_late_gradients: bool = True
     """Whether its step as a function follows it if the first gradient of a parameter comes later than others'."""
+    loop_trial: LoopTrial | None = field(default=None, compare=False)
+    """The long loop in which its steps as a function were compared."""
+    _pointwise_in: dict[torch.dtype, bool] = field(default_factory=dict, compare=False)
     _operations: dict[_Kind, list[OperationCall] | None] = field(default_factory=dict, compare=False)
 
     def elementwise(self, params: Iterable[StoredParam]) -> bool:
@@ -95,10 +98,23 @@ class Traits:
         if not self.pointwise:
             return False
         for param in dict.fromkeys(params):
+            if not self.pointwise_in(param.dtype):
+                return False
             operations = self._operations_on(param.shape, param.dtype)
             if operations is None or operations != self._operations_on((param.joined_size,), param.dtype):
                 return False
         return True
+
+    def pointwise_in(self, dtype: torch.dtype) -> bool:
+        """Return `pointwise` for parameters of a dtype, in which the class is tried at the first call.
+
+        Raises:
+            TypeError: its steps as a function come to other numbers in this dtype.
+        """
+        if dtype not in self._pointwise_in:
+            with without_modes(), as_eager(), generators_put_back():
+                self._pointwise_in[dtype] = is_pointwise_in(self, dtype)
+        return self._pointwise_in[dtype]
 
     def _operations_on(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[OperationCall] | None:
         kind = (shape, dtype)
@@ -107,7 +123,13 @@ class Traits:
         return self._operations[kind]
 
     def first_state(self, params: list[Tensor], hyper: Hyper) -> ClassState:
-        """Return the state of parameters before the first step."""
+        """Return the state of parameters before the first step.
+
+        Raises:
+            TypeError: the class comes to other numbers in the dtype of a parameter.
+        """
+        for dtype in dict.fromkeys(param.dtype for param in params):
+            self.pointwise_in(dtype)
 
         def can_split(param: Tensor) -> bool:
             return self.elementwise([StoredParam(tuple(param.shape), param.dtype, CHUNK_SIZE)])
@@ -205,7 +227,7 @@ def _probe(
         refuse_identity_of_flags(cls, step.changing)
         # How its steps can be taken.
         step = without_needless_questions(step)
-        independence = independence_of(step, record)
+        independence = independence_of(step, record.params, record.grads)
         step = _with_independence(step, independence)
         step, starts_at_zero = _with_first_step(step, record)
         if step.changing.form_changes:  # two steps do not show what it does in later ones
@@ -360,10 +382,10 @@ def _ignores_positions(step: ClassStep, record: Record) -> bool:
     return of_one is not None and of_three is not None and {*of_one} == {*of_three}
 
 
-def _first_operations(step: ClassStep, record: Record) -> frozenset[tuple[object, ...]]:
+def _first_operations(step: ClassStep, record: Record) -> set[tuple[object, ...]]:
     """Return the operations of the first steps of the parameters of the trial."""
     params = [param.to(dtype) for param in record.params for dtype in (torch.float32, record.params[0].dtype)]
-    return frozenset(step.form([param]).operations for param in params)
+    return {step.form([param]).operations for param in params}
 
 
 def _entries(step: ClassStep) -> frozenset[str]:

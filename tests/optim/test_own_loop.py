@@ -19,7 +19,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from funcamp import jit, schedule, stateless
 from funcamp._trace.host_generators import host_generators, states_of
-from tests.support.helpers import assert_close
+from tests.support.helpers import assert_close, assert_same
 from tests.support.torch_loop import TorchLoop, linear_step, randn_like
 
 #: A weight and its bias follow each other, and two parameters have the same shape.
@@ -541,3 +541,74 @@ def test_a_trial_leaves_the_generators_as_they_were() -> None:
 class DrawsOfAll(Descends):
     def rate(self, group: dict[str, Any]) -> Any:
         return group["lr"] * (random.random() + np.random.random()) * torch.rand(()).item()
+
+
+# What a class does in another dtype than that of its first trial.
+
+
+class RoundsStochastically(Descends):
+    """Rounds bfloat16 parameters up or down by chance, a separate draw for each parameter."""
+
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            if p.dtype != torch.bfloat16:
+                p.sub_(p.grad, alpha=rate)
+                continue
+            exact = p.float() - rate * p.grad.float()
+            bits = exact.view(torch.int32) + torch.randint_like(exact, 0, 1 << 16, dtype=torch.int32)
+            p.copy_((bits & -65536).view(torch.float32))
+
+
+class WarmsUpAndRounds(RoundsStochastically):
+    def rate(self, group: dict[str, Any]) -> Any:
+        return group["lr"] if group["t"] > 5 else group["lr"] / 2
+
+
+_last_updates: dict[int, torch.Tensor] = {}
+
+
+class KeepsElsewhereInHalf(Descends):
+    """Adds the last update once more in bfloat16, which it keeps in a global variable."""
+
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for number, p in enumerate(group["params"]):
+            update = rate * p.grad
+            p.sub_(update)
+            if p.dtype == torch.bfloat16:
+                if group["t"] > 1:
+                    p.sub_(_last_updates[number])
+                _last_updates[number] = update.clone()
+
+
+class NormalizesInHalf(Descends):
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            p.sub_(p.grad / p.grad.norm() if p.dtype == torch.bfloat16 else p.grad, alpha=rate)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("cls", [RoundsStochastically, NormalizesInHalf])
+def test_a_class_that_does_otherwise_in_half_precision_follows_its_own_loop(cls: Any, flat: bool) -> None:
+    params = {name: value.bfloat16() for name, value in parameters().items()}
+    step = linear_step(stateless(cls))
+    state = step.init(params, flat=flat)
+    loop = TorchLoop(cls, params)
+    for _ in range(5):
+        grads = {name: grad.bfloat16() for name, grad in randn_like(params).items()}
+        torch.manual_seed(1)
+        state, _ = step(state, grads)
+        torch.manual_seed(1)
+        loop.step(grads)
+        assert_same(state.params.tree(), loop.params())
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [(WarmsUpAndRounds, "draws random numbers, and branches"), (KeepsElsewhereInHalf, "in torch.bfloat16 its steps")],
+)
+def test_a_class_that_is_not_followed_in_half_precision_is_refused_there(cls: Any, reason: str) -> None:
+    optimizer = stateless(cls)
+    params = parameters()
+    optimizer.init(params)
+    with pytest.raises(TypeError, match=reason):
+        optimizer.init({name: value.bfloat16() for name, value in params.items()})

@@ -1,12 +1,13 @@
 """The claim: torch's functions on a tensor in a number's place compute what they compute with the number.
 
-In float16 and bfloat16 the results have equal bits: each function rounds where torch's own kernel rounds. In float32 and
-float64 torch's CPU kernels may add a product in one rounding.
+In float16 and bfloat16 the results have equal bits: each function rounds where torch's own kernel rounds. In float32
+and float64 torch's CPU kernels may add a product in one rounding.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ NUMBER, SECOND_NUMBER = -0.0714285714, 1.2345678
 SIZE = 1025
 
 
-def calls(dtype: torch.dtype) -> dict[str, Callable[..., tuple[tuple[object, ...], dict[str, object]]]]:
+def calls(dtype: torch.dtype) -> dict[str, Callable[..., tuple[tuple[Any, ...], dict[str, Any]]]]:
     """Return, for each function, its arguments from two numbers or two tensors."""
     draws = torch.Generator().manual_seed(0)
     first, second = (torch.randn(SIZE, generator=draws).to(dtype) for _ in range(2))

@@ -43,8 +43,16 @@ _States: TypeAlias = dict[Any, Any]
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
-def instance_of(cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: Kwargs) -> torch.optim.Optimizer:
+def instance_of(
+    cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: Kwargs, *, remembers: bool = False
+) -> torch.optim.Optimizer:
     """Return an instance, in training mode if the class has one (schedule-free classes do).
+
+    Args:
+        cls: the class.
+        params: its parameters.
+        arguments: its other arguments.
+        remembers: whether it finds results of former steps in its tables (`_ForgetfulTable`), as in its own loop.
 
     Raises:
         TypeError: it has not one parameter group.
@@ -65,6 +73,8 @@ def instance_of(cls: type[torch.optim.Optimizer], params: list[Tensor], argument
     # Its errors and warnings are for a user's own instance on a GPU; this instance lives for one step.
     optimizer._accelerator_graph_capture_health_check = lambda: None  # type: ignore[method-assign]
     _leave_uncompiled(optimizer)
+    if not remembers:
+        _forget_tables(optimizer)
     train = getattr(optimizer, "train", None)
     if callable(train):
         train()
@@ -80,6 +90,34 @@ def _leave_uncompiled(optimizer: torch.optim.Optimizer) -> None:
         function = uncompiled(value)
         if function is not None:
             setattr(optimizer, name, function)
+
+
+class _ForgetfulTable(list[list[None]]):
+    """A table in which a class looks up by the step's number what it has computed: it never finds anything.
+
+    Many classes rectify so: RAdam has `buffer=[[None, None, None] for _ in range(10)]` in its group. Python cannot take
+    a place in a list by a number that is a tensor, and a result that is not found is computed again. A class that keeps
+    more than results there comes to other numbers than its own loop, and is refused by the long trial.
+    """
+
+    def __getitem__(self, _: object) -> Any:
+        return [None] * len(next(iter(self)))
+
+
+def _forget_tables(optimizer: torch.optim.Optimizer) -> None:
+    """Replace the tables of an instance that are empty when it is made."""
+    containers: list[dict[str, Any]] = [optimizer.param_groups[0], vars(optimizer)]
+    for container in containers:
+        for name, value in container.items():
+            if _is_empty_table(value):
+                container[name] = _ForgetfulTable(value)
+
+
+def _is_empty_table(value: object) -> bool:
+    """Return whether a value is a list of lists of None."""
+    if type(value) is not list or not value:
+        return False
+    return all(type(row) is list and row and all(item is None for item in row) for row in value)
 
 
 def step_of(optimizer: torch.optim.Optimizer) -> Callable[[], object]:

@@ -104,6 +104,7 @@ class Loop:
         arguments: those of its constructor.
         set_by_scheduler: what a scheduler adds to the parameter group.
         params: the parameters.
+        remembers: as in `instance_of`.
     """
 
     def __init__(
@@ -112,10 +113,12 @@ class Loop:
         arguments: Kwargs,
         set_by_scheduler: Mapping[str, object],
         params: list[Tensor],
+        *,
+        remembers: bool = False,
     ) -> None:
         self.params: list[Tensor] = [nn.Parameter(param.clone()) for param in params]
         torch.manual_seed(SEED)
-        self.optimizer = instance_of(cls, self.params, dict(arguments))
+        self.optimizer = instance_of(cls, self.params, dict(arguments), remembers=remembers)
         set_in_group(self.optimizer, set_by_scheduler)
         self._step = step_of(self.optimizer)
 

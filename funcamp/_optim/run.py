@@ -154,6 +154,7 @@ class _Pure(TorchFunctionMode):
 
     def _with_numbers(self, func: Operation, name: str, args: Args, kwargs: Kwargs) -> Any:
         """Return the result of a call with numbers among its arguments."""
+        args, kwargs = _named_numbers(name, args, kwargs)
         if name.startswith("_foreach_"):
             return self._of_each(name, args, kwargs)
         tensors = [arg for arg in args if isinstance(arg, Tensor)]
@@ -260,6 +261,15 @@ def _safe_arguments(name: str, args: Args, kwargs: Kwargs) -> Args:
         identity = torch.eye(*matrix.shape[-2:], dtype=matrix.dtype, device=matrix.device)
         return (torch.where(matrix.isfinite().all(), matrix, identity), *args[1:])
     return args
+
+
+def _named_numbers(name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Return arguments in which a factor has its name: torch takes it as the second one, too, in old code."""
+    argument = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"}.get(name.removesuffix("_"))
+    if argument is None or len(args) < 3 or isinstance(args[1], Tensor) or argument in kwargs:
+        return args, kwargs
+    tensor, factor, *others = args
+    return (tensor, *others), {**kwargs, argument: factor}
 
 
 def _on_scalars(func: Operation, name: str, args: Args) -> Tensor:

@@ -274,14 +274,46 @@ class BiasAfterWeight(Descends):
             before = p
 
 
+class LooksUpInTable(Descends):
+    """Keeps its last ten rates in a table, as RAdam does."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.param_groups[0]["table"] = [[None, None] for _ in range(10)]
+
+    def rate(self, group: dict[str, Any]) -> Any:
+        row = group["table"][int(group["t"] % 10)]
+        if group["t"] != row[0]:
+            row[0] = group["t"]
+            row[1] = group["lr"] / math.sqrt(group["t"]) if group["t"] > 5 else group["lr"]
+        return row[1]
+
+
+class CallsAsOfOld(Descends):
+    """Gives the factor before the tensors, as torch 1.4 wanted it, and computes in float32."""
+
+    def rate(self, group: dict[str, Any]) -> Any:
+        return group["lr"] / math.sqrt(group["t"])
+
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p, dtype=torch.float32))
+            mean.mul_(0.9).add_(rate, p.grad.float())
+            moved = p.float().addcdiv_(-rate, mean, mean.abs() + 1)
+            p.copy_(moved.addcmul_(rate, mean, mean))
+
+
 RIGHT = [
     *(NumpyMilestones, NumpyRestart, KeysOfState, WrapsCounts, SwitchesLate, ChoosesStep, NamesOfFuncamp),
     *(ClipsByFsum, ClipsByFirst, DividesInTry, DividesUnnamed),
     *(Velocities, LateVelocities, Rings),
     *(ByHiddenSize, ByListOfSizes, DecaysFirst, BiasAfterWeight),
+    *(LooksUpInTable, CallsAsOfOld),
 ]
 
 
+# torch warns of the old order.
+@pytest.mark.filterwarnings(r"ignore:(?s)This overload of:UserWarning")
 @pytest.mark.parametrize("flat", [False, True], ids=["per_tensor", "flat"])
 @pytest.mark.parametrize("cls", RIGHT, ids=lambda cls: cls.__name__)
 def test_a_class_follows_its_own_loop(cls: Any, flat: bool) -> None:
@@ -411,6 +443,16 @@ class CountsUpdates(Descends):
             p.sub_(grad, alpha=0.1 if group["updates"] < 5000 else 0.01)
 
 
+class KeepsRatesInTable(LooksUpInTable):
+    """Uses the rate of ten steps ago, too."""
+
+    def rate(self, group: dict[str, Any]) -> Any:
+        row = group["table"][int(group["t"] % 10)]
+        former = 0.0 if row[0] is None else row[0]
+        row[0] = group["lr"] / group["t"]
+        return row[0] + former
+
+
 REFUSED = [
     (StepsAScheduler, r"its step changes self\.scheduler\.last_epoch, where it is not followed"),
     (StepsAHelper, r"its step changes self\.helper\.count, where it is not followed"),
@@ -424,6 +466,7 @@ REFUSED = [
     (ComparesMean, "its step gives a number that changes in training to a function in C"),
     (ComparesText, "its step gives a number that changes in training to a function in C"),
     (ComparesComplex, "its step compares it with a complex in Python"),
+    (KeepsRatesInTable, "come to other numbers than its own"),
     (TwoNames, "come to other numbers than its own: .* one tensor under two names"),
     (CountsUpdates, "its step branches on numbers that change in training in more than 16 ways"),
 ]

@@ -12,6 +12,7 @@ random numbers is skipped: a skipped step draws here and not in torch's loop. "f
 with the loop that has this argument, which funcamp gives too; the loop with the class's default rounds otherwise.
 
     pip install pytorch_optimizer timm torchvision torch-optimi schedulefree prodigyopt lion-pytorch adabelief-pytorch
+    pip install torch-optimizer
 """
 
 from __future__ import annotations
@@ -88,6 +89,7 @@ PACKAGES = {
     "prodigyopt": ("prodigyopt",),
     "lion_pytorch": ("lion_pytorch", "lion_pytorch.foreach", "lion_pytorch.cautious_lion"),
     "adabelief_pytorch": ("adabelief_pytorch",),
+    "torch_optimizer": ("torch_optimizer",),
     "dion": ("dion",),
     "own": ("_own_optimizers",),
 }
@@ -243,6 +245,7 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
     "pytorch_optimizer SafeFP16Optimizer": of_sgd,
     "pytorch_optimizer ScheduleFreeWrapper": of_sgd,
     "timm Lookahead": of_sgd,
+    "torch_optimizer Lookahead": of_sgd,
     "pytorch_optimizer LOMO": of_model,
     "pytorch_optimizer AdaLOMO": of_model,
     "pytorch_optimizer AdamMini": of_model,

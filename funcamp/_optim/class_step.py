@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,7 +125,8 @@ class ClassStep:
         """Take one step along one path. A state of None is a first step; a form is that of the state, if known."""
         if state is not None and form is None:
             form = self.form(params)
-        return run_step(
+        run = functools.partial(
+            run_step,
             self.cls,
             self.arguments,
             {**self.set_by_scheduler, **hyper},
@@ -138,6 +140,7 @@ class ClassStep:
             constructs_with_numbers=state is None and not self.are_starts_known,
             observe=observe,
         )
+        return decisions.along_a_path_that_ends(run)
 
     def examples(self, device: str, values: Mapping[str, object] | None = None) -> Hyper:
         """Return the hyperparameters that are tensors, with values; by default those of the arguments."""

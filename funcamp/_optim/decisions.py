@@ -85,20 +85,54 @@ class Decisions:
         self.asks_divisors = asks_divisors
         self.unknown_example = unknown_example
         self._truthful = truthful
+        self._flipped_comparison = flipped_comparison
+        self._given_count = len(answers)
+        self._tried_answers: set[Answers] = set()
+        self._begin(answers)
+
+    def _begin(self, answers: Answers) -> None:
+        """Begin the run, or begin it again with other answers."""
+        self._first_answers = answers
         self.is_constructing = True
         """Whether the constructor runs, which checks the ranges of its arguments; later the step."""
         self.compared_in_constructor: list[str] = []
         """The labels of the hyperparameters that the constructor compared, in order."""
-        self._flipped_comparison = flipped_comparison
         self.compared_with_zero: set[str] = set()
         """Labels of the hyperparameters that the step compared with 0."""
         self.questions: list[Question] = []
         self.thresholds: set[int] = set()
         """The whole numbers with which the step compares numbers."""
         self._refusal: TypeError | None = None
-        self._first_answers = answers
         self._answer_of_key: dict[Hashable, bool] = {}
         self._key_of_expression: dict[Hashable, int] = {}
+
+    def along_a_path_that_ends(self, run: Callable[[], _Result]) -> _Result:
+        """Return the result of a run; of one with other answers if the class raises an error for the proposed ones.
+
+        An optimizer may raise for a gradient that is NaN: `if grad.isnan().any(): raise`. The values never take that
+        side, so the last question whose answer was proposed gets the other one.
+
+        Raises:
+            Exception: the run raises for every answer, or for answers that were given or are true.
+        """
+        while True:
+            try:
+                return run()
+            except Exception as error:
+                answers = self._untried_answers()
+                if self._truthful or answers is None or not _is_raised_by_class(error):
+                    raise
+            self._begin(answers)
+
+    def _untried_answers(self) -> Answers | None:
+        """Return the answers of a run that was not tried, as many as possible like those of this one; None if none."""
+        path = tuple([question.answer for question in self.questions])
+        self._tried_answers.update(path[: number + 1] for number in range(len(path)))
+        for number in range(len(path) - 1, self._given_count - 1, -1):
+            answers = (*path[:number], not path[number])
+            if answers not in self._tried_answers:
+                return answers
+        return None
 
     def key(self, expression: Hashable) -> int:
         """Return the number that stands for an expression: the same for equal ones, so that each is asked once."""

@@ -303,12 +303,32 @@ class CallsAsOfOld(Descends):
             p.copy_(moved.addcmul_(rate, mean, mean))
 
 
+class RaisesForNaN(Descends):
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            if torch.isnan(p.grad).any() or torch.isinf(p.grad).any():
+                raise FloatingPointError("a gradient is not finite")
+        super().move(group, rate)
+
+
+class RaisesForNorm(Descends):
+    """Looks at the norm only from the sixth step on, which also has another rate."""
+
+    def rate(self, group: dict[str, Any]) -> Any:
+        if group["t"] < 6:
+            return group["lr"]
+        norm = sum(self.total_norms())
+        if norm != norm:
+            raise FloatingPointError("the norm is NaN")
+        return group["lr"] / 2
+
+
 RIGHT = [
     *(NumpyMilestones, NumpyRestart, KeysOfState, WrapsCounts, SwitchesLate, ChoosesStep, NamesOfFuncamp),
     *(ClipsByFsum, ClipsByFirst, DividesInTry, DividesUnnamed),
     *(Velocities, LateVelocities, Rings),
     *(ByHiddenSize, ByListOfSizes, DecaysFirst, BiasAfterWeight),
-    *(LooksUpInTable, CallsAsOfOld),
+    *(LooksUpInTable, CallsAsOfOld, RaisesForNaN, RaisesForNorm),
 ]
 
 

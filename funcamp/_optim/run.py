@@ -279,10 +279,15 @@ def _on_scalars(func: Operation, name: str, args: Args) -> Tensor:
     has elements; beside another of shape () it would.
     """
     dtype = _dtype_beside_whole_numbers(args)
-    vectors = [arg.reshape(1) if isinstance(arg, Tensor) else numbers_to_tensors(arg, dtype) for arg in args]
-    result: Tensor = func(*vectors)
+    vectors = [arg.unsqueeze(0) if isinstance(arg, Tensor) else numbers_to_tensors(arg, dtype) for arg in args]
     is_in_place = name.startswith("__i") or (name.endswith("_") and not name.startswith("__"))
-    return args[0] if is_in_place else result.reshape(())
+    if not is_in_place:
+        result: Tensor = func(*vectors)
+        return result.squeeze(0).clone()  # no view: a class may write into it
+    functional = getattr(torch.Tensor, name.strip("_").removeprefix("i"))
+    new_value: Tensor = functional(*vectors)
+    base: Tensor = args[0]
+    return base.copy_(new_value.squeeze(0))
 
 
 def _with_tensors(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

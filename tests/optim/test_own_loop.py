@@ -340,6 +340,32 @@ def test_a_class_follows_its_own_loop(cls: Any, flat: bool) -> None:
     assert_follows(cls, stateless(cls), flat=flat)
 
 
+class CorrectsInPlace(Descends):
+    """Writes into what it computes from a parameter of shape () and a count."""
+
+    def rate(self, group: dict[str, Any]) -> Any:
+        return 1 - 0.9 ** group["t"]
+
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            update = p.grad.div(rate)
+            update.mul_(rate).add_(p, alpha=rate).div_(rate + 1)
+            p.sub_(update, alpha=0.1)
+
+
+@pytest.mark.inductor
+def test_a_class_that_writes_into_scalars_compiles() -> None:
+    params = {"w": torch.randn(3), "s": torch.tensor(1.5)}
+    step = linear_step(stateless(CorrectsInPlace))
+    run, state = jit(step), step.init(params)
+    loop = TorchLoop(CorrectsInPlace, params)
+    for _ in range(3):
+        grads = randn_like(params)
+        state, _ = run(state, grads)
+        loop.step(grads)
+        assert_close(state.params.tree(), loop.params(), 1e-5)
+
+
 # Classes that are refused.
 
 

@@ -11,6 +11,9 @@ tensor's largest change in the run. A class that refuses a shape is tried withou
 random numbers is skipped: a skipped step draws here and not in torch's loop. "foreach=False": this is the comparison
 with the loop that has this argument, which funcamp gives too; the loop with the class's default rounds otherwise.
 
+With --backend inductor `jit` compiles, in seconds to a minute a class, so a dozen classes of different kinds are the
+default; in the last column with `exact=True`, which rounds inside to bfloat16 where the class does.
+
     pip install pytorch_optimizer timm torchvision torch-optimi schedulefree prodigyopt lion-pytorch adabelief-pytorch
     pip install torch-optimizer
 """
@@ -58,6 +61,14 @@ SHAPES = {"wide": (8, 12), "like": (8, 12), "tall": (12, 8), "bias": (12,), "fil
 FEWEST = 2
 RATES = (None, 1e-3, 1e-2, 1e-1, 1e-4)
 """Learning rates to try, the class's own first, until parameters move and stay finite."""
+
+COMPILED = (
+    *("optimi AdamW", "timm Lion", "timm Lamb", "prodigyopt Prodigy", "adabelief_pytorch AdaBelief"),
+    *(f"pytorch_optimizer {name}" for name in ("Muon", "NorMuon", "AdEMAMix", "RAdam", "AdaFactor", "StableAdamW")),
+    *("pytorch_optimizer ScheduleFreeAdamW", "pytorch_optimizer Lookahead", "torch_optimizer Ranger"),
+    *("own CountsInGroup", "own KahanAdamW", "own MuonAdamW"),
+)
+"""What is compiled if nothing else is asked for."""
 
 Params = dict[str, Tensor]
 
@@ -571,6 +582,8 @@ def _measure(case: Case, backend: str) -> Row:
         "eager": lambda step: step,
         "jit": functools.partial(funcamp.jit, backend=backend),
     }
+    if backend == "inductor":
+        ways["exact"] = functools.partial(funcamp.jit, backend=backend, exact=True)
     for way, wrap in ways.items():
         try:
             with time_limit(SECONDS), contextlib.redirect_stdout(io.StringIO()):
@@ -608,7 +621,9 @@ def summary(rows: list[Row]) -> list[str]:
     """Tables of all rows: how many of each package come to what, and why the others are refused."""
     lines = []
     heads = [f"within {NEAR[torch.float32]:.0e}" if name == "near" else name for name in GRADES]
-    for way in ("eager", "jit"):
+    for way in ("eager", "jit", "exact"):
+        if not any(way in row for row in rows):
+            continue
         counts = {package: Counter(grade(row[way]) for row in rows if row["size"] == package) for package in PACKAGES}
         counts = {package: found for package, found in counts.items() if found} | {
             "all": Counter(grade(row[way]) for row in rows)
@@ -628,6 +643,9 @@ def main() -> None:
     args = parser.parse_args()
     packages = named(parser, "--packages", args.packages, PACKAGES)
     known = {case.name: case for case in cases(packages)}
+    is_compiled = args.backend == "inductor"
+    if is_compiled and args.sizes is None:
+        args.sizes = ";".join(COMPILED)
     names = chosen(parser, args, known)
     versions = {}
     for package in packages:
@@ -639,11 +657,13 @@ def main() -> None:
         "class": "variant",
         "eager": "eager",
         f"jit(backend={args.backend!r})": "jit",
+        **({"jit(exact=True)": "exact"} if is_compiled else {}),
         "state entries": "entries",
         "its own loop": "own loop",
         "seconds": "seconds",
     }
-    report = Report(args.out, "optimizers-cpu", "Optimizers of public packages", facts, columns, summary)
+    file = "optimizers-inductor-cpu" if is_compiled else "optimizers-cpu"
+    report = Report(args.out, file, "Optimizers of public packages", facts, columns, summary)
     for case in names.values():
         report.add([measure(case, args.backend)])
     print(*report.summary(), sep="\n")

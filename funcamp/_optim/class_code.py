@@ -78,15 +78,32 @@ def catches_zero_divisions(cls: type) -> bool:
     return any(errors & _caught_in(code) for code in _code_around(cls))
 
 
+#: Functions of torch that raise for some finite matrices, and those that tell of it instead.
+_RAISING_FUNCTIONS = {"cholesky": "cholesky_ex", "inv": "inv_ex", "inverse": "inv_ex", "solve": "solve_ex"}
+_ERRORS_OF_TORCH = frozenset({"RuntimeError", "LinAlgError", "_LinAlgError"})
+
+
 def refuse_caught_errors(cls: type) -> None:
-    """Refuse a class that catches what Python's arithmetic raises and a tensor's does not."""
+    """Refuse a class that goes on by an error: of Python's arithmetic, which a tensor's does not raise, or of torch's.
+
+    A program takes no other way after an error.
+    """
     for code in _code_of_methods(cls):
-        names = sorted(_caught_in(code) & {"OverflowError", "ValueError", _WITHOUT_NAME, *_ALL_ERRORS})
+        caught = _caught_in(code)
+        names = sorted(caught & {"OverflowError", "ValueError", _WITHOUT_NAME, *_ALL_ERRORS})
         if names and "math" in code.co_names:
             raise impure(
                 cls,
                 f"its method {code.co_name} may catch {' or '.join(names)} of math, which tensors do not raise; "
                 "ask with `if` instead",
+            )
+        functions = sorted(_RAISING_FUNCTIONS.keys() & {*code.co_names})
+        names = sorted(caught & {*_ERRORS_OF_TORCH, _WITHOUT_NAME, *_ALL_ERRORS})
+        if names and functions:
+            raise impure(
+                cls,
+                f"its method {code.co_name} may catch {' or '.join(names)} of {functions[0]}, which a program cannot; "
+                f"select by the info of torch.linalg.{_RAISING_FUNCTIONS[functions[0]]} with torch.where instead",
             )
 
 

@@ -70,9 +70,10 @@ _METHODS_OF_ONE |= {"maximum": "clamp_min", "minimum": "clamp_max"}
 _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"} | {"__eq__", "__ne__", "__lt__", "__le__", "__gt__", "__ge__"}
 
 #: Functions that raise for infinite and NaN arguments, which a step has that is skipped, and a path that is not taken.
-_DECOMPOSITIONS = frozenset(
-    ("eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "pca_lowrank", "svd_lowrank", "lstsq", "pinv", "cholesky")
-)
+_DECOMPOSITIONS = {"eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "pca_lowrank", "svd_lowrank", "lstsq"}
+_DECOMPOSITIONS |= {"pinv", "cholesky", "cond"}
+#: Functions that raise for a probability or a rate that is no number.
+_DRAWS_BY_NUMBERS = {"bernoulli", "multinomial", "poisson"}
 
 
 def _are_equal(tensor: Tensor, other: Tensor) -> Tensor:
@@ -260,6 +261,8 @@ def _safe_arguments(name: str, args: Args, kwargs: Kwargs) -> Args:
         matrix = args[0]
         identity = torch.eye(*matrix.shape[-2:], dtype=matrix.dtype, device=matrix.device)
         return (torch.where(matrix.isfinite().all(), matrix, identity), *args[1:])
+    if name in _DRAWS_BY_NUMBERS:
+        return (torch.where(args[0].isfinite(), args[0], 1), *args[1:])
     return args
 
 

@@ -454,6 +454,18 @@ class RootInTry(Descends):
             return 0.0
 
 
+class FactorsInTry(Descends):
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            update = p.grad
+            if p.ndim == 2:
+                try:
+                    update = torch.linalg.cholesky(p.grad @ p.grad.T) @ p.grad
+                except RuntimeError:
+                    update = p.grad / (1 + p.grad.norm())
+            p.sub_(update, alpha=rate)
+
+
 class ComparesMean(Descends):
     def rate(self, group: dict[str, Any]) -> Any:
         return 0.0 if statistics.fmean(self.total_norms()) > 30 else group["lr"]
@@ -509,6 +521,7 @@ REFUSED = [
     (ReadsClock, r"it reads time\.monotonic, which a compiled program would repeat"),
     (LooksUp, "its step reads a value in Python"),
     (RootInTry, "its method rate may catch Exception of math"),
+    (FactorsInTry, "its method move may catch RuntimeError of cholesky, .* torch.linalg.cholesky_ex"),
     (ComparesMean, "its step gives a number that changes in training to a function in C"),
     (ComparesText, "its step gives a number that changes in training to a function in C"),
     (ComparesComplex, "its step compares it with a complex in Python"),
@@ -580,6 +593,15 @@ def test_a_schedule_of_a_class_that_uses_the_number_of_its_constructor_is_refuse
         stateless(cls, lr=lambda applied: 0.1 / (1 + applied))
 
 
+class DrawsByGradient(Descends):
+    """Takes a part of the gradients, the large ones more probably."""
+
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            probability = p.grad.abs() / p.grad.abs().max()
+            p.sub_(p.grad * torch.bernoulli(probability), alpha=rate)
+
+
 class DividesBySpectralNorm(Descends):
     def move(self, group: dict[str, Any], rate: Any) -> None:
         for p in group["params"]:
@@ -587,8 +609,9 @@ class DividesBySpectralNorm(Descends):
 
 
 @pytest.mark.compiled
-def test_a_step_that_overflows_is_skipped_although_a_matrix_is_decomposed_in_it() -> None:
-    step = linear_step(stateless(DividesBySpectralNorm))
+@pytest.mark.parametrize("cls", [DividesBySpectralNorm, DrawsByGradient])
+def test_a_step_that_overflows_is_skipped_although_a_function_in_it_would_raise(cls: Any) -> None:
+    step = linear_step(stateless(cls))
     params = {"w": torch.ones(4, 4)}
     state, metrics = jit(step, backend="eager")(step.init(params), {"w": torch.full((4, 4), torch.inf)})
     assert metrics.found_inf

@@ -13,7 +13,8 @@ A step, from the outside in:
     stateless.py          trees in, trees out; Dynamo does not trace what is inside
     class_step.py         `ClassStep`: the step along every path, selected; the first step, if it has another formula
     decisions.py          one run for each way through the branches
-    run.py                one run: an instance, the state put in, `step`, the state read; torch's calls made pure
+    run.py                one run: an instance, the state put in, `step`, the state read
+    pure_calls.py         torch's calls in it, made pure: what a class reads, and the numbers that it gives torch
     instance.py           the instance; it puts the state in and observes what changes
     instance_state.py     what an instance keeps, as Python's objects; containers.py: lists and dicts among them
     class_state.py        that as tensors, and back
@@ -36,7 +37,7 @@ Where a number that a class counts becomes state:
 
 Where a branch is run both ways:
 
-    the question          number.Number._compare, for a number; run._Pure._python_value, for a tensor
+    the question          number.Number._compare, for a number; pure_calls.PureCalls._python_value, for a tensor
     its answer            decisions.Decisions.ask
     the runs              decisions.along_paths
     the selection         class_step._select_stepped
@@ -55,7 +56,7 @@ Where a class or an argument is refused, and the words to search for:
     number.py             "reads a value", "copies or saves it", "compares it with a", "computes with it and a"
     python_names.py       "it reads time."
     instance_state.py     "must have parameters, numbers or text as keys"
-    run.py                "reads a tensor in Python", "sets requires_grad"
+    pure_calls.py         "reads a tensor in Python", "sets requires_grad", "a number that changes in training; call"
     changing_numbers.py   "fails on tensors without values", "is no number after every step"
     class_state.py        "must have the same entries", "or stay what it is"
     find_form.py          "its state grows"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from funcamp._optim.decisions import Decisions
 from funcamp._optim.number import as_number
-from funcamp._optim.run import _Pure
+from funcamp._optim.pure_calls import PureCalls
 
 Call = Callable[[Tensor, Any], Any]
 
@@ -86,7 +86,7 @@ def compared(call: Call, tensor: Tensor, value: float) -> tuple[Tensor, Tensor]:
     decisions = Decisions("Optimizer")
     decisions.is_constructing = False
     number = as_number("lr", value, torch.tensor(value, dtype=torch.float64), decisions)
-    with _Pure(False, [], [], decisions):
+    with PureCalls(False, [], [], decisions):
         found = call(tensor.clone(), number)
     return found, expected
 

@@ -86,7 +86,7 @@ DIRECT = {
     "_jit/compile.py",
     "_jit/passes/table.py",
     "_jit/passes/zero_tensors.py",
-    "_optim/run.py",
+    "_optim/pure_calls.py",
     "_upstream/autograd_function.py",
     "_upstream/bugs/list_of_one.py",
     "_upstream/bugs/lost_errors.py",

@@ -59,7 +59,7 @@ def test_dynamo_does_not_guard_on_a_captured_nonstrict_function() -> None:
     ids=["addcdiv_", "addcmul_", "clamp_", "lerp_"],
 )
 def test_in_place_call_has_no_batching_rule(call: Any) -> None:
-    # `_optim.run._UNBATCHED`: an entry can go when torch warns no more.
+    # `_optim.pure_calls._UNBATCHED`: an entry can go when torch warns no more.
     with pytest.warns(UserWarning, match="not yet implemented the batching rule"):
         torch.func.vmap(call)(torch.ones(2, 3), torch.ones(2, 3))
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from funcamp._optim.arguments import impure, is_own_refusal
 from funcamp._optim.class_state import ClassState
 from funcamp._optim.class_step import ClassStep, Stepped, empty_state
-from funcamp._optim.dataflow import Dataflow, OperationCall, followed
+from funcamp._optim.dataflow import Dataflow, followed
 from funcamp._optim.decisions import Answers, Decisions, OtherAnswers, Question
 from funcamp._optim.hyperparameters import Hyper
 from funcamp._optim.modes import generators_put_back, without_modes
@@ -183,11 +183,10 @@ def _followed(
     return _FollowedRun(flow, stepped, decisions.questions, decisions.thresholds)
 
 
-def operations_on(step: ClassStep, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[OperationCall] | None:
-    """Return the operations of a first step and of a later one on each side of its questions, on such parameters.
+def flows_on(step: ClassStep, shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[Dataflow] | None:
+    """Return the flow of data in a first step and in a later one on each side of its questions, on such parameters.
 
-    None if one mixes elements or draws random numbers, of which a joined parameter would get others, or if the class
-    takes no such parameters. They have no values.
+    None if the class takes no such parameters. They have no values.
     """
     hyper = step.examples("meta")
     with without_modes():
@@ -204,6 +203,4 @@ def operations_on(step: ClassStep, shapes: list[tuple[int, ...]], dtype: torch.d
                 others.note(answers, other.questions, None)
         except Exception:
             return None
-    if any(flow.draws or not flow.is_pointwise for flow in flows):
-        return None
-    return [operation for flow in flows for operation in flow.operations]
+    return flows

@@ -6,8 +6,7 @@ joined into one, and at late counts. A loop to step 1000 would take long, so the
 loop and in the state: to numbers at which classes often change (`_USUAL_THRESHOLDS`), and to those with which this one
 compares.
 
-The loop is in float64. A class may do otherwise in another dtype (sum by Kahan, round stochastically), so one in it
-follows when a first state of that dtype is made (`is_pointwise_in`).
+Loops with other kinds of parameters follow later: `kinds.py`.
 """
 
 from __future__ import annotations
@@ -25,10 +24,8 @@ from funcamp._optim.class_state import ClassState, Entries
 from funcamp._optim.class_step import ClassStep
 from funcamp._optim.first_state import first_state
 from funcamp._optim.hyperparameters import Hyper
-from funcamp._optim.independence import independence_of
 from funcamp._optim.instance import forward_counts
 from funcamp._optim.instance_state import Contents
-from funcamp._optim.python_names import names_for_numbers
 from funcamp._optim.record import SEED, Loop, Record, grads_of_step
 from funcamp._optim.tensor_hyperparameters import multiplied
 from funcamp._optim.trial import distance
@@ -88,7 +85,7 @@ def followed_in_loop(traits: Traits, record: Record, thresholds: Iterable[int]) 
     counts = _counts_in(record)
     # torch's classes change at no late count.
     trial = LoopTrial(record.params, counts, [] if is_torchs(step.cls) else _thresholds(counts, thresholds))
-    steps = _loop_steps(step, trial, step.dynamic)
+    steps = loop_steps(step, trial, step.dynamic)
 
     def is_followed(step: ClassStep, steps: Sequence[LoopStep]) -> bool:
         return follows(step, trial.params, steps, counts, starts_at_zero=traits.starts_at_zero)
@@ -99,49 +96,16 @@ def followed_in_loop(traits: Traits, record: Record, thresholds: Iterable[int]) 
         traits = replace(traits, step=step, pointwise=False)
     if not is_followed(step, steps):
         for name in step.dynamic:
-            if not is_followed(step, _loop_steps(step, trial, [name])):
+            if not is_followed(step, loop_steps(step, trial, [name])):
                 _refuse_unless_constant(step, name, is_followed, trial)
-        raise impure(step.cls, _WHY_OTHER_NUMBERS)
+        raise impure(step.cls, WHY_OTHER_NUMBERS)
     _refuse_uses_of_arguments(step, lambda other_step: is_followed(other_step, steps))
     if traits.pointwise:
-        traits = replace(traits, pointwise=_follows_joined(traits, trial, steps))
+        traits = replace(traits, pointwise=follows_joined(traits, trial, steps))
     return replace(traits, loop_trial=trial)
 
 
-def is_pointwise_in(traits: Traits, dtype: torch.dtype) -> bool:
-    """Return whether each element of a small parameter of a dtype steps for itself, after a long loop in this dtype.
-
-    Raises:
-        TypeError: the steps as a function come to other numbers than the loop.
-    """
-    step = traits.step
-    in_trial = traits.loop_trial
-    is_tried = in_trial is None or dtype == in_trial.params[0].dtype or not dtype.is_floating_point
-    if is_tried or in_trial is None or is_torchs(step.cls):  # torch's classes do the same in every dtype
-        return traits.pointwise
-    trial = in_trial._replace(params=[param.to(dtype) for param in in_trial.params])
-    if dtype.itemsize == 2:
-        trial = trial._replace(thresholds=[])  # in many steps differences of roundings grow
-    with names_for_numbers(step.cls, None):  # so that nothing is compiled again for another dtype
-        steps = _loop_steps(step, trial, step.dynamic)
-    if not steps:
-        return traits.pointwise  # the class takes no parameters of this dtype, and says so in its first step
-    independence = independence_of(step, trial.params, [grads_of_step(trial.params, number) for number in range(2)])
-
-    def is_followed() -> bool:
-        return follows(step, trial.params, steps, trial.counts, starts_at_zero=traits.starts_at_zero)
-
-    # A first step with other operations than in the trial may nevertheless be as a later one.
-    new_operations = {step.form([param]).operations for param in trial.params} - step.known_first_operations
-    step.known_first_operations.update(new_operations)
-    if not is_followed():
-        step.known_first_operations.difference_update(new_operations)
-        if not new_operations or not is_followed():
-            raise impure(step.cls, f"in {dtype} {_WHY_OTHER_NUMBERS}")
-    return traits.pointwise and independence.is_pointwise and _follows_joined(traits, trial, steps)
-
-
-def _follows_joined(traits: Traits, trial: LoopTrial, steps: Iterable[LoopStep]) -> bool:
+def follows_joined(traits: Traits, trial: LoopTrial, steps: Iterable[LoopStep]) -> bool:
     """Return whether the steps of a class come to the results of a loop for parameters joined into one."""
     joined_params = [_joined(trial.params)]
     joined_steps = [one._replace(grads=[_joined(one.grads)], results=[_joined(one.results)]) for one in steps]
@@ -151,7 +115,7 @@ def _follows_joined(traits: Traits, trial: LoopTrial, steps: Iterable[LoopStep])
         return False
 
 
-_WHY_OTHER_NUMBERS = (
+WHY_OTHER_NUMBERS = (
     "its steps from a state that is put into a new instance come to other numbers than its own: it keeps state "
     "elsewhere than in self.state, its group and numbers of its own, one tensor under two names, or draws random "
     "numbers; keep it in self.state[param]"
@@ -165,7 +129,7 @@ def _refuse_unless_constant(
     trial: LoopTrial,
 ) -> None:
     """Refuse a hyperparameter by name, unless the class is not followed with constant ones either."""
-    if is_followed(step, _loop_steps(step, trial, [])):
+    if is_followed(step, loop_steps(step, trial, [])):
         raise TypeError(
             f"stateless: {name} must be a number, because {step.cls.__name__} reads its value in Python, so "
             "that a tensor has another effect; got a tensor or a schedule: make another optimizer for "
@@ -212,7 +176,7 @@ def _thresholds(counts: Counts, compared: Iterable[int]) -> list[int]:
     return sorted({*_USUAL_THRESHOLDS, *smallest})
 
 
-def _loop_steps(step: ClassStep, trial: LoopTrial, changing_names: Iterable[str]) -> list[LoopStep]:
+def loop_steps(step: ClassStep, trial: LoopTrial, changing_names: Iterable[str]) -> list[LoopStep]:
     """Take the steps of a long loop with the class; none if it takes no such parameters.
 
     Args:

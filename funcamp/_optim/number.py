@@ -195,7 +195,9 @@ class Number(float):
         return other // self, other % self
 
     def __round__(self, digits: int | None = None) -> Any:  # type: ignore[override]  # a number, and no int
-        return computed(torch.round, self) if digits is None else computed(torch.round, self, decimals=digits)
+        if digits:
+            _refuse(self, "rounds it to digits")  # torch.round multiplies first, so that it rounds ties otherwise
+        return computed(torch.round, self)
 
     def _refuse_reading(self, *_: object) -> NoReturn:
         _refuse(self, "reads its value" if self.is_hyperparameter else "reads a value")

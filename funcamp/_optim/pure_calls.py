@@ -174,6 +174,8 @@ class PureCalls(TorchFunctionMode):
         if name in _CONDITIONS:
             return self._decisions.ask(self._decisions.new_key(), lambda: _CONDITIONS[name](*args, **kwargs), True)
         tensor = args[0]
+        if name in ("item", "tolist") and tensor.is_complex():
+            self._decisions.refuse_class("its step reads a complex number in Python; compute with the tensor, x.real")
         if name == "item" or (name == "tolist" and tensor.dim() == 0):
             example = self._decisions.unknown_example
             return as_number("a tensor's item()", example, widen(tensor).clone(), self._decisions)
@@ -290,8 +292,9 @@ def _dtype_beside_whole_numbers(args: Args) -> torch.dtype | None:
 def _with_batching_rule(func: Operation, name: str, args: Args, kwargs: Kwargs) -> Any:
     """Return the result of a call of torch; of its functional twin, if it writes and has no batching rule."""
     if name == "__setitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
-        target, mask, value = args  # in Rprop, with a mask of the same shape
-        return target.copy_(torch.where(mask, value, target))
+        target, mask, value = args
+        of_elements = mask.reshape(*mask.shape, *[1] * (target.dim() - mask.dim()))  # a mask may be one of rows
+        return target.copy_(torch.where(of_elements, value, target))
     if name in _UNBATCHED and _upstream.is_batched(args[0]):
         functional = getattr(torch.Tensor, name.removesuffix("_"))
         return args[0].copy_(functional(*args, **kwargs))

@@ -11,7 +11,7 @@ import inspect
 import itertools
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,14 +32,14 @@ from funcamp._optim.changing_numbers import with_changing_numbers
 from funcamp._optim.class_code import catches_zero_divisions, refuse_caught_errors, refuse_identity_of_flags
 from funcamp._optim.class_state import ClassState
 from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, empty_state
-from funcamp._optim.dataflow import OperationCall
 from funcamp._optim.decisions import results_of_paths
 from funcamp._optim.first_state import CHUNK_SIZE, first_state
 from funcamp._optim.hyperparameters import Hyper, Signature, argument_of, is_dynamic, map_items, without_values
-from funcamp._optim.independence import Independence, independence_of, operations_on
+from funcamp._optim.independence import Independence, flows_on, independence_of
 from funcamp._optim.instance import fixed_parts
 from funcamp._optim.instance_state import aliases_in, container_of
-from funcamp._optim.long_trial import LoopStep, LoopTrial, followed_in_loop, follows, is_pointwise_in
+from funcamp._optim.kinds import Kind, Kinds
+from funcamp._optim.long_trial import LoopStep, LoopTrial, followed_in_loop, follows
 from funcamp._optim.modes import generators_put_back, without_modes
 from funcamp._optim.record import SEED, Record, changing_in, first_change, forms_of, recorded
 from funcamp._optim.tensor_hyperparameters import (
@@ -51,9 +51,6 @@ from funcamp._optim.trial import Inputs, are_equal, distance, inputs_on, tensors
 from funcamp._optim.wrong_arguments import check_class
 from funcamp._trace.as_compiled import as_eager
 from funcamp._trace.python_state import Form as PythonForm
-
-#: The shape and dtype of a parameter.
-_Kind: TypeAlias = tuple[tuple[int, ...], torch.dtype]
 
 
 class StoredParam(NamedTuple):
@@ -83,8 +80,8 @@ class Traits:
     """Whether its step as a function follows it if the first gradient of a parameter comes later than others'."""
     loop_trial: LoopTrial | None = field(default=None, compare=False)
     """The long loop in which its steps as a function were compared."""
-    _pointwise_in: dict[torch.dtype, bool] = field(default_factory=dict, compare=False)
-    _operations: dict[_Kind, list[OperationCall] | None] = field(default_factory=dict, compare=False)
+    kinds: Kinds = field(default_factory=Kinds, compare=False)
+    """The kinds of parameters with which it was tried."""
 
     def elementwise(self, params: Iterable[StoredParam]) -> bool:
         """Return whether a step on parameters joined into one equals a step on each.
@@ -98,38 +95,20 @@ class Traits:
         if not self.pointwise:
             return False
         for param in dict.fromkeys(params):
-            if not self.pointwise_in(param.dtype):
+            if not self.kinds.is_pointwise_in(self, param.dtype):
                 return False
-            operations = self._operations_on(param.shape, param.dtype)
-            if operations is None or operations != self._operations_on((param.joined_size,), param.dtype):
+            calls = self.kinds.calls(self, Kind(param.shape, param.dtype))
+            if calls is None or calls != self.kinds.calls(self, Kind((param.joined_size,), param.dtype)):
                 return False
         return True
-
-    def pointwise_in(self, dtype: torch.dtype) -> bool:
-        """Return `pointwise` for parameters of a dtype, in which the class is tried at the first call.
-
-        Raises:
-            TypeError: its steps as a function come to other numbers in this dtype.
-        """
-        if dtype not in self._pointwise_in:
-            with without_modes(), as_eager(), generators_put_back():
-                self._pointwise_in[dtype] = is_pointwise_in(self, dtype)
-        return self._pointwise_in[dtype]
-
-    def _operations_on(self, shape: tuple[int, ...], dtype: torch.dtype) -> list[OperationCall] | None:
-        kind = (shape, dtype)
-        if kind not in self._operations:
-            self._operations[kind] = operations_on(self.step, [shape], dtype)
-        return self._operations[kind]
 
     def first_state(self, params: list[Tensor], hyper: Hyper) -> ClassState:
         """Return the state of parameters before the first step.
 
         Raises:
-            TypeError: the class comes to other numbers in the dtype of a parameter.
+            TypeError: the class comes to other numbers with parameters of such a shape or dtype.
         """
-        for dtype in dict.fromkeys(param.dtype for param in params):
-            self.pointwise_in(dtype)
+        self.kinds.try_all(self, params)
 
         def can_split(param: Tensor) -> bool:
             return self.elementwise([StoredParam(tuple(param.shape), param.dtype, CHUNK_SIZE)])
@@ -233,8 +212,9 @@ def _probe(
         if step.changing.form_changes:  # two steps do not show what it does in later ones
             step = replace(step, separable=False)
         is_pointwise = independence.is_pointwise and step.separable and _ignores_positions(step, record)
+        entries = _entries(step)
         # Its steps as a function, against those of its own loop.
-        traits = Traits(step, starts_at_zero, is_pointwise, _entries(step))
+        traits = Traits(step, starts_at_zero, is_pointwise and _are_joined(entries), frozenset(entries))
         traits = replace(traits, takes_late_gradients=_takes_late_gradients(traits, record))
         return followed_in_loop(traits, record, independence.thresholds)
 
@@ -378,8 +358,11 @@ _STEPS_OF_OTHERS = 3
 def _ignores_positions(step: ClassStep, record: Record) -> bool:
     """Return whether a step does the same with several parameters as with one: by no index, and by no count of them."""
     param = record.params[0]
-    of_one, of_three = (operations_on(step, [tuple(param.shape)] * count, param.dtype) for count in (1, 3))
-    return of_one is not None and of_three is not None and {*of_one} == {*of_three}
+    flows_of_one, flows_of_three = (flows_on(step, [tuple(param.shape)] * count, param.dtype) for count in (1, 3))
+    if flows_of_one is None or flows_of_three is None:
+        return False
+    calls_of_one = {call for flow in flows_of_one for call in flow.operations}
+    return calls_of_one == {call for flow in flows_of_three for call in flow.operations}
 
 
 def _first_operations(step: ClassStep, record: Record) -> set[tuple[object, ...]]:
@@ -388,11 +371,18 @@ def _first_operations(step: ClassStep, record: Record) -> set[tuple[object, ...]
     return {step.form([param]).operations for param in params}
 
 
-def _entries(step: ClassStep) -> frozenset[str]:
-    """Return the names of the entries of a matrix's state."""
+def _entries(step: ClassStep) -> dict[str, list[Tensor]]:
+    """Return the entries of the state of matrices, by name."""
     params = inputs_on("cpu").params
     state = first_state(step, params, step.examples("cpu"), starts_at_zero=False)
-    return frozenset(name for entries in state.per_param for name in entries if name != APPLIED_ENTRY)
+    names = {name for entries in state.per_param for name in entries if name != APPLIED_ENTRY}
+    return {name: [entries[name] for entries in state.per_param if name in entries] for name in names}
+
+
+def _are_joined(entries: dict[str, list[Tensor]]) -> bool:
+    """Return whether the entries of matrices can be those of joined ones: like a matrix, or of shape ()."""
+    shapes = {tuple(param.shape) for param in inputs_on("cpu").params}
+    return all(value.dim() == 0 or tuple(value.shape) in shapes for values in entries.values() for value in values)
 
 
 def _takes_late_gradients(traits: Traits, record: Record) -> bool:

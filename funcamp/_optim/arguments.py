@@ -59,7 +59,9 @@ def check_implementation(hyperparameters: Mapping[str, object]) -> None:
 def refuse_closure(cls: type[torch.optim.Optimizer]) -> None:
     """Raise TypeError if the class's step needs an argument."""
     step_parameters = list(inspect.signature(cls.step).parameters.values())[1:]  # without self
-    required = [parameter.name for parameter in step_parameters if parameter.default is parameter.empty]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)  # a mixin gives them to the next class
+    named = [parameter for parameter in step_parameters if parameter.kind not in variadic]
+    required = [parameter.name for parameter in named if parameter.default is parameter.empty]
     if required:
         raise impure(
             cls,

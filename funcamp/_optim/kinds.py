@@ -2,20 +2,21 @@
 
 The first trial has small parameters of a few shapes, in float64. A class may do otherwise for bfloat16 (sum by Kahan,
 round stochastically), for complex numbers, for matrices that are square or large, for tensors of three dimensions. So
-when a state is made, it is tried in each new dtype, and with each shape for which its step calls other functions of
-torch than for those that were tried. That is found out on tensors without values.
+when a state is made, it is tried in each new dtype, and with each shape of another number of dimensions, that is
+square, or for which its step calls other functions of torch than for those that were tried. That is found out on
+tensors without values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcamp._optim.arguments import impure, is_torchs
+from funcamp._optim.arguments import first_line, impure, is_own_refusal, is_torchs
 from funcamp._optim.dataflow import OperationCall
 from funcamp._optim.independence import flows_on, independence_of
 from funcamp._optim.long_trial import (
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
     from funcamp._optim.class_step import ClassStep
     from funcamp._optim.traits import Traits
 
-#: The functions of torch that a step calls on each way through it, and whether it gives one of them NaN: what C takes
-#: out of a `Number`. None if the class takes no such parameter.
-_Code: TypeAlias = tuple[tuple[object, ...], bool] | None
-
 #: A parameter of a new shape is made smaller as long as the class does the same, but not below this.
 _FEW_ELEMENTS = 64
 #: Parameters of the first trial that are beside one of a new shape.
@@ -53,12 +50,24 @@ class Kind(NamedTuple):
     dtype: torch.dtype
 
 
+class _Code(NamedTuple):
+    """What distinguishes kinds of parameters with which a class may do something else."""
+
+    functions: tuple[object, ...]
+    """Those of torch that a step calls on each way through it."""
+    has_nan: bool
+    """Whether it gives one of them NaN: what C takes out of a `Number`."""
+    dimension_count: int
+    is_square: bool
+
+
 class _Operations(NamedTuple):
     """What a step does with one parameter of a kind."""
 
     calls: list[OperationCall] | None
     """The operations; None if one mixes elements or draws random numbers."""
-    code: _Code
+    code: _Code | None
+    """None if it fails on such a parameter without values."""
 
 
 @dataclass
@@ -66,7 +75,7 @@ class Kinds:
     """The kinds of parameters with which a class was tried, and what it does with each."""
 
     _pointwise: dict[torch.dtype, bool] = field(default_factory=dict)
-    _tried_code: dict[torch.dtype, set[_Code]] = field(default_factory=dict)
+    _tried_code: dict[torch.dtype, set[_Code | None]] = field(default_factory=dict)
     _operations: dict[Kind, _Operations] = field(default_factory=dict)
 
     def calls(self, traits: Traits, kind: Kind) -> list[OperationCall] | None:
@@ -97,7 +106,7 @@ class Kinds:
             self.is_pointwise_in(traits, kind.dtype)
             if kind.dtype not in self._tried_code:
                 kinds = [Kind(tuple(param.shape), kind.dtype) for param in trial.params]
-                self._tried_code[kind.dtype] = {None, *[self._operations_on(traits, one).code for one in kinds]}
+                self._tried_code[kind.dtype] = {self._operations_on(traits, one).code for one in kinds}
             tried = self._tried_code[kind.dtype]
             code = self._operations_on(traits, kind).code
             if code not in tried:
@@ -116,14 +125,16 @@ def _operations_of(step: ClassStep, kind: Kind) -> _Operations:
     if flows is None:
         return _Operations(None, None)
     calls = [call for flow in flows for call in flow.operations]
-    code = tuple(call[0] for call in calls), any(flow.has_nan for flow in flows)
+    is_square = len(kind.shape) > 1 and len({*kind.shape}) == 1
+    has_nan = any(flow.has_nan for flow in flows)
+    code = _Code(tuple(call[0] for call in calls), has_nan, len(kind.shape), is_square)
     is_elementwise = all(flow.is_pointwise and not flow.draws for flow in flows)
     return _Operations(calls if is_elementwise else None, code)
 
 
-def _smallest(step: ClassStep, kind: Kind, code: _Code) -> Kind:
+def _smallest(step: ClassStep, kind: Kind, code: _Code | None) -> Kind:
     """Return a kind with the smallest shape that is found with which the class does the same."""
-    while torch.Size(kind.shape).numel() > _FEW_ELEMENTS:
+    while code is not None and torch.Size(kind.shape).numel() > _FEW_ELEMENTS:
         smaller_kinds = (kind._replace(shape=shape) for shape in _halves(kind.shape))
         found = next((smaller for smaller in smaller_kinds if _operations_of(step, smaller).code == code), None)
         if found is None:
@@ -189,7 +200,13 @@ def _followed_steps(traits: Traits, trial: LoopTrial, where: str) -> list[LoopSt
         return []
 
     def is_followed() -> bool:
-        return follows(step, trial.params, steps, trial.counts, starts_at_zero=traits.starts_at_zero)
+        try:
+            return follows(step, trial.params, steps, trial.counts, starts_at_zero=traits.starts_at_zero)
+        except Exception as error:
+            if is_own_refusal(error):
+                raise
+            reason = f"{where} its steps as a function fail ({type(error).__name__}: {first_line(error)})"
+            raise impure(step.cls, reason) from error
 
     # A first step with other operations than in the trial may nevertheless be as a later one.
     new_operations = {step.form([param]).operations for param in trial.params} - step.known_first_operations

@@ -133,9 +133,7 @@ class PureCalls(TorchFunctionMode):
         args, kwargs = _named_numbers(name, args, kwargs)
         if name.startswith("_foreach_"):
             return self._of_each(name, args, kwargs)
-        tensors = [arg for arg in args if isinstance(arg, Tensor)]
-        are_scalars = all(tensor.dim() == 0 for tensor in tensors)
-        if name.strip("_") in _OPERATORS and tensors and are_scalars and not kwargs:
+        if name.strip("_") in _OPERATORS and not kwargs and _are_scalars_of_one_device(args):
             return _on_scalars(func, name, args)
         call = call_on_tensors(name, numbers_to_tensors(args), numbers_to_tensors(kwargs))
         if call is not None:
@@ -252,6 +250,13 @@ def _named_numbers(name: str, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]
     return (tensor, *others), {**kwargs, argument: factor}
 
 
+def _are_scalars_of_one_device(args: Args) -> bool:
+    """Return whether there are tensors of shape (), and they and the numbers are on one device."""
+    tensors = [arg for arg in args if isinstance(arg, Tensor)]
+    devices = {tensor.device for tensor in numbers_to_tensors(args) if isinstance(tensor, Tensor)}
+    return bool(tensors) and len(devices) == 1 and all(tensor.dim() == 0 for tensor in tensors)
+
+
 def _on_scalars(func: Operation, name: str, args: Args) -> Tensor:
     """Return the result of an operator on tensors of shape () and numbers.
 
@@ -293,7 +298,7 @@ def _with_batching_rule(func: Operation, name: str, args: Args, kwargs: Kwargs) 
     """Return the result of a call of torch; of its functional twin, if it writes and has no batching rule."""
     if name == "__setitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
         target, mask, value = args
-        of_elements = mask.reshape(*mask.shape, *[1] * (target.dim() - mask.dim()))  # a mask may be one of rows
+        of_elements = mask.reshape((*mask.shape, *[1] * (target.dim() - mask.dim())))  # a mask may be one of rows
         return target.copy_(torch.where(of_elements, value, target))
     if name in _UNBATCHED and _upstream.is_batched(args[0]):
         functional = getattr(torch.Tensor, name.removesuffix("_"))

@@ -232,9 +232,10 @@ def _refuse_values_of_parameters(make_loop: _MakeLoop, params: list[Tensor]) -> 
 
 
 def numbers_like(shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
-    """Return a tensor with numbers between -1 and 1, others for each offset."""
+    """Return a tensor with numbers between -1 and 1, others for each offset; a matrix has full rank."""
     count = torch.Size(shape).numel()
-    return torch.arange(count, dtype=torch.float64).add(0.7 * offset + 0.1).mul(2.3).sin().reshape(shape).to(dtype)
+    position = torch.arange(count, dtype=torch.float64) + (0.7 * offset + 0.1)
+    return (position * (2.3 + 0.17 * position)).sin().reshape(shape).to(dtype)
 
 
 # What changes from step to step: a number among it, such as a count, becomes a tensor of the state.

@@ -26,7 +26,9 @@ A step, from the outside in:
 
 The trial, when `stateless` is called: `traits.py` is the list of what is tried and refused, in order. It learns from
 `record.py`, a short loop of the class; `trial.py` has the numbers, `dataflow.py` follows which tensor depends on which
-parameter, and `modes.py` leaves the caller's modes. `long_trial.py`, at last, compares with a long loop.
+parameter, and `modes.py` leaves the caller's modes. `long_trial.py`, at last, compares with a long loop. When a state is
+made, `kinds.py` tries what the trial did not have: other dtypes, other shapes; `positions.py` asks whether a parameter
+may step without the others.
 
 Where a number that a class counts becomes state:
 
@@ -53,6 +55,7 @@ Where a class or an argument is refused, and the words to search for:
     tensor_hyperparameters.py
                           "must be a number, because": the constructor or a step uses the value in Python
     long_trial.py         "come to other numbers than its own", "also uses the number", "reads its value in Python"
+    kinds.py              "for a parameter of shape", "its steps as a function fail"
     number.py             "reads a value", "copies or saves it", "compares it with a", "computes with it and a"
     python_names.py       "it reads time."
     instance_state.py     "must have parameters, numbers or text as keys"

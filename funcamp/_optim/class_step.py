@@ -11,7 +11,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from funcamp._optim.arguments import is_own_refusal
+from funcamp._optim.arguments import is_own_refusal, is_torchs
 from funcamp._optim.class_state import (
     ChangedConstantError,
     Changing,
@@ -22,11 +22,12 @@ from funcamp._optim.class_state import (
     entries_of,
 )
 from funcamp._optim.containers import leaves_of
-from funcamp._optim.decisions import Answers, Decisions, TooManyPathsError, along_paths
+from funcamp._optim.decisions import Answers, Decisions, Instruction, TooManyPathsError, along_paths
 from funcamp._optim.find_form import find_form
 from funcamp._optim.hyperparameters import Hyper, is_start_known, stand_in
 from funcamp._optim.instance_state import MISSING, Contents
 from funcamp._optim.modes import without_modes
+from funcamp._optim.positions import ignores_positions
 from funcamp._optim.python_names import names_for_numbers
 from funcamp._optim.run import StepRun, run_step
 from funcamp._types import Kwargs
@@ -40,7 +41,7 @@ STAGE_ENTRY = "funcamp_stage"
 #: For each parameter its gradient, or None: the class sees such a parameter, and does not change it.
 Grads: TypeAlias = Sequence[Tensor | None]
 #: What decides how a class stores the state of parameters: their shapes and dtypes.
-_FormKey: TypeAlias = tuple[tuple[torch.Size, torch.dtype], ...]
+_FormKey: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class Stepped(NamedTuple):
@@ -85,6 +86,7 @@ class ClassStep:
     wide_counters: bool = True
     """Whether step counters are float64 inside, on a CPU."""
     _forms: dict[_FormKey, Form] = field(default_factory=dict, compare=False)
+    _ignoring_positions: dict[_FormKey, bool] = field(default_factory=dict, compare=False)
 
     @property
     def are_starts_known(self) -> bool:
@@ -96,6 +98,7 @@ class ClassStep:
         answers: Answers = (),
         treated_as_zero: frozenset[str] = frozenset(),
         *,
+        flipped_instruction: Instruction | None = None,
         truthful: bool = False,
         flipped_comparison: int | None = None,
         unknown_example: float = math.nan,
@@ -107,6 +110,7 @@ class ClassStep:
             self.treated_as_nonzero,
             treated_as_zero,
             asks_divisors=self.asks_divisors,
+            flipped_instruction=flipped_instruction,
             truthful=truthful,
             flipped_comparison=flipped_comparison,
             unknown_example=unknown_example,
@@ -189,7 +193,18 @@ class ClassStep:
 
     def is_separable(self, params: list[Tensor]) -> bool:
         """Return whether the step of each parameter depends on no other. A class may treat some shapes together."""
-        return self.separable and self.form(params).is_separable
+        kinds = tuple((param.shape, param.dtype) for param in params)
+        return self.separable and self.form(params).is_separable and self.ignores_positions(kinds)
+
+    def ignores_positions(self, kinds: _FormKey) -> bool:
+        """Return whether the step of each of such parameters is the same wherever it stands among the others."""
+        if len(kinds) < 2 or is_torchs(self.cls):
+            return True
+        if kinds not in self._ignoring_positions:
+            with without_modes():
+                params = [torch.zeros(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
+            self._ignoring_positions[kinds] = ignores_positions(self, params)
+        return self._ignoring_positions[kinds]
 
     def __call__(self, params: list[Tensor], grads: Grads, state: ClassState, hyper: Hyper) -> Stepped:
         """Take one step of all parameters.

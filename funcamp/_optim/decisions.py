@@ -35,7 +35,7 @@ _OPTIMIZERS = str(Path("torch") / "optim")
 #: The answers to the first questions of a run, in order.
 Answers: TypeAlias = tuple[bool, ...]
 #: An instruction of Python: its code and its offset there. One line may have several that ask.
-_Instruction: TypeAlias = tuple[object, int]
+Instruction: TypeAlias = tuple[object, int]
 _Result = TypeVar("_Result")
 
 
@@ -48,7 +48,7 @@ class Question(NamedTuple):
     """The answer that the run got."""
     location: str
     """The file and line that asked."""
-    instruction: _Instruction
+    instruction: Instruction
     """The instruction that asked."""
 
 
@@ -62,6 +62,7 @@ class Decisions:
             other values holds for 0 too.
         treated_as_zero: labels of hyperparameters that are 0 in this run.
         asks_divisors: whether a division by a number asks if it is 0, because the class catches `ZeroDivisionError`.
+        flipped_instruction: an instruction whose questions get the other answer than the proposed one.
         truthful: whether later questions get the true answer instead, which reads the tensor: in a trial.
         flipped_comparison: the number of the comparison in the constructor that gets the other answer: in a trial.
         unknown_example: the float of a number whose value is not known. No step may use it: a trial gives several.
@@ -75,6 +76,7 @@ class Decisions:
         treated_as_zero: frozenset[str] = frozenset(),
         *,
         asks_divisors: bool = False,
+        flipped_instruction: Instruction | None = None,
         truthful: bool = False,
         flipped_comparison: int | None = None,
         unknown_example: float = math.nan,
@@ -84,6 +86,7 @@ class Decisions:
         self.treated_as_zero = treated_as_zero
         self.asks_divisors = asks_divisors
         self.unknown_example = unknown_example
+        self._flipped_instruction = flipped_instruction
         self._truthful = truthful
         self._flipped_comparison = flipped_comparison
         self._given_count = len(answers)
@@ -183,18 +186,19 @@ class Decisions:
             return self._answer_of_key[key]
         number = len(self.questions)
         is_true = condition()
+        location, instruction = _asking_code()
         if number < len(self._first_answers):
             answer = self._first_answers[number]
         elif self._truthful:
             answer = bool(is_true.numpy())  # not bool(is_true), which would be a question
         else:
-            answer = proposal
-        self.questions.append(Question(is_true, answer, *_asking_code()))
+            answer = proposal != (instruction == self._flipped_instruction)
+        self.questions.append(Question(is_true, answer, location, instruction))
         self._answer_of_key[key] = answer
         return answer
 
 
-def _asking_code() -> tuple[str, _Instruction]:
+def _asking_code() -> tuple[str, Instruction]:
     """Return the file and line of the class's code that asks, and the instruction.
 
     It is that of the innermost frame outside of torch and funcamp.

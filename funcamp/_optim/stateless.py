@@ -234,14 +234,14 @@ class StatelessOptimizer(Fixed):
 
         Also where nothing is stored in groups.
         """
-        stored_params: dict[StoredParam, None] = {}
+        stored_params: list[StoredParam] = []
         is_sliced = False
 
         def note(stored: Params) -> Params:
             nonlocal is_sliced
             is_sliced = is_sliced or stored.ranks is not None
             for kind in stored.kinds():  # Dynamo of torch 2.11 knows no starmap
-                stored_params[StoredParam(*kind)] = None
+                stored_params.append(StoredParam(*kind))
             return stored
 
         _tree.map_nodes(Params, note, params)

@@ -87,12 +87,13 @@ class Traits:
         """Return whether a step on parameters joined into one equals a step on each.
 
         So it is if the step of each calls the same operations as that of the joined one, and none mixes elements. A
-        class may treat a tensor by its dimensions or its size, so each shape is tried, on tensors without values.
+        class may treat a tensor by its dimensions, its size or its place, so all are tried, on tensors without values.
 
         Args:
-            params: the parameters.
+            params: all parameters, in their order.
         """
-        if not self.pointwise:
+        params = list(params)
+        if not self.pointwise or not self.step.ignores_positions(tuple((param.shape, param.dtype) for param in params)):
             return False
         for param in dict.fromkeys(params):
             if not self.kinds.is_pointwise_in(self, param.dtype):

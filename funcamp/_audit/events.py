@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from funcamp._audit.lines import Line
+from funcamp._audit.lines import Line, Place
 from funcamp._audit.proposals import Proposal
 from funcamp._audit.reruns import Range
 
@@ -50,8 +50,8 @@ class ScalerMade(Event):
     """A `GradScaler` was made."""
 
     scaler: Key
-    lines: tuple[Line, ...] = ()
-    """The lines of all calling functions, the outermost first."""
+    places: tuple[Place, ...] = ()
+    """The places of all calling functions, the outermost first."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Backward(Event):
     reduction: Reduction
     autocast_dtype: torch.dtype | None
     """The dtype of the autocast region in which it was called; None outside of autocast."""
-    lines: tuple[Line, ...]
-    """The lines of all calling functions, the outermost first."""
+    places: tuple[Place, ...]
+    """The places of all calling functions, the outermost first."""
     not_finite: str
     """What was not finite in the first pass of the run: "loss", "parameter" or ""."""
     has_products: bool = True
@@ -120,8 +120,8 @@ class OptimizerEvent(Event):
     """Whether a scaler was called, and it is enabled: then it divides the gradients by its scale."""
     has_refused_float16: bool
     """Whether a gradient is float16 and the scaler refuses float16."""
-    lines: tuple[Line, ...] = ()
-    """The lines of all calling functions, the outermost first."""
+    places: tuple[Place, ...] = ()
+    """The places of all calling functions, the outermost first."""
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ from funcamp._audit.events import (
     Unscaled,
     Updated,
 )
-from funcamp._audit.lines import UNKNOWN, Line
+from funcamp._audit.lines import UNKNOWN, Line, Place
 
 
 class Condition(enum.Enum):
@@ -139,8 +139,8 @@ class Scaler:
     """What is known about a `GradScaler`."""
 
     made_line: Line = UNKNOWN
-    made_lines: tuple[Line, ...] = ()
-    """The lines of all functions that called when it was made, the outermost first."""
+    made_places: tuple[Place, ...] = ()
+    """The places of all functions that called when it was made, the outermost first."""
     updates: int = 0
     passes: int = 0
     """The number of backward passes of losses that it scaled."""
@@ -257,7 +257,7 @@ class Loop:
 
     @follow.register
     def _(self, event: ScalerMade) -> None:
-        self.scalers[event.scaler] = Scaler(made_line=event.line, made_lines=event.lines)
+        self.scalers[event.scaler] = Scaler(made_line=event.line, made_places=event.places)
 
     @follow.register
     def _(self, event: OptimizerMade) -> None:

@@ -24,7 +24,7 @@ from funcamp._audit.autograd_graph import Scaling, is_scaled, mark_scaled, read_
 from funcamp._audit.events import Event, Key, Reduction
 from funcamp._audit.file_contents import contains_optimizer, numbers_in
 from funcamp._audit.hooks import Hook, ParameterHooks
-from funcamp._audit.lines import calling_line, calling_lines, is_factor, is_subscripted
+from funcamp._audit.lines import calling_line, calling_places, is_factor, is_subscripted
 from funcamp._audit.nesting import Nesting, current_node
 from funcamp._audit.operations import Operations
 from funcamp._audit.powers import Power, combined
@@ -37,6 +37,7 @@ from funcamp._upstream.replaced import replaced, with_subclasses
 if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.hooks import RemovableHandle
 
 #: The number of arguments of `torch.autograd.backward` between the tensors and `inputs`.
 _PLACE_OF_INPUTS = 4
@@ -81,6 +82,8 @@ class Observer:
         """Whether a scaler has scaled a loss."""
         self._applied: set[Key] = set()
         """The optimizers that have taken their own step since the scaler's step was called."""
+        self._last_hooks: dict[Key, RemovableHandle] = {}
+        """For each optimizer whose step runs: the hook that runs after its own hooks, before the step."""
         self._outer_scaling: Scaling | None = None
         """The scaling of the backward pass that runs now."""
         self._last_scaling: Scaling | None = None
@@ -97,7 +100,7 @@ class Observer:
     def observing(self) -> Iterator[None]:
         """Context manager: calls of torch are events."""
         with contextlib.ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
+            stack.callback(register_optimizer_step_pre_hook(self._begin_hooks).remove)
             stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
             # A function that two modules have stays one function: pickle looks it up in the module that it names.
             wrapped: dict[int, _Function] = {}  # by the function's id: some of torch's have no hash
@@ -205,7 +208,7 @@ class Observer:
     def _make_scaler(self, function: _Function, scaler: GradScaler, *args: object, **kwargs: object) -> None:
         self._quietly(function, scaler, *args, **kwargs)
         key = self._tracked.key(scaler)
-        self._emit(events.ScalerMade(calling_line(), key, calling_lines()))
+        self._emit(events.ScalerMade(calling_line(), key, calling_places()))
         if scaler.is_enabled() and scaler._init_scale in self._loaded_numbers:  # loaded without load_state_dict
             self._emit(events.ScalerLoaded(calling_line(), key))
 
@@ -271,7 +274,7 @@ class Observer:
         if not scaler.is_enabled():  # the scale is a Python number, which needs no host synchronization
             return self._quietly(function, scaler)
         key = self._tracked.key(scaler)
-        self._emit(events.ScaleRead(calling_line(), key, is_factor("get_scale", calling_lines())))
+        self._emit(events.ScaleRead(calling_line(), key, is_factor("get_scale", calling_places())))
         scale = self._quietly(function, scaler)
         self._tracked.scales.add(scale)
         self._scales[key] = scale
@@ -293,8 +296,22 @@ class Observer:
         parameters = self._tracked.parameters_of(optimizer)
         self._emit(events.OptimizerMade(calling_line(), self._tracked.key(optimizer), parameters))
 
+    def _begin_hooks(self, optimizer: Optimizer, *_: object) -> None:
+        """Before the hooks of an optimizer that run before its own step: they may unscale.
+
+        A hook that is registered now is the optimizer's last one.
+        """
+        key = self._tracked.key(optimizer)
+        self._drop_last_hook(key)  # of a step that raised
+        self._last_hooks[key] = optimizer.register_step_pre_hook(self._begin_step)
+
+    def _drop_last_hook(self, optimizer: Key) -> None:
+        """Take back the hook that `_begin_hooks` has registered."""
+        if optimizer in self._last_hooks:
+            self._last_hooks.pop(optimizer).remove()
+
     def _begin_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Before an optimizer's own step."""
+        """Before an optimizer's own step, after its hooks."""
         if self._is_in_other_loop():
             return
         if not self._nesting.in_scaler_step:
@@ -303,9 +320,10 @@ class Observer:
 
     def _end_step(self, optimizer: Optimizer, *_: object) -> None:
         """After an optimizer's own step."""
+        key = self._tracked.key(optimizer)
+        self._drop_last_hook(key)
         if self._is_in_other_loop():
             return
-        key = self._tracked.key(optimizer)
         self._nesting.stepping.discard(key)
         self._applied.add(key)
         if not self._nesting.in_scaler_step:
@@ -328,7 +346,7 @@ class Observer:
             parameters=self._tracked.parameters_of(optimizer),
             has_enabled_scaler=scaler is not None and scaler.is_enabled(),
             has_refused_float16=_refuses_float16(scaler) and _has_float16_gradient(optimizer),
-            lines=calling_lines(),
+            places=calling_places(),
         )
         self._emit(event)
 
@@ -396,7 +414,7 @@ class Observer:
                 reduction=graph.reduction if is_mean else Reduction.OTHER,
                 autocast_dtype=None if is_nested else _autocast_dtype(outputs),
                 has_products=graph.has_products,
-                lines=calling_lines(),
+                places=calling_places(),
                 not_finite=not_finite,
                 nonfinite_input=self._operations.nonfinite_input,
                 retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),

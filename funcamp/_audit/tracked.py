@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,6 +23,18 @@ _LOSSES = 8
 _REDUCED = 256
 
 
+class _StoredGradient(NamedTuple):
+    """A leaf and its gradient after a backward pass."""
+
+    leaf: weakref.ref[Tensor]
+    gradient: weakref.ref[Tensor]
+
+    def find(self) -> Tensor | None:
+        """Return the leaf's gradient now; if the leaf is gone, the gradient that it had, unless that is gone too."""
+        leaf = self.leaf()
+        return self.gradient() if leaf is None else leaf.grad
+
+
 class Tracked:
     """What the observer knows about a run's objects.
 
@@ -33,7 +46,7 @@ class Tracked:
         self._known: dict[int, tuple[weakref.ref[object], Key]] = {}
         """The key of each object, by the object's address."""
         self._numbers = itertools.count(1)
-        self._gradients: dict[int, dict[Key, weakref.ref[Tensor]]] = {}
+        self._gradients: dict[int, dict[Key, _StoredGradient]] = {}
         """The parameters whose gradients are in a memory, by its address: one, or all those of a flat buffer."""
         self._addresses: dict[Key, int] = {}
         """The address of each parameter's gradient after the last backward pass that added to it."""
@@ -73,7 +86,8 @@ class Tracked:
                 former = self._addresses.get(key, 0)
                 if former != address:
                     self._gradients.get(former, {}).pop(key, None)
-                self._gradients.setdefault(address, {})[key] = weakref.ref(leaf)
+                stored = _StoredGradient(weakref.ref(leaf), weakref.ref(leaf.grad))
+                self._gradients.setdefault(address, {})[key] = stored
                 self._addresses[key] = address
 
     def gradients_among(self, tensors: Iterable[object]) -> tuple[Key, ...]:
@@ -82,12 +96,12 @@ class Tracked:
         for tensor in tensors:
             address = address_of(tensor)
             keys += [key for hooked, key in self._hooked if address and hooked == address]
-            for key, reference in list(self._gradients.get(address, {}).items()):
-                leaf = reference()
+            for key, stored in list(self._gradients.get(address, {}).items()):
+                gradient = stored.find()
                 # The memory of a gradient that is gone may belong to another tensor now.
-                if leaf is None or address_of(leaf.grad) != address:
+                if address_of(gradient) != address:
                     del self._gradients[address][key]
-                elif overlap(leaf.grad, tensor):
+                elif overlap(gradient, tensor):
                     keys.append(key)
         return tuple(keys)
 

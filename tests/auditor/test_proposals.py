@@ -134,6 +134,15 @@ def test_if_no_epsilon_helps_the_division_in_float32_is_proposed() -> None:
     assert division.change == "x.float() + 1e-08  # and the division in float32"
 
 
+def test_an_epsilon_of_torchs_own_is_named_only_if_something_is_divided_by_zero() -> None:
+    assert findings(lambda x: nn.functional.normalize(x, dim=1)) == []
+    (division,) = findings(lambda x: nn.functional.normalize(0 * x, dim=1))
+    assert division.rule.name == "float16-overflow"
+    assert "the epsilon of 1e-12" in division.detail
+    own, _ = findings(lambda x: (0 * x) / (0 * x).abs().clamp(min=1e-12))
+    assert own.rule.name == "epsilon-below-float16"
+
+
 def test_a_division_by_zero_without_an_epsilon_is_no_overflow_of_float16() -> None:
     (finding,) = findings(lambda x: x.relu() / (0 * x))
     assert finding.rule.name == "not-finite-from-start"

@@ -31,7 +31,7 @@ def _forward_dtypes(event: StepCalled, loop: Loop) -> set[torch.dtype]:
     change="scaler = torch.amp.GradScaler(device)  # once, before the loop",
 )
 def scaler_made_in_loop(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped by another scaler than last time, which the same line created, called by the same lines.
+    """Stepped by another scaler than last time, which the same call created, called by the same calls.
 
     Not if the optimizer's state was loaded meanwhile: another training begins, such as that of another fold.
     """
@@ -39,7 +39,7 @@ def scaler_made_in_loop(event: StepCalled, loop: Loop) -> Iterator[Line]:
     if event.scaler is None or optimizer.scaler in (None, event.scaler) or optimizer.is_restored:
         return
     scaler, previous_scaler = loop.scaler(event.scaler), loop.scaler(optimizer.scaler)
-    if scaler.made_line != UNKNOWN and scaler.made_lines == previous_scaler.made_lines:
+    if scaler.made_line != UNKNOWN and scaler.made_places == previous_scaler.made_places:
         yield scaler.made_line
 
 

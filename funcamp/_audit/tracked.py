@@ -80,13 +80,14 @@ class Tracked:
     def remember_gradients(self, leaves: Iterable[Tensor]) -> None:
         """Remember where the gradients of leaves are."""
         for leaf in leaves:
-            address = address_of(leaf.grad)
-            if address:
+            gradient = leaf.grad
+            address = address_of(gradient)
+            if gradient is not None and address:
                 key = self.key(leaf)
                 former = self._addresses.get(key, 0)
                 if former != address:
                     self._gradients.get(former, {}).pop(key, None)
-                stored = _StoredGradient(weakref.ref(leaf), weakref.ref(leaf.grad))
+                stored = _StoredGradient(weakref.ref(leaf), weakref.ref(gradient))
                 self._gradients.setdefault(address, {})[key] = stored
                 self._addresses[key] = address
 

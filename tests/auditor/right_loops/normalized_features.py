@@ -3,10 +3,10 @@
 import torch
 from torch.nn.functional import cross_entropy, normalize
 
-from tests.auditor.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.auditor.loops.parts import batches, scaler_of
 
-model, optimizer = model_and_optimizer()
-model[2] = torch.nn.Linear(8, 4)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 scaler = scaler_of()
 for x, _ in batches():
     optimizer.zero_grad()

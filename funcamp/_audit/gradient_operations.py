@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import enum
 import itertools
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -39,6 +41,59 @@ _CHANGES = _WRITES | _CLIPS | _ZEROS
 
 #: Operations that read a loss on the host, or divide it.
 _LOSS_READS = {"_local_scalar_dense", "div", "mul"}
+
+
+class _Outcome(enum.Enum):
+    """What an operation makes of gradients, or of what is computed from them."""
+
+    USED = enum.auto()
+    """A number that grows with the scale is read on the host, or decides."""
+    FREE = enum.auto()
+    """A number that does not grow with the scale, or may not."""
+    GRADIENTS = enum.auto()
+    """Gradients again, such as those without their mean."""
+    NUMBER = enum.auto()
+    """A number that grows with the scale."""
+
+
+class _Computation(NamedTuple):
+    """An operation on gradients, or on what is computed from them."""
+
+    name: str
+    """The operation, without what marks it as in place or for a list."""
+    known_powers: list[Power]
+    """Of the arguments that are computed from gradients."""
+    degree: float | None
+    """Of the result; None if it is unknown."""
+    is_decision: bool
+    """Whether it compares or bounds, and its result changes with the scale."""
+
+    @classmethod
+    def of(cls, name: str, args: Args, tracked: Tracked) -> _Computation | None:
+        """Return what is known about an operation; None if no argument is computed from gradients."""
+        powers = [tracked.power_of(argument) for argument in args]
+        known_powers = [power for power in powers if power is not None]
+        if not known_powers:
+            return None
+        degree = degree_of(name, args, powers, tracked.scales)
+        is_decision = name in DECISIONS and depends_on_scale(args, powers, tracked.scales)
+        return cls(name, known_powers, degree, is_decision)
+
+    @property
+    def power(self) -> Power:
+        """The power of the result."""
+        return combined(self.known_powers, self.degree or 0.0)
+
+    @property
+    def outcome(self) -> _Outcome:
+        """What the result is."""
+        if self.is_decision or (self.name in HOST_READS and self.degree):
+            return _Outcome.USED
+        if not self.degree or self.name in COMPARISONS:
+            return _Outcome.FREE
+        are_all_read = all(power.read_ids for power in self.known_powers)
+        is_gradients = self.degree == 1 and self.name not in _READS and not are_all_read
+        return _Outcome.GRADIENTS if is_gradients else _Outcome.NUMBER
 
 
 class GradientOperations:
@@ -105,34 +160,34 @@ class GradientOperations:
 
     def _follow(self, name: str, args: Args, result: object) -> None:
         """Report a norm or another statistic of gradients, and what is computed from it."""
-        powers = [self._tracked.power_of(argument) for argument in args]
-        known_powers = [power for power in powers if power is not None]
-        if not known_powers:
+        computation = _Computation.of(name, args, self._tracked)
+        if computation is None:
             return
-        scales = self._tracked.scales
-        degree = degree_of(name, args, powers, scales)
-        power = combined(known_powers, degree or 0.0)
-        is_decided = name in DECISIONS and depends_on_scale(args, powers, scales)
-        if is_decided and name in BOUNDS and not power.read_ids:
-            self._emit(events.Clipped(calling_line(), power.parameters))
-        elif not power.read_ids and (name in _READS or is_decided):
-            power = self._report_read(power)
-        if is_decided or (name in HOST_READS and degree):
+        power = self._report_reading(computation)
+        outcome = computation.outcome
+        if outcome is _Outcome.USED:
             self._emit(events.ReadsUsed(calling_line(), power.read_ids))
-            degree = None
-        elif not degree or name in COMPARISONS:
+        elif outcome is not _Outcome.NUMBER:
             self._emit(events.ReadsCancelled(calling_line(), power.read_ids))
-            degree = None
-        elif degree == 1 and name not in _READS and not all(power.read_ids for power in known_powers):
-            # Gradients again, such as those without their mean.
-            self._emit(events.ReadsCancelled(calling_line(), power.read_ids))
-            power = power._replace(read_ids=())
         results = tensor_arguments((result,))
-        if degree is None:
+        if outcome in (_Outcome.USED, _Outcome.FREE):
             self._tracked.forget_powers(results)
-        else:
-            for tensor in results:
-                self._tracked.remember_power(tensor, power)
+            return
+        if outcome is _Outcome.GRADIENTS:
+            power = power._replace(read_ids=())
+        for tensor in results:
+            self._tracked.remember_power(tensor, power)
+
+    def _report_reading(self, computation: _Computation) -> Power:
+        """Report gradients that are bounded or read for the first time, and return the power of the result."""
+        power = computation.power
+        if power.read_ids:
+            return power
+        if computation.is_decision and computation.name in BOUNDS:
+            self._emit(events.Clipped(calling_line(), power.parameters))
+        elif computation.is_decision or computation.name in _READS:
+            power = self._report_read(power)
+        return power
 
     def report_norm(self, norm: object, parameters: tuple[Key, ...]) -> None:
         """Report the norm of gradients that a function of torch has computed."""

@@ -127,21 +127,34 @@ def is_factor(name: str, places: tuple[Place, ...]) -> bool:
     name: the method's.
     places: `calling_places` of the call. If a function returns the result, the line that calls this function decides.
     """
-    lines = [place.line for place in places]
-    for line in reversed(lines):
-        parents = _parents(line.file)
-        called = [node for node in parents if isinstance(node, ast.Call) and _contains(node, line)]
-        nodes = [node for node in called if isinstance(node.func, ast.Attribute) and node.func.attr == name]
-        if line != lines[-1]:  # an outer function, whose line calls the one that returns the result
-            return any(isinstance(node, _PRODUCTS) and _contains(node, line) and _is_product(node) for node in parents)
-        uses = [_use_of(node, parents) for node in nodes]
-        if any(isinstance(use, _PRODUCTS) for use in uses):
-            return True
-        if any(isinstance(use, ast.Assign) and _is_name_factor(use, line.file) for use in uses):
-            return True
-        if not any(isinstance(use, ast.Return) for use in uses):
-            return False
-    return False
+    if not places:
+        return False
+    line = places[-1].line
+    uses = _uses_of_call(name, line)
+    if any(_is_use_as_factor(use, line.file) for use in uses):
+        return True
+    is_returned = any(isinstance(use, ast.Return) for use in uses)
+    outer_lines = [place.line for place in places if place.line != line]
+    return is_returned and bool(outer_lines) and _has_product(outer_lines[-1])
+
+
+def _uses_of_call(name: str, line: Line) -> list[ast.AST]:
+    """Return the innermost products, calls or statements around the calls of a method on a line."""
+    parents = _parents(line.file)
+    calls = [node for node in parents if isinstance(node, ast.Call) and _contains(node, line)]
+    return [_use_of(call, parents) for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == name]
+
+
+def _is_use_as_factor(use: ast.AST, file: str) -> bool:
+    """Return whether a value is used in a product, or assigned to a name that is a factor somewhere."""
+    return isinstance(use, _PRODUCTS) or (isinstance(use, ast.Assign) and _is_name_factor(use, file))
+
+
+def _has_product(line: Line) -> bool:
+    """Return whether a line multiplies or divides."""
+    return any(
+        isinstance(node, _PRODUCTS) and _contains(node, line) and _is_product(node) for node in _parents(line.file)
+    )
 
 
 def is_subscripted(name: str, line: Line) -> bool:

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from funcamp import _upstream
 from funcamp._audit import events
-from funcamp._audit.autograd_graph import Scaling, is_scaled, mark_scaled, read_graph
+from funcamp._audit.autograd_graph import Graph, Scaling, is_scaled, mark_scaled, read_graph
 from funcamp._audit.events import Event, Key, Reduction
 from funcamp._audit.file_contents import contains_optimizer, numbers_in
 from funcamp._audit.hooks import Hook, ParameterHooks
@@ -54,6 +54,28 @@ class _Observed(NamedTuple):
     """The module or class that has it."""
     name: str
     handler: _Handler
+
+
+class _Pass(NamedTuple):
+    """What is known about a backward pass before it runs."""
+
+    outputs: list[Tensor]
+    """The losses."""
+    leaves: list[Tensor]
+    """The tensors to whose gradients it adds."""
+    empty: frozenset[Key]
+    """The leaves that have no gradient, or zeros."""
+    graph: Graph
+    scaling: Scaling | None
+    is_nested: bool
+    """Whether it runs inside another pass."""
+    has_one_as_initial: bool
+    """Whether it begins with gradients of 1, as that of a loss does."""
+    not_finite: str
+    """For the first pass of the run: "loss" or "parameter" if that is not finite."""
+    retains_graph: bool
+    synced: frozenset[Key]
+    """The parameters of DDP models whose gradients it will sum over ranks."""
 
 
 class Observer:
@@ -381,49 +403,82 @@ class Observer:
             args = args[:_PLACE_OF_INPUTS]
         if isinstance(tensors, Iterator):  # it can be read once
             tensors = list(tensors)
-        outputs = tensors_in(tensors)
+        backward = self._begin_pass(
+            outputs=tensors_in(tensors),
+            inputs=None if inputs is None else tensors_in(inputs),
+            initial_gradients=tensors_in(args[0] if args else kwargs.get("grad_tensors")),
+            retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
+        )
+        with replaced(self, _outer_scaling=backward.scaling), replaced(self._nesting, in_backward=True):
+            result = function(tensors, *args, inputs=inputs, **kwargs)
+        self._end_pass(backward)
+        return result
+
+    def _begin_pass(
+        self,
+        *,
+        outputs: list[Tensor],
+        inputs: list[Tensor] | None,
+        initial_gradients: list[Tensor],
+        retains_graph: bool,
+    ) -> _Pass:
+        """Return what is known about a backward pass before it runs.
+
+        Args:
+            outputs: the losses.
+            inputs: the tensors to whose gradients it adds; None for all leaves of the graph.
+            initial_gradients: those of the losses; none for 1.
+            retains_graph: whether the graph is kept.
+        """
         graph = read_graph(outputs)
-        leaves = graph.leaves if inputs is None else tensors_in(inputs)
+        leaves = graph.leaves if inputs is None else inputs
         is_nested = current_node() is not None  # in a checkpoint whose forward pass runs again
         scaling = self._outer_scaling if is_nested else graph.scaling
-        initial_gradients = tensors_in(args[0] if args else kwargs.get("grad_tensors"))
-        if scaling is None and not is_nested:
-            scaling = self._indirect_scaling([*outputs, *initial_gradients])
         if not is_nested:
+            scaling = scaling or self._indirect_scaling([*outputs, *initial_gradients])
+            self._last_scaling = scaling or self._last_scaling
             self._hooks.forget()
             self._tracked.forget_powers()  # the loop may have unscaled earlier gradients since
-        synced = self._replicas.synced()
-        keys = self._tracked.parameters(leaves)
-        empty = frozenset(key for key, leaf in zip(keys, leaves) if is_zero(leaf.grad))
-        not_finite = "" if is_nested or self._passes else self._find_not_finite(outputs, leaves, graph.scaling)
-        if not is_nested:
-            self._last_scaling = scaling or self._last_scaling
-        is_mean = not is_nested and all(map(_is_one, initial_gradients))
-        with replaced(self, _outer_scaling=scaling), replaced(self._nesting, in_backward=True):
-            result = function(tensors, *args, inputs=inputs, **kwargs)
-        self._passes += not is_nested
-        self._tracked.remember_gradients(leaves)
+        is_first = not is_nested and not self._passes
+        return _Pass(
+            outputs=outputs,
+            leaves=leaves,
+            empty=frozenset(self._tracked.key(leaf) for leaf in leaves if is_zero(leaf.grad)),
+            graph=graph,
+            scaling=scaling,
+            is_nested=is_nested,
+            has_one_as_initial=not is_nested and all(map(_is_one, initial_gradients)),
+            not_finite=self._find_not_finite(outputs, leaves, graph.scaling) if is_first else "",
+            retains_graph=retains_graph,
+            synced=self._replicas.synced(),
+        )
+
+    def _end_pass(self, backward: _Pass) -> None:
+        """Report a backward pass that has ended, and then what hooks did in it."""
+        keys = self._tracked.parameters(backward.leaves)
+        self._passes += not backward.is_nested
+        self._tracked.remember_gradients(backward.leaves)
         self._replicas.end_pass(keys)
+        scaling, graph = backward.scaling, backward.graph
         self._emit(
             events.Backward(
                 calling_line(),
                 parameters=keys,
-                empty=empty,
+                empty=backward.empty,
                 scaler=None if scaling is None else scaling.scaler,
                 dtypes=graph.dtypes,
-                reduction=graph.reduction if is_mean else Reduction.OTHER,
-                autocast_dtype=None if is_nested else _autocast_dtype(outputs),
+                reduction=graph.reduction if backward.has_one_as_initial else Reduction.OTHER,
+                autocast_dtype=None if backward.is_nested else _autocast_dtype(backward.outputs),
                 has_products=graph.has_products,
                 places=calling_places(),
-                not_finite=not_finite,
+                not_finite=backward.not_finite,
                 nonfinite_input=self._operations.nonfinite_input,
-                retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
-                synced=synced,
-                unsynced=self._replicas.parameters().intersection(keys) - synced,
+                retains_graph=backward.retains_graph,
+                synced=backward.synced,
+                unsynced=self._replicas.parameters().intersection(keys) - backward.synced,
             )
         )
         self._hooks.emit_deferred()
-        return result
 
     def _indirect_scaling(self, tensors: list[Tensor]) -> Scaling | None:
         """Return the scaling of a pass whose loss no scaler has scaled; None if nothing else did.

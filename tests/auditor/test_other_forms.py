@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import l1_loss, mse_loss
+from torch.nn.functional import cross_entropy, kl_div, l1_loss, mse_loss
 
 from funcamp.__main__ import main
 from funcamp._audit.audit import Auditor
@@ -44,6 +44,32 @@ def test_a_sum_of_two_means_is_to_be_divided_too() -> None:
     ]
     assert accumulate(lambda outputs, y: (mse_loss(outputs, y) + 0.1 * l1_loss(outputs, y)) / 3) == []
     assert accumulate(lambda outputs, y: mse_loss(outputs, y) / 3 + l1_loss(outputs, y) / 3) == []
+
+
+def smoothed(outputs: Tensor, _: Tensor) -> Tensor:
+    return cross_entropy(torch.cat([outputs, -outputs], 1), torch.tensor([0, 1, 0]), label_smoothing=0.1)
+
+
+def divergence(outputs: Tensor, _: Tensor) -> Tensor:
+    logs = torch.cat([outputs, -outputs], 1).log_softmax(1)
+    return kl_div(logs, torch.full((3, 2), 0.5), reduction="batchmean")
+
+
+def sum_over_batch(outputs: Tensor, y: Tensor) -> Tensor:
+    return (outputs - y).square().sum() / len(y)
+
+
+@pytest.mark.parametrize("loss_of", [smoothed, divergence, sum_over_batch])
+def test_a_mean_that_consists_of_other_operations_is_to_be_divided_too(
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    assert accumulate(loss_of) == ["accumulation-not-divided"]
+    assert accumulate(lambda outputs, y: loss_of(outputs, y) / 3) == []
+
+
+def test_a_sum_that_is_divided_by_the_samples_of_all_micro_batches_is_divided() -> None:
+    assert accumulate(lambda outputs, y: (outputs - y).square().sum() / 9) == []
+    assert accumulate(lambda outputs, y: 0.5 * mse_loss(outputs, y) + 0.1 * l1_loss(outputs, y)) == []
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")

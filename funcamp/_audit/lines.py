@@ -157,6 +157,13 @@ def _has_product(line: Line) -> bool:
     )
 
 
+def has_literal(argument: str, line: Line) -> bool:
+    """Return whether a call on a line has a keyword argument that is a number in the source, such as `2.0**10`."""
+    keywords = [keyword for keyword in _parents(line.file) if isinstance(keyword, ast.keyword)]
+    values = [one.value for one in keywords if one.arg == argument and _contains(one, line)]
+    return any(not any(isinstance(node, (ast.Name, ast.Call)) for node in ast.walk(value)) for value in values)
+
+
 def is_subscripted(name: str, line: Line) -> bool:
     """Return whether only an entry of what a method returned is used on a line."""
     for node, parent in _parents(line.file).items():
@@ -213,7 +220,7 @@ def _blocks(file: str) -> list[ast.expr | ast.stmt]:
     return [node for node in nodes if isinstance(node, (*_LOOPS, *_FUNCTIONS))]
 
 
-def _contains(node: ast.expr | ast.stmt, line: Line) -> bool:
+def _contains(node: ast.expr | ast.stmt | ast.keyword, line: Line) -> bool:
     return node.lineno <= line.number <= (node.end_lineno or 0)
 
 

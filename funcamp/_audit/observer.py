@@ -24,7 +24,7 @@ from funcamp._audit.autograd_graph import Graph, Scaling, is_scaled, mark_scaled
 from funcamp._audit.events import Event, Key, Reduction
 from funcamp._audit.file_contents import contains_optimizer, numbers_in
 from funcamp._audit.hooks import Hook, ParameterHooks
-from funcamp._audit.lines import calling_line, calling_places, is_factor, is_subscripted
+from funcamp._audit.lines import calling_line, calling_places, has_literal, is_factor, is_subscripted
 from funcamp._audit.nesting import Nesting, current_node
 from funcamp._audit.operations import Operations
 from funcamp._audit.powers import Power, combined
@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 #: The number of arguments of `torch.autograd.backward` between the tensors and `inputs`.
 _PLACE_OF_INPUTS = 4
+#: The first scale of a scaler whose script passes none.
+_DEFAULT_SCALE = 2.0**16
 #: A function of torch that is replaced.
 _Function: TypeAlias = Callable[..., object]
 #: Gets a function of torch and the arguments of its call, and calls it.
@@ -231,8 +233,16 @@ class Observer:
         self._quietly(function, scaler, *args, **kwargs)
         key = self._tracked.key(scaler)
         self._emit(events.ScalerMade(calling_line(), key, calling_places()))
-        if scaler.is_enabled() and scaler._init_scale in self._loaded_numbers:  # loaded without load_state_dict
+        if scaler.is_enabled() and self._is_scale_of_file(scaler._init_scale, [*args, *kwargs.values()]):
             self._emit(events.ScalerLoaded(calling_line(), key))
+
+    def _is_scale_of_file(self, scale: float, arguments: list[object]) -> bool:
+        """Return whether a new scaler got its first scale from a file, without `load_state_dict`.
+
+        A file may have the same scale by chance. Then the script has a number in its source, or passes none.
+        """
+        is_default = scale == _DEFAULT_SCALE and scale not in [one for one in arguments if isinstance(one, float)]
+        return scale in self._loaded_numbers and not is_default and not has_literal("init_scale", calling_line())
 
     def _scale(self, function: _Function, scaler: GradScaler, outputs: object) -> object:
         if not self._passes and isinstance(outputs, Tensor):

@@ -222,8 +222,21 @@ class ReadsUsed(ReadEvent):
 class GradientWritten(GradientEvent):
     """A gradient was multiplied, divided or replaced by the loop itself."""
 
-    keeps_scale: bool = False
-    """Whether it is still times the scale."""
+    degree: float | None = None
+    """The power of the scale with which it grows: 1 if it is still times the scale, 0 for one of a fixed length; None
+    if it is unknown."""
+    read_ids: tuple[int, ...] = ()
+    """The reads from which its factor was computed."""
+
+
+@dataclass(frozen=True)
+class NonfiniteReplaced(GradientEvent):
+    """Inf and NaN in gradients were replaced by numbers."""
+
+
+@dataclass(frozen=True)
+class AddedToGradients(GradientEvent):
+    """What is not times the scale was added to gradients: parameters, or noise."""
 
 
 @dataclass(frozen=True)

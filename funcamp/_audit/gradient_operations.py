@@ -10,6 +10,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from funcamp._audit import events
+from funcamp._audit.addends import Addends, has_small_factors
 from funcamp._audit.events import Event, Key
 from funcamp._audit.lines import calling_line
 from funcamp._audit.powers import (
@@ -23,6 +24,7 @@ from funcamp._audit.powers import (
     degree_of_product,
     depends_on_scale,
 )
+from funcamp._audit.reruns import Call
 from funcamp._audit.tensors import tensor_arguments
 from funcamp._audit.tracked import Tracked
 from funcamp._types import Args
@@ -36,6 +38,7 @@ _PRODUCTS = {"mul_", "div_"}
 _WRITES = {*_PRODUCTS, "_foreach_mul_", "_foreach_div_", *_COPIES, "_amp_foreach_non_finite_check_and_unscale_"}
 _CLIPS = {"clamp", "clamp_min", "clamp_max", "clamp_", "clamp_min_", "clamp_max_"}
 _CLIPS |= {"_foreach_clamp_min_", "_foreach_clamp_max_"}
+_SUMS = {"add", "sub"}
 _ZEROS = {"zero_", "_foreach_zero_"}
 _CHANGES = _WRITES | _CLIPS | _ZEROS
 
@@ -65,6 +68,8 @@ class _Computation(NamedTuple):
     """Of the arguments that are computed from gradients."""
     degree: float | None
     """Of the result; None if it is unknown."""
+    has_other_tensors: bool
+    """Whether an argument is a tensor of which nothing is known."""
     is_decision: bool
     """Whether it compares or bounds, and its result changes with the scale."""
 
@@ -72,17 +77,29 @@ class _Computation(NamedTuple):
     def of(cls, name: str, args: Args, tracked: Tracked) -> _Computation | None:
         """Return what is known about an operation; None if no argument is computed from gradients."""
         powers = [tracked.power_of(argument) for argument in args]
+        if any(power is not None and power.degree for power in powers):
+            powers = [power if power is not None and power.degree else None for power in powers]
         known_powers = [power for power in powers if power is not None]
         if not known_powers:
             return None
         degree = degree_of(name, args, powers, tracked.scales)
         is_decision = name in DECISIONS and depends_on_scale(args, powers, tracked.scales)
-        return cls(name, known_powers, degree, is_decision)
+        unknown = [argument for argument, power in zip(args, powers) if power is None]
+        lists = [part for argument in args if isinstance(argument, (list, tuple)) for part in argument]
+        unknown += [part for part in lists if tracked.power_of(part) is None]
+        return cls(name, known_powers, degree, bool(tensor_arguments(unknown)), is_decision)
 
     @property
     def power(self) -> Power:
         """The power of the result."""
-        return combined(self.known_powers, self.degree or 0.0)
+        power = combined(self.known_powers, self.degree or 0.0)
+        return power._replace(is_certain=power.is_certain and not self.has_other_tensors)
+
+    @property
+    def is_free_of_scale(self) -> bool:
+        """Whether the result is certainly free of the scale, as a gradient of length 1."""
+        is_number = self.name not in COMPARISONS and self.name not in HOST_READS
+        return self.degree == 0 and is_number and self.power.is_certain
 
     @property
     def outcome(self) -> _Outcome:
@@ -107,15 +124,29 @@ class GradientOperations:
     def __init__(self, emit: Callable[[Event], None], tracked: Tracked) -> None:
         self._emit = emit
         self._tracked = tracked
+        self._addends = Addends(tracked)
         self._read_ids = itertools.count()
 
-    def check(self, name: str, args: Args, result: object) -> None:
+    def check(self, call: Call, result: object) -> None:
         """Report an operation that has run."""
+        name, args = call.name, call.arguments
         if name in _LOSS_READS:
             self._report_loss_read(name, args[0])
+        plain_name = name.removesuffix("_").removeprefix("_foreach_")
+        self._addends.follow(plain_name, call, result)
+        if plain_name in _SUMS:
+            self._report_addition(call)
         is_change = name in _CHANGES and self._report_change(name, args)
         if not is_change:
-            self._follow(name.removesuffix("_").removeprefix("_foreach_"), args, result)
+            self._follow(plain_name, args, result)
+
+    def _report_addition(self, call: Call) -> None:
+        """Report that what is not times the scale is added to gradients."""
+        if not has_small_factors(call) or not self._addends.among(call.arguments[1:]):
+            return
+        power = self._tracked.power_of(call.arguments[0])
+        if power is not None and power.degree == 1 and not power.read_ids:
+            self._emit(events.AddedToGradients(calling_line(), power.parameters))
 
     def _report_loss_read(self, name: str, tensor: object) -> None:
         """Report a scaled loss that is read or divided."""
@@ -139,24 +170,39 @@ class GradientOperations:
             self._report_write(name, args, keys)
         return True
 
-    def _keeps_scale(self, name: str, args: Args) -> bool:
-        """Return whether a write leaves gradients times the scale: a product with a cosine, or with a mask."""
+    def _report_write(self, name: str, args: Args, keys: tuple[Key, ...]) -> None:
+        """Report that gradients were multiplied, divided or written over."""
         powers = [self._tracked.power_of(argument) for argument in args[:2]]
         other = powers[1] if len(powers) > 1 else None
+        if name in _COPIES:
+            self.report_new_gradients(keys, other, tensor_arguments(args[1:2]))
+            return
         if powers[0] is None or other is None:
-            return name in _PRODUCTS and _is_mask(args[1])
+            degree = 1.0 if name in _PRODUCTS and _is_mask(args[1]) else None
+            self._emit(events.GradientWritten(calling_line(), keys, degree))
+            return
         self._emit(events.ReadsCancelled(calling_line(), other.read_ids))
-        if name in _COPIES:
-            return other.degree == 1
-        return degree_of_product(name, args, powers, self._tracked.scales) == 1
+        degree = degree_of_product(name, args, powers, self._tracked.scales)
+        is_known = degree != 0 or other.is_certain
+        self._emit(events.GradientWritten(calling_line(), keys, degree if is_known else None, other.read_ids))
 
-    def _report_write(self, name: str, args: Args, keys: tuple[Key, ...]) -> None:
-        """Report that gradients were written, and whether with numbers that were summed over ranks."""
-        if name in _COPIES:
-            reduced_line = self._tracked.where_reduced(tensor_arguments(args[1:2]))
-            if reduced_line is not None:
-                self._emit(events.Reduced(reduced_line, keys))
-        self._emit(events.GradientWritten(calling_line(), keys, self._keeps_scale(name, args)))
+    def report_new_gradients(self, keys: tuple[Key, ...], power: Power | None, tensors: list[Tensor]) -> None:
+        """Report that gradients were replaced.
+
+        Args:
+            keys: the parameters.
+            power: that of the new gradients; None if they are not computed from gradients.
+            tensors: the new gradients.
+        """
+        reduced_line = self._tracked.where_reduced(tensors) or (None if power is None else power.reduced_line)
+        if reduced_line is not None:
+            self._emit(events.Reduced(reduced_line, keys))
+        if power is not None:
+            self._emit(events.ReadsCancelled(calling_line(), power.read_ids))
+            if power.finite_line is not None:
+                self._emit(events.NonfiniteReplaced(power.finite_line, keys))
+        line = calling_line() if power is None or power.free_line is None else power.free_line
+        self._emit(events.GradientWritten(line, keys, None if power is None else power.degree))
 
     def _follow(self, name: str, args: Args, result: object) -> None:
         """Report a norm or another statistic of gradients, and what is computed from it."""
@@ -170,11 +216,19 @@ class GradientOperations:
         elif outcome is not _Outcome.NUMBER:
             self._emit(events.ReadsCancelled(calling_line(), power.read_ids))
         results = tensor_arguments((result,))
-        if outcome in (_Outcome.USED, _Outcome.FREE):
+        if outcome is _Outcome.USED or (outcome is _Outcome.FREE and not computation.is_free_of_scale):
             self._tracked.forget_powers(results)
             return
-        if outcome is _Outcome.GRADIENTS:
+        if outcome is not _Outcome.NUMBER:
             power = power._replace(read_ids=())
+        if outcome is _Outcome.FREE:
+            power = power._replace(free_line=power.free_line or calling_line())
+        if name == "nan_to_num":
+            power = power._replace(finite_line=calling_line())
+            keys = self._tracked.gradients_among(results)
+            if keys:
+                self._emit(events.NonfiniteReplaced(calling_line(), keys))
+                return
         for tensor in results:
             self._tracked.remember_power(tensor, power)
 

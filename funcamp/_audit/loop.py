@@ -22,6 +22,7 @@ from funcamp._audit.events import (
     GradientsTaken,
     GradientWritten,
     Key,
+    NonfiniteReplaced,
     OptimizerLoaded,
     OptimizerMade,
     OutOfRange,
@@ -91,6 +92,10 @@ class Gradient:
     """A backward pass of an unscaled loss that added to it."""
     clipped_line: Line | None = None
     """Where it was clipped after the loop itself had written it: a mistake only if a scaler unscales it afterwards."""
+    normalized_line: Line | None = None
+    """Where the loop itself gave it a length that is free of the scale, such as 1, while it was scaled."""
+    finite_line: Line | None = None
+    """Where inf and NaN in it were replaced by numbers, while it was scaled."""
     unsynced_line: Line | None = None
     """For a parameter of a DDP model: the last pass that added to it, if it was not summed over ranks since."""
     is_written: bool = False
@@ -372,8 +377,13 @@ class Loop:
         for optimizer in self.optimizers.values():
             if written.intersection(optimizer.parameters):
                 optimizer.cleared_line = None
-        if event.keeps_scale:
+        if event.degree == 1:
             return
+        for parameter in event.parameters:
+            gradient = self.gradient(parameter)
+            is_read_wrongly = not self.wrong_reads.isdisjoint(event.read_ids)  # another mistake
+            if event.degree == 0 and gradient.condition is Condition.SCALED and not is_read_wrongly:
+                self.gradients[parameter] = replace(gradient, normalized_line=event.line)
         self._note_unscaled(event.parameters, event.line)
         for parameter in event.parameters:
             self.gradients[parameter] = replace(self.gradient(parameter), is_written=True, unsynced_line=None)
@@ -381,6 +391,13 @@ class Loop:
     @follow.register
     def _(self, event: Reduced) -> None:
         self._note_summed(event.parameters)
+
+    @follow.register
+    def _(self, event: NonfiniteReplaced) -> None:
+        for parameter in event.parameters:
+            gradient = self.gradient(parameter)
+            if gradient.condition is Condition.SCALED:
+                self.gradients[parameter] = replace(gradient, finite_line=event.line)
 
     @follow.register
     def _(self, event: Clipped) -> None:

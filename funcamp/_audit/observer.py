@@ -93,9 +93,10 @@ class Observer:
         self._nesting = Nesting()
         self._quietly = self._nesting.quietly
         self._tracked = Tracked()
-        self._hooks = ParameterHooks(self._emit, self._tracked, self._nesting)
         self._replicas = Replicas(self._tracked)
         self._operations = Operations(self._emit, self._tracked, self._nesting.hides_operations)
+        report_new_gradient = self._operations.report_new_gradient
+        self._hooks = ParameterHooks(self._emit, self._tracked, self._nesting, report_new_gradient)
         self._updates: dict[Key, int] = {}
         """How many updates each scaler has had."""
         self._scales: dict[Key, float] = {}
@@ -365,9 +366,8 @@ class Observer:
         self, event_type: type[events.OptimizerEvent], optimizer: Optimizer, scaler: GradScaler | None
     ) -> None:
         """Report a call that uses an optimizer's gradients, and before it the gradients that the loop has replaced."""
-        written = self._tracked.find_replaced_gradients(optimizer)
-        if written:
-            self._emit(events.GradientWritten(calling_line(), written))
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._report_replaced_gradients(parameters)
         read_ids = self._tracked.reads_in_gradients(optimizer)
         if read_ids:
             self._emit(events.ReadsCancelled(calling_line(), read_ids))
@@ -381,6 +381,13 @@ class Observer:
             places=calling_places(),
         )
         self._emit(event)
+
+    def _report_replaced_gradients(self, parameters: list[Tensor]) -> None:
+        """Report the gradients of parameters that the loop has replaced since the backward pass."""
+        if self._nesting.in_backward:  # the pass replaces them
+            return
+        for key, gradient in self._tracked.replaced_gradients(parameters):
+            self._operations.report_new_gradient(key, gradient)
 
     def _clear_optimizer(self, function: _Function, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
         parameters = self._tracked.parameters_of(optimizer)
@@ -535,6 +542,7 @@ class Observer:
 
     def _clip(self, function: _Function, parameters: object, *args: object, **kwargs: object) -> object:
         clipped = tensors_in(parameters)  # a generator can be read once
+        self._report_replaced_gradients(clipped)
         keys = self._tracked.parameters(clipped)
         bound = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
         if bound != math.inf:

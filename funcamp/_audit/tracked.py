@@ -56,6 +56,8 @@ class Tracked:
         """The scales that scalers had: the loop may unscale gradients by one of these numbers."""
         self._hooked: list[tuple[int, Key]] = []
         """The addresses of the gradients that running hooks got, and their parameters, the innermost hook last."""
+        self._weights: dict[int, weakref.ref[Tensor]] = {}
+        """The parameters of optimizers, by the addresses of their memory."""
         self._losses: list[tuple[weakref.ref[Tensor], Scaling]] = []
         """Scaled losses."""
         self._reduced: list[tuple[weakref.ref[Tensor], Line]] = []
@@ -75,7 +77,15 @@ class Tracked:
 
     def parameters_of(self, optimizer: Optimizer) -> tuple[Key, ...]:
         """Return the keys of an optimizer's parameters."""
-        return self.parameters(parameter for group in optimizer.param_groups for parameter in group["params"])
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._weights |= {address_of(parameter): weakref.ref(parameter) for parameter in parameters}
+        return self.parameters(parameters)
+
+    def is_parameter(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is the parameter of an optimizer, or shares its memory."""
+        address = address_of(tensor)
+        parameter = self._weights[address]() if address in self._weights else None
+        return address != 0 and address_of(parameter) == address
 
     def remember_gradients(self, leaves: Iterable[Tensor]) -> None:
         """Remember where the gradients of leaves are."""
@@ -115,27 +125,23 @@ class Tracked:
         finally:
             self._hooked.pop()
 
-    def find_replaced_gradients(self, optimizer: Optimizer) -> tuple[Key, ...]:
-        """Return an optimizer's parameters whose gradients the loop has replaced since the backward pass.
+    def replaced_gradients(self, parameters: Iterable[Tensor]) -> Iterator[tuple[Key, Tensor]]:
+        """Yield the parameters whose gradients the loop has replaced since the backward pass, with the new gradients.
 
-        Not those replaced by what is computed from gradients and grows as they do, unless it was summed over ranks. The
-        new gradients are remembered, so that each replacement is returned once.
+        The new gradients are remembered, so that each replacement is yielded once.
         """
-        keys = []
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                address = address_of(parameter.grad)
-                if address and self._addresses.get(self.key(parameter), address) != address:
-                    is_scaled = self.grows_like_gradients(parameter.grad)
-                    if not is_scaled or self.where_reduced([parameter.grad]) is not None:
-                        keys.append(self.key(parameter))
-                    self.remember_gradients([parameter])
-        return tuple(keys)
+        for parameter in parameters:
+            gradient = parameter.grad
+            address = address_of(gradient)
+            key = self.key(parameter)
+            if gradient is not None and address and self._addresses.get(key, address) != address:
+                yield key, gradient
+                self.remember_gradients([parameter])
 
     def reads_in_gradients(self, optimizer: Optimizer) -> tuple[int, ...]:
         """Return the reads from which an optimizer's gradients were computed, such as those that lack their mean."""
         gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-        powers = [self._power_of_computed(gradient) for gradient in gradients]
+        powers = [self.power_of_computed(gradient) for gradient in gradients]
         return tuple([read_id for power in powers if power is not None for read_id in power.read_ids])
 
     def power_of(self, argument: object) -> Power | None:
@@ -144,7 +150,7 @@ class Tracked:
         keys = self.gradients_among(tensors)
         if keys:
             return Power(keys)
-        computed = [self._power_of_computed(tensor) for tensor in tensors]
+        computed = [self.power_of_computed(tensor) for tensor in tensors]
         powers = [power for power in computed if power is not None]
         if not powers:
             return None
@@ -160,10 +166,10 @@ class Tracked:
 
     def grows_like_gradients(self, tensor: object) -> bool:
         """Return whether a tensor is computed from gradients and grows with the scale as they do."""
-        power = self._power_of_computed(tensor)
+        power = self.power_of_computed(tensor)
         return power is not None and power.degree == 1
 
-    def _power_of_computed(self, tensor: object) -> Power | None:
+    def power_of_computed(self, tensor: object) -> Power | None:
         """Return the power of a tensor that is computed from gradients; None for anything else."""
         reference, power = self._powers.get(id(tensor), (None, None))
         is_same_tensor = reference is not None and reference() is tensor

@@ -1,0 +1,37 @@
+"""What looks like noise, a fixed length or a replaced overflow in scaled gradients, and is right."""
+
+import torch
+from torch.nn.functional import mse_loss, normalize
+
+from tests.auditor.loops.parts import batches, model_and_optimizer, scaler_of
+
+model, optimizer = model_and_optimizer()
+scaler = scaler_of()
+histograms = []
+for x, y in batches():
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = mse_loss(model(x), y)
+    scaler.scale(loss).backward()
+    scale = scaler.get_scale()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        # A weight decay and noise that are times the scale.
+        parameter.grad.add_(parameter.data, alpha=1e-4 * scale)
+        parameter.grad.add_(0.01 * parameter.grad.abs().mean() * torch.randn_like(parameter))
+        # Read, and not written back.
+        histograms.append(torch.nan_to_num(parameter.grad).div(scale).histc(8))
+    scaler.step(optimizer)
+    scaler.update()
+
+# Steps of a fixed length that no scaler divides.
+for x, y in batches():
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = mse_loss(model(x), y)
+    scaler.scale(loss).backward()
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        parameter.grad = normalize(parameter.grad.flatten(), dim=0).view_as(parameter)
+        parameter.grad.nan_to_num_()
+    optimizer.step()

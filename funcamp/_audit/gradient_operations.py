@@ -142,7 +142,7 @@ class GradientOperations:
 
     def _report_addition(self, call: Call) -> None:
         """Report that what is not times the scale is added to gradients."""
-        if not has_small_factors(call) or not self._addends.among(call.arguments[1:]):
+        if not has_small_factors(call) or not self._addends.among(call.arguments):
             return
         power = self._tracked.power_of(call.arguments[0])
         if power is not None and power.degree == 1 and not power.read_ids:

@@ -93,9 +93,9 @@ class Gradient:
     clipped_line: Line | None = None
     """Where it was clipped after the loop itself had written it: a mistake only if a scaler unscales it afterwards."""
     normalized_line: Line | None = None
-    """Where the loop itself gave it a length that is free of the scale, such as 1, while it was scaled."""
+    """Where the loop itself gave it a length that is free of the scale, such as 1."""
     finite_line: Line | None = None
-    """Where inf and NaN in it were replaced by numbers, while it was scaled."""
+    """Where inf and NaN in it were replaced by numbers."""
     unsynced_line: Line | None = None
     """For a parameter of a DDP model: the last pass that added to it, if it was not summed over ranks since."""
     is_written: bool = False
@@ -382,7 +382,7 @@ class Loop:
         for parameter in event.parameters:
             gradient = self.gradient(parameter)
             is_read_wrongly = not self.wrong_reads.isdisjoint(event.read_ids)  # another mistake
-            if event.degree == 0 and gradient.condition is Condition.SCALED and not is_read_wrongly:
+            if event.degree == 0 and not is_read_wrongly:
                 self.gradients[parameter] = replace(gradient, normalized_line=event.line)
         self._note_unscaled(event.parameters, event.line)
         for parameter in event.parameters:
@@ -395,9 +395,7 @@ class Loop:
     @follow.register
     def _(self, event: NonfiniteReplaced) -> None:
         for parameter in event.parameters:
-            gradient = self.gradient(parameter)
-            if gradient.condition is Condition.SCALED:
-                self.gradients[parameter] = replace(gradient, finite_line=event.line)
+            self.gradients[parameter] = replace(self.gradient(parameter), finite_line=event.line)
 
     @follow.register
     def _(self, event: Clipped) -> None:

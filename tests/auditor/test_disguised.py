@@ -100,6 +100,77 @@ def test_a_number_that_grows_with_the_scale_is_named_in_every_form(read: Callabl
     assert all(first_line < finding.line.number < first_line + 5 for finding in findings)
 
 
+def add_to(model: nn.Module, summand: Callable[[Tensor], Tensor]) -> None:
+    for parameter in model.parameters():
+        parameter.grad = gradient_of(parameter) + summand(parameter)
+
+
+def decay(model: nn.Module) -> None:
+    add_to(model, lambda parameter: 1e-2 * parameter.detach())
+
+
+def add_noise(model: nn.Module) -> None:
+    add_to(model, lambda parameter: torch.randn_like(parameter) / 100)
+
+
+def pull_back(model: nn.Module) -> None:
+    start = [parameter.detach().clone() for parameter in model.parameters()]
+    with torch.no_grad():
+        torch._foreach_add_([gradient_of(one) for one in model.parameters()], [*model.parameters()], alpha=-1e-2)
+        torch._foreach_add_([gradient_of(one) for one in model.parameters()], start, alpha=1e-2)
+
+
+@pytest.mark.parametrize("add", [decay, add_noise, pull_back])
+def test_what_is_added_to_scaled_gradients_is_named_in_every_form(add: Callable[[nn.Module], None]) -> None:
+    findings = train(before_step=add, autocast=True).findings()
+    assert {finding.rule.name for finding in findings} == {"added-before-unscale"}
+
+
+def test_a_step_by_hand_adds_nothing_to_gradients() -> None:
+    def move(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.data -= 1e-6 * gradient_of(parameter)
+
+    assert train(before_step=move, autocast=True).findings() == []
+
+
+def clean(gradient: Tensor) -> Tensor:
+    return gradient.nan_to_num(0.0)
+
+
+def clean_in_place(gradient: Tensor) -> None:
+    gradient.nan_to_num_(0.0)
+
+
+@pytest.mark.parametrize("hook", [clean, clean_in_place])
+def test_a_hook_that_replaces_inf_is_named(hook: Callable[[Tensor], Tensor | None]) -> None:
+    def register(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            parameter.register_hook(hook)
+
+    (finding,) = train(prepare=register, autocast=True).findings()
+    assert finding.rule.name == "overflow-replaced"
+    assert "nan_to_num" in finding.line.text
+
+
+def divide_by_norm(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        gradient_of(parameter).div_(gradient_of(parameter).norm() + 1e-12)
+
+
+def copy_of_unit_length(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        gradient = gradient_of(parameter)
+        gradient.copy_(gradient / gradient.square().sum().sqrt())
+
+
+@pytest.mark.parametrize("change", [divide_by_norm, copy_of_unit_length])
+def test_gradients_of_a_fixed_length_are_named_in_every_form(change: Callable[[nn.Module], None]) -> None:
+    (finding,) = train(before_step=change, autocast=True).findings()
+    assert finding.rule.name == "normalized-before-unscale"
+    assert change.__code__.co_firstlineno < finding.line.number < change.__code__.co_firstlineno + 5
+
+
 def test_a_function_that_the_run_has_imported_by_name_is_torchs_own_afterwards() -> None:
     model, _ = model_and_optimizer()
     auditor = Auditor(1)

@@ -24,6 +24,25 @@ for x, y in batches():
     scaler.step(optimizer)
     scaler.update()
 
+# A constant scale that is known to the loop, and a part of the last gradient.
+SCALE = 2.0**10
+scaler = scaler_of(SCALE)
+last_gradients = [torch.ones_like(parameter) for parameter in model.parameters()]
+for x, y in batches():
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = mse_loss(model(x), y)
+    scaler.scale(loss).backward()
+    for parameter, last_gradient in zip(model.parameters(), last_gradients):
+        gradient = parameter.grad
+        assert gradient is not None
+        gradient.add_(parameter.data, alpha=1e-2 * SCALE)
+        part = gradient * (gradient * last_gradient).sum() / gradient.norm() ** 2
+        last_gradient.copy_(gradient)
+        parameter.grad = part
+    scaler.step(optimizer)
+    scaler.update()
+
 # Steps of a fixed length that no scaler divides.
 for x, y in batches():
     optimizer.zero_grad()

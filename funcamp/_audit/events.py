@@ -230,6 +230,14 @@ class GradientWritten(GradientEvent):
 
 
 @dataclass(frozen=True)
+class GradientsAssigned(GradientEvent):
+    """The loop has made results of `torch.autograd.grad` for a scaled loss the gradients of parameters."""
+
+    scaler: Key
+    """The scaler that scaled the loss."""
+
+
+@dataclass(frozen=True)
 class NonfiniteReplaced(GradientEvent):
     """Inf and NaN in gradients were replaced by numbers."""
 

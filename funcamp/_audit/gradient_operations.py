@@ -243,6 +243,14 @@ class GradientOperations:
             power = self._report_read(power)
         return power
 
+    def report_host_read(self, tensor: Tensor) -> None:
+        """Report that a tensor is read on the host for a statistic, if it grows with the scale."""
+        power = self._tracked.power_of(tensor)
+        if power is not None and power.degree:
+            if not power.read_ids:
+                power = self._report_read(power)
+            self._emit(events.ReadsUsed(calling_line(), power.read_ids))
+
     def report_norm(self, norm: object, parameters: tuple[Key, ...]) -> None:
         """Report the norm of gradients that a function of torch has computed."""
         power = self._report_read(Power(parameters))

@@ -8,7 +8,7 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -162,6 +162,18 @@ def has_literal(argument: str, line: Line) -> bool:
     keywords = [keyword for keyword in _parents(line.file) if isinstance(keyword, ast.keyword)]
     values = [one.value for one in keywords if one.arg == argument and _contains(one, line)]
     return any(not any(isinstance(node, (ast.Name, ast.Call)) for node in ast.walk(value)) for value in values)
+
+
+def calls_one_of(names: Collection[str], places: tuple[Place, ...]) -> bool:
+    """Return whether the user's line that runs now calls a function with one of some names.
+
+    places: `calling_places` of the call. What an installed package calls is called by the user's line.
+    """
+    for place in reversed(places):
+        if not place.line.is_installed:
+            calls = [node for node in _parents(place.line.file) if isinstance(node, ast.Call)]
+            return any(_name_of(call.func) in names and _contains(call, place.line) for call in calls)
+    return False
 
 
 def is_subscripted(name: str, line: Line) -> bool:

@@ -19,6 +19,7 @@ from funcamp._audit.events import (
     FileLoaded,
     FileSaved,
     GradientRead,
+    GradientsAssigned,
     GradientsTaken,
     GradientWritten,
     Key,
@@ -391,6 +392,11 @@ class Loop:
     @follow.register
     def _(self, event: Reduced) -> None:
         self._note_summed(event.parameters)
+
+    @follow.register
+    def _(self, event: GradientsAssigned) -> None:
+        gradient = Gradient(Condition.SCALED, event.line, scaler=event.scaler, updates=self.updates_of(event.scaler))
+        self.gradients |= dict.fromkeys(event.parameters, gradient)
 
     @follow.register
     def _(self, event: NonfiniteReplaced) -> None:

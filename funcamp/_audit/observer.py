@@ -24,7 +24,7 @@ from funcamp._audit.autograd_graph import Graph, Scaling, is_scaled, mark_scaled
 from funcamp._audit.events import Event, Key, Reduction
 from funcamp._audit.file_contents import contains_optimizer, numbers_in
 from funcamp._audit.hooks import Hook, ParameterHooks
-from funcamp._audit.lines import calling_line, calling_places, has_literal, is_factor, is_subscripted
+from funcamp._audit.lines import calling_line, calling_places, calls_one_of, has_literal, is_factor, is_subscripted
 from funcamp._audit.nesting import Nesting, current_node
 from funcamp._audit.operations import Operations
 from funcamp._audit.powers import Power, combined
@@ -41,6 +41,12 @@ if TYPE_CHECKING:
 
 #: The number of arguments of `torch.autograd.backward` between the tensors and `inputs`.
 _PLACE_OF_INPUTS = 4
+#: The functions of torch.distributed whose results are numbers of all ranks. The last two are new in torch 2.13.
+_GATHERING = {"all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"}
+_GATHERING |= {"all_gather_single", "reduce_scatter_single"}
+#: The names of functions that compute a statistic of numbers, or log one.
+_STATISTICS = {"norm", "hist", "histogram", "mean", "median", "std", "var", "percentile", "quantile"}
+_STATISTICS |= {"add_histogram", "add_scalar", "log_histogram"}
 #: The first scale of a scaler whose script passes none.
 _DEFAULT_SCALE = 2.0**16
 #: A function of torch that is replaced.
@@ -133,7 +139,7 @@ class Observer:
             observe_later = functools.partial(self._observe_class, stack)
             stack.enter_context(replaced(torch.amp.GradScaler, __init_subclass__=classmethod(observe_later)))
             for observed in list(self._handlers()):
-                function = vars(observed.owner)[observed.name]
+                function = vars(observed.owner).get(observed.name) or getattr(observed.owner, observed.name)
                 if id(function) not in wrapped:
                     wrapped[id(function)] = self._wrap(function, observed.handler)
                 stack.enter_context(replaced(observed.owner, **{observed.name: wrapped[id(function)]}))
@@ -181,6 +187,8 @@ class Observer:
         for scheduler_class in with_subclasses(LRScheduler):
             if "step" in vars(scheduler_class):
                 yield _Observed(scheduler_class, "step", self._step_scheduler)
+        yield _Observed(Tensor, "numpy", self._read_as_numbers)
+        yield _Observed(Tensor, "tolist", self._read_as_numbers)
         yield _Observed(Tensor, "register_hook", self._register_hook)
         yield _Observed(Tensor, "register_post_accumulate_grad_hook", self._register_hook_after)
         yield _Observed(torch.autograd, "backward", self._backward)
@@ -203,6 +211,8 @@ class Observer:
             for owner in (torch.distributed, torch.distributed.distributed_c10d):
                 for name in ("all_reduce", "all_reduce_coalesced", "reduce"):
                     yield _Observed(owner, name, self._reduce)
+                for name in vars(owner).keys() & _GATHERING:
+                    yield _Observed(owner, name, self._gather)
             yield _Observed(nn.parallel.DistributedDataParallel, "__init__", self._make_replica)
             reducer_class = torch.distributed.Reducer  # type: ignore[attr-defined]
             yield _Observed(reducer_class, "prepare_for_backward", self._prepare_reducer)
@@ -386,6 +396,8 @@ class Observer:
         """Report the gradients of parameters that the loop has replaced since the backward pass."""
         if self._nesting.in_backward:  # the pass replaces them
             return
+        for key, scaling in self._tracked.assigned_gradients(parameters):
+            self._emit(events.GradientsAssigned(calling_line(), (key,), scaling.scaler))
         for key, gradient in self._tracked.replaced_gradients(parameters):
             self._operations.report_new_gradient(key, gradient)
 
@@ -472,16 +484,19 @@ class Observer:
 
     def _end_pass(self, backward: _Pass) -> None:
         """Report a backward pass that has ended, and then what hooks did in it."""
-        keys = self._tracked.parameters(backward.leaves)
+        views = [*self._tracked.views_of_gradients(backward.leaves)]
+        leaves = [*backward.leaves, *[parameter for parameter, _ in views]]
+        keys = self._tracked.parameters(leaves)
+        empty = {self._tracked.key(parameter) for parameter, leaf in views if self._tracked.key(leaf) in backward.empty}
         self._passes += not backward.is_nested
-        self._tracked.remember_gradients(backward.leaves)
+        self._tracked.remember_gradients(leaves)
         self._replicas.end_pass(keys)
         scaling, graph = backward.scaling, backward.graph
         self._emit(
             events.Backward(
                 calling_line(),
                 parameters=keys,
-                empty=backward.empty,
+                empty=backward.empty | empty,
                 scaler=None if scaling is None else scaling.scaler,
                 dtypes=graph.dtypes,
                 reduction=graph.reduction if backward.has_one_as_initial else Reduction.OTHER,
@@ -514,7 +529,21 @@ class Observer:
         if current_node() is None:
             scaling = read_graph(tensors_in(outputs)).scaling if self._has_scaled else None
             self._emit(events.GradientsTaken(calling_line(), None if scaling is None else scaling.scaler))
+            if scaling is not None:
+                return self._take_gradients(function, scaling, outputs, *args, **kwargs)
         return function(outputs, *args, **kwargs)
+
+    def _take_gradients(
+        self, function: _Function, scaling: Scaling, outputs: object, *args: object, **kwargs: object
+    ) -> object:
+        """Call `torch.autograd.grad` for a scaled loss, and remember what it returns."""
+        inputs = args[0] if args else kwargs.get("inputs")
+        result = function(outputs, *args, **kwargs)
+        leaves = [inputs] if isinstance(inputs, Tensor) else inputs
+        if isinstance(leaves, (list, tuple)) and isinstance(result, tuple):
+            pairs = [(gradient, leaf) for gradient, leaf in zip(result, leaves) if isinstance(gradient, Tensor)]
+            self._tracked.remember_taken([pair[0] for pair in pairs], [pair[1] for pair in pairs], scaling)
+        return result
 
     def _find_not_finite(self, outputs: list[Tensor], leaves: list[Tensor], scaling: Scaling | None) -> str:
         """Return what is not finite in the first pass: "parameter", "loss" or ""."""
@@ -540,6 +569,11 @@ class Observer:
             self._emit(events.CastToFloat16(calling_line(), keys))
         return result
 
+    def _read_as_numbers(self, function: _Function, tensor: Tensor, *args: object, **kwargs: object) -> object:
+        if self._tracked.power_of(tensor) is not None and calls_one_of(_STATISTICS, calling_places()):
+            self._operations.report_host_read(tensor)
+        return function(tensor, *args, **kwargs)
+
     def _clip(self, function: _Function, parameters: object, *args: object, **kwargs: object) -> object:
         clipped = tensors_in(parameters)  # a generator can be read once
         self._report_replaced_gradients(clipped)
@@ -564,6 +598,15 @@ class Observer:
             else:
                 self._tracked.remember_reduced(tensor, calling_line())
         return self._quietly(function, *args, **kwargs)
+
+    def _gather(self, function: _Function, *args: object, **kwargs: object) -> object:
+        outputs, tensors = args[:2] if len(args) > 1 else ((), ())  # only if both are positional
+        power = self._tracked.power_of(tensors)
+        result = self._quietly(function, *args, **kwargs)
+        if power is not None:
+            for output in tensors_in(outputs):
+                self._tracked.remember_power(output, power._replace(reduced_line=calling_line()))
+        return result
 
     def _make_replica(
         self, function: _Function, model: DistributedDataParallel, *args: object, **kwargs: object

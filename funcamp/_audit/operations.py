@@ -53,6 +53,10 @@ class Operations(_Mode):
         """Report the norm of gradients that a function of torch has computed."""
         self._gradients.report_norm(norm, parameters)
 
+    def report_host_read(self, tensor: Tensor) -> None:
+        """Report that numbers that may be computed from gradients are read on the host, for a statistic."""
+        self._gradients.report_host_read(tensor)
+
     def report_new_gradient(self, parameter: Key, gradient: Tensor) -> None:
         """Report that the loop has replaced a parameter's gradient."""
         self._gradients.report_new_gradients((parameter,), self._tracked.power_of_computed(gradient), [gradient])

@@ -35,6 +35,16 @@ class _StoredGradient(NamedTuple):
         return self.gradient() if leaf is None else leaf.grad
 
 
+class _TakenGradient(NamedTuple):
+    """A result of `torch.autograd.grad`."""
+
+    gradient: weakref.ref[Tensor]
+    version: int
+    """torch counts the operations that wrote into it."""
+    parameter: Key
+    scaling: Scaling
+
+
 class Tracked:
     """What the observer knows about a run's objects.
 
@@ -56,6 +66,10 @@ class Tracked:
         """The scales that scalers had: the loop may unscale gradients by one of these numbers."""
         self._hooked: list[tuple[int, Key]] = []
         """The addresses of the gradients that running hooks got, and their parameters, the innermost hook last."""
+        self._optimized: dict[Key, weakref.ref[Tensor]] = {}
+        """The parameters of optimizers."""
+        self._taken: dict[int, _TakenGradient] = {}
+        """The results of `torch.autograd.grad` for scaled losses, by their `id`."""
         self._weights: dict[int, weakref.ref[Tensor]] = {}
         """The parameters of optimizers, by the addresses of their memory."""
         self._losses: list[tuple[weakref.ref[Tensor], Scaling]] = []
@@ -79,6 +93,7 @@ class Tracked:
         """Return the keys of an optimizer's parameters."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._weights |= {address_of(parameter): weakref.ref(parameter) for parameter in parameters}
+        self._optimized |= {self.key(parameter): weakref.ref(parameter) for parameter in parameters}
         return self.parameters(parameters)
 
     def is_parameter(self, tensor: Tensor) -> bool:
@@ -100,6 +115,38 @@ class Tracked:
                 stored = _StoredGradient(weakref.ref(leaf), weakref.ref(gradient))
                 self._gradients.setdefault(address, {})[key] = stored
                 self._addresses[key] = address
+
+    def views_of_gradients(self, leaves: Iterable[Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parameters of optimizers whose gradients are views of a leaf's gradient, each with that leaf.
+
+        FSDP differentiates flat parameters, and gives the optimizer's parameters parts of their gradients.
+        """
+        leaves_by_address = {address_of(leaf.grad): leaf for leaf in leaves}
+        for reference in self._optimized.values():
+            parameter = reference()
+            address = 0 if parameter is None else address_of(parameter.grad)
+            if parameter is not None and address in leaves_by_address.keys() - {0}:
+                leaf = leaves_by_address[address]
+                if parameter is not leaf and overlap(parameter.grad, leaf.grad):
+                    yield parameter, leaf
+
+    def remember_taken(self, gradients: Iterable[Tensor], inputs: Iterable[Tensor], scaling: Scaling) -> None:
+        """Remember the results of `torch.autograd.grad`, for the loop may make them the gradients of its inputs."""
+        self._taken = {number: taken for number, taken in self._taken.items() if taken.gradient() is not None}
+        for gradient, leaf in zip(gradients, inputs):
+            taken = _TakenGradient(weakref.ref(gradient), gradient._version, self.key(leaf), scaling)
+            self._taken[id(gradient)] = taken
+
+    def assigned_gradients(self, parameters: Iterable[Tensor]) -> Iterator[tuple[Key, Scaling]]:
+        """Yield the parameters whose gradients are results of `torch.autograd.grad` that nothing has changed, once."""
+        for parameter in parameters:
+            gradient = parameter.grad
+            taken = self._taken.pop(id(gradient), None)
+            if gradient is None or taken is None or taken.gradient() is not gradient:
+                continue
+            if taken.parameter == self.key(parameter) and taken.version == gradient._version:
+                self.remember_gradients([parameter])
+                yield taken.parameter, taken.scaling
 
     def gradients_among(self, tensors: Iterable[object]) -> tuple[Key, ...]:
         """Return the parameters whose gradients are among some tensors."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -90,9 +91,20 @@ def largest_of_host(model: nn.Module) -> None:
     assert gradient_of(next(model.parameters())).norm().item() > 0.5
 
 
-@pytest.mark.parametrize(
-    "read", [largest_over_threshold, elements_over_threshold, norm_without_bound, coefficient, largest_of_host]
-)
+def histogram_of_numpy(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        np.histogram(gradient_of(parameter).detach().cpu().numpy())
+
+
+def norm_of_numpy(model: nn.Module) -> None:
+    assert np.linalg.norm(np.array(gradient_of(next(model.parameters())).flatten().tolist())) > 0
+
+
+READS = [largest_over_threshold, elements_over_threshold, norm_without_bound, coefficient, largest_of_host]
+READS += [histogram_of_numpy, norm_of_numpy]
+
+
+@pytest.mark.parametrize("read", READS)
 def test_a_number_that_grows_with_the_scale_is_named_in_every_form(read: Callable[[nn.Module], None]) -> None:
     findings = train(before_step=read, autocast=True).findings()
     assert {finding.rule.name for finding in findings} == {"read-before-unscale"}
@@ -169,6 +181,21 @@ def test_gradients_of_a_fixed_length_are_named_in_every_form(change: Callable[[n
     (finding,) = train(before_step=change, autocast=True).findings()
     assert finding.rule.name == "normalized-before-unscale"
     assert change.__code__.co_firstlineno < finding.line.number < change.__code__.co_firstlineno + 5
+
+
+def test_numbers_of_gradients_that_are_only_checked_or_saved_are_no_finding() -> None:
+    def check_and_save(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            numbers = gradient_of(parameter).numpy()
+            assert np.isfinite(numbers).all()
+            assert len(gradient_of(parameter).tolist()) == len(numbers)
+
+    def log_ranks(model: nn.Module) -> None:
+        gradient = gradient_of(next(model.parameters())).flatten()
+        assert np.median((gradient / gradient.norm()).numpy()) < 1
+
+    assert train(before_step=check_and_save, autocast=True).findings() == []
+    assert train(before_step=log_ranks, autocast=True).findings() == []
 
 
 def test_a_function_that_the_run_has_imported_by_name_is_torchs_own_afterwards() -> None:

@@ -92,6 +92,43 @@ def test_a_fused_optimizer_skips_its_step_itself(scale: float, expected: list[st
     assert names(auditor) == expected
 
 
+def divide_by(scale: float) -> Callable[[Tensor], Tensor]:
+    return lambda gradient: gradient.div_(scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "unscales", "expected"),
+    [
+        (None, False, ["clip-before-unscale"]),
+        (None, True, []),
+        (divide_by(2.0**10), False, []),
+    ],
+)
+def test_gradients_of_autograd_grad_that_are_assigned(
+    change: Callable[[Tensor], Tensor] | None, unscales: bool, expected: list[str]
+) -> None:
+    auditor = Auditor()
+    with auditor.watching():
+        model, optimizer = model_and_optimizer()
+        parameters = [*model.parameters()]
+        scaler = scaler_of()
+        for x, y in batches():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = mse_loss(model(x), y)
+            for parameter, gradient in zip(parameters, torch.autograd.grad(scaler.scale(loss), parameters)):
+                parameter.grad = gradient if change is None else change(gradient)
+            if unscales:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            if change is None:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
+    assert names(auditor) == expected
+
+
 @pytest.fixture
 def process_group() -> Iterator[None]:
     one_process()

@@ -164,16 +164,30 @@ def has_literal(argument: str, line: Line) -> bool:
     return any(not any(isinstance(node, (ast.Name, ast.Call)) for node in ast.walk(value)) for value in values)
 
 
-def calls_one_of(names: Collection[str], places: tuple[Place, ...]) -> bool:
-    """Return whether the user's line that runs now calls a function with one of some names.
+def goes_into(method: str, functions: Collection[str], places: tuple[Place, ...]) -> bool:
+    """Return whether the result of a method's call goes into a call of one of some functions, as the source shows.
 
-    places: `calling_places` of the call. What an installed package calls is called by the user's line.
+    Args:
+        method: the method's name. If a function of torch or of an installed package calls it, the user's line that
+            calls this function decides.
+        functions: their names.
+        places: `calling_places` of the method's call.
     """
-    for place in reversed(places):
-        if not place.line.is_installed:
-            calls = [node for node in _parents(place.line.file) if isinstance(node, ast.Call)]
-            return any(_name_of(call.func) in names and _contains(call, place.line) for call in calls)
-    return False
+    own = [place.line for place in places if not place.line.is_installed]
+    if not own:
+        return False
+    parents = _parents(own[-1].file)
+    calls = [node for node in parents if isinstance(node, ast.Call) and _contains(node, own[-1])]
+    of_method = [call for call in calls if _name_of(call.func) == method]
+    around = [outer for call in of_method for outer in _around(call, parents)] if of_method else calls
+    return any(isinstance(node, ast.Call) and _name_of(node.func) in functions for node in around)
+
+
+def _around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
+    """Yield the expressions around an expression, the innermost first."""
+    while node in parents and not isinstance(parents[node], ast.stmt):
+        node = parents[node]
+        yield node
 
 
 def is_subscripted(name: str, line: Line) -> bool:

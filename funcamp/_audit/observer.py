@@ -24,7 +24,7 @@ from funcamp._audit.autograd_graph import Graph, Scaling, is_scaled, mark_scaled
 from funcamp._audit.events import Event, Key, Reduction
 from funcamp._audit.file_contents import contains_optimizer, numbers_in
 from funcamp._audit.hooks import Hook, ParameterHooks
-from funcamp._audit.lines import calling_line, calling_places, calls_one_of, has_literal, is_factor, is_subscripted
+from funcamp._audit.lines import calling_line, calling_places, goes_into, has_literal, is_factor, is_subscripted
 from funcamp._audit.nesting import Nesting, current_node
 from funcamp._audit.operations import Operations
 from funcamp._audit.powers import Power, combined
@@ -570,7 +570,8 @@ class Observer:
         return result
 
     def _read_as_numbers(self, function: _Function, tensor: Tensor, *args: object, **kwargs: object) -> object:
-        if self._tracked.power_of(tensor) is not None and calls_one_of(_STATISTICS, calling_places()):
+        is_of_gradients = self._tracked.power_of(tensor) is not None
+        if is_of_gradients and goes_into(function.__name__, _STATISTICS, calling_places()):
             self._operations.report_host_read(tensor)
         return function(tensor, *args, **kwargs)
 

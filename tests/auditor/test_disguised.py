@@ -194,7 +194,12 @@ def test_numbers_of_gradients_that_are_only_checked_or_saved_are_no_finding() ->
         gradient = gradient_of(next(model.parameters())).flatten()
         assert np.median((gradient / gradient.norm()).numpy()) < 1
 
+    def choose(model: nn.Module) -> None:
+        gradient = gradient_of(next(model.parameters())).flatten()
+        assert sorted(gradient.tolist())[2] != np.mean([0.0, 1.0])
+
     assert train(before_step=check_and_save, autocast=True).findings() == []
+    assert train(before_step=choose, autocast=True).findings() == []
     assert train(before_step=log_ranks, autocast=True).findings() == []
 
 

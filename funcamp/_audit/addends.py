@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from funcamp._audit.reruns import Call
-from funcamp._audit.tensors import tensor_arguments
+from funcamp._audit.tensors import WeakTensors, tensor_arguments
 from funcamp._audit.tracked import Tracked
 
 _NOISE = {"randn", "randn_like", "rand", "rand_like", "normal", "normal_", "uniform_"}
@@ -29,8 +28,8 @@ class Addends:
 
     def __init__(self, tracked: Tracked) -> None:
         self._tracked = tracked
-        self._known: dict[int, weakref.ref[Tensor]] = {}
-        """The tensors that are computed from parameters or are noise, by their `id`."""
+        self._known = WeakTensors()
+        """The tensors that are computed from parameters or are noise."""
 
     def follow(self, name: str, call: Call, result: object) -> None:
         """Remember the result of an operation, if it is not times the scale.
@@ -39,7 +38,7 @@ class Addends:
         """
         if call.name in _NOISE or (name in _KEPT and self._keeps(call)):
             for tensor in tensor_arguments((result,)):
-                self._known[id(tensor)] = weakref.ref(tensor, _Remover(self._known, id(tensor)))
+                self._known.add(tensor)
 
     def among(self, arguments: Iterable[object]) -> bool:
         """Return whether one of an operation's arguments is certainly not times the scale."""
@@ -53,20 +52,7 @@ class Addends:
         return has_small_factors(call) and all(map(self._is_known, tensors))
 
     def _is_known(self, tensor: Tensor) -> bool:
-        reference = self._known.get(id(tensor))
-        return self._tracked.is_parameter(tensor) or (reference is not None and reference() is tensor)
-
-
-class _Remover:
-    """Forgets a tensor that is gone."""
-
-    def __init__(self, known: dict[int, weakref.ref[Tensor]], number: int) -> None:
-        self._known = known
-        self._number = number
-
-    def __call__(self, reference: weakref.ref[Tensor]) -> None:
-        if self._known.get(self._number) is reference:
-            del self._known[self._number]
+        return tensor in self._known or self._tracked.is_parameter(tensor)
 
 
 def has_small_factors(call: Call) -> bool:

@@ -13,6 +13,7 @@ from funcamp._audit import events
 from funcamp._audit.addends import Addends, has_small_factors
 from funcamp._audit.events import Event, Key
 from funcamp._audit.lines import calling_line
+from funcamp._audit.overflow_masks import OverflowMasks
 from funcamp._audit.powers import (
     BOUNDS,
     COMPARISONS,
@@ -125,6 +126,7 @@ class GradientOperations:
         self._emit = emit
         self._tracked = tracked
         self._addends = Addends(tracked)
+        self._masks = OverflowMasks(tracked)
         self._read_ids = itertools.count()
 
     def check(self, call: Call, result: object) -> None:
@@ -136,6 +138,10 @@ class GradientOperations:
         self._addends.follow(plain_name, call, result)
         if plain_name in _SUMS:
             self._report_addition(call)
+        self._masks.follow(call, result)
+        if self._masks.is_replacement(call):
+            self._report_replacement(args, tensor_arguments((result,)))
+            return
         is_change = name in _CHANGES and self._report_change(name, args)
         if not is_change:
             self._follow(plain_name, args, result)
@@ -147,6 +153,16 @@ class GradientOperations:
         power = self._tracked.power_of(call.arguments[0])
         if power is not None and power.degree == 1 and not power.read_ids:
             self._emit(events.AddedToGradients(calling_line(), power.parameters))
+
+    def _report_replacement(self, args: Args, results: list[Tensor]) -> None:
+        """Report that inf and NaN in gradients are replaced, now or when the loop makes a result the gradient."""
+        powers = [power for power in map(self._tracked.power_of, args) if power is not None]
+        keys = self._tracked.gradients_among(results)
+        if keys:
+            self._emit(events.NonfiniteReplaced(calling_line(), keys))
+            return
+        for tensor in results:
+            self._tracked.remember_power(tensor, combined(powers, 1.0)._replace(finite_line=calling_line()))
 
     def _report_loss_read(self, name: str, tensor: object) -> None:
         """Report a scaled loss that is read or divided."""
@@ -223,12 +239,6 @@ class GradientOperations:
             power = power._replace(read_ids=())
         if outcome is _Outcome.FREE:
             power = power._replace(free_line=power.free_line or calling_line())
-        if name == "nan_to_num":
-            power = power._replace(finite_line=calling_line())
-            keys = self._tracked.gradients_among(results)
-            if keys:
-                self._emit(events.NonfiniteReplaced(calling_line(), keys))
-                return
         for tensor in results:
             self._tracked.remember_power(tensor, power)
 

@@ -41,7 +41,7 @@ class Power(NamedTuple):
 _SAME = {"sum", "mean", "max", "amax", "min", "amin", "std", "norm", "linalg_vector_norm", "median", "sort", "topk"}
 _SAME |= {"abs", "neg", "clone", "_to_copy", "stack", "cat", "add", "sub", "_local_scalar_dense", "histc"}
 _SAME |= {"view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "detach", "alias", "unbind", "select", "slice"}
-_SAME |= {"split", "split_with_sizes", "t", "transpose", "permute", "as_strided", "index", "gather", "nan_to_num"}
+_SAME |= {"split", "split_with_sizes", "t", "transpose", "permute", "as_strided", "index", "gather"}
 #: The degree of the result is that of the only input times this number.
 _FACTORS = {"var": 2.0, "square": 2.0, "sqrt": 0.5, "rsqrt": -0.5, "reciprocal": -1.0}
 _PRODUCTS = {"mul", "dot", "vdot", "mv", "mm"}

@@ -165,6 +165,48 @@ def test_a_hook_that_replaces_inf_is_named(hook: Callable[[Tensor], Tensor | Non
     assert "nan_to_num" in finding.line.text
 
 
+def set_to_zero(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        gradient_of(parameter)[~torch.isfinite(gradient_of(parameter))] = 0
+
+
+def fill(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        gradient = gradient_of(parameter)
+        gradient.masked_fill_(gradient.isnan() | gradient.isinf(), 0.0)
+
+
+def choose(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        gradient = gradient_of(parameter)
+        parameter.grad = torch.where(torch.isfinite(gradient), gradient, torch.zeros_like(gradient))
+
+
+def replace_numbers(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = torch.nan_to_num(gradient_of(parameter)).clone()
+
+
+@pytest.mark.parametrize("replace", [set_to_zero, fill, choose, replace_numbers])
+def test_a_replaced_overflow_is_named_in_every_form(replace: Callable[[nn.Module], None]) -> None:
+    (finding,) = train(before_step=replace, autocast=True).findings()
+    assert finding.rule.name == "overflow-replaced"
+    assert replace.__code__.co_firstlineno < finding.line.number < replace.__code__.co_firstlineno + 5
+
+
+def test_other_masks_replace_no_overflow() -> None:
+    def prune(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            gradient = gradient_of(parameter)
+            gradient[parameter == 0] = 0
+            gradient.masked_fill_(gradient == 0, 0.0)
+            assert gradient.isfinite().all()
+            assert (gradient == parameter).sum() < gradient.numel()
+            assert len(torch.where(gradient.isnan())[0]) == 0
+
+    assert train(before_step=prune, autocast=True).findings() == []
+
+
 def divide_by_norm(model: nn.Module) -> None:
     for parameter in model.parameters():
         gradient_of(parameter).div_(gradient_of(parameter).norm() + 1e-12)

@@ -168,6 +168,8 @@ class LossScaled(Event):
 
     is_scaled: bool
     """Whether a scaler had scaled it before."""
+    grows_with_scale: bool = False
+    """Whether it is computed from gradients of a scaled loss and grows with the scale as they do."""
 
 
 @dataclass(frozen=True)

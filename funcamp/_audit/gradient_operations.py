@@ -240,7 +240,8 @@ class GradientOperations:
         if outcome is _Outcome.FREE:
             power = power._replace(free_line=power.free_line or calling_line())
         for tensor in results:
-            self._tracked.remember_power(tensor, power)
+            if not (tensor.is_leaf and tensor.requires_grad):  # a step by hand, which changes parameters
+                self._tracked.remember_power(tensor, power)
 
     def _report_reading(self, computation: _Computation) -> Power:
         """Report gradients that are bounded or read for the first time, and return the power of the result."""

@@ -383,7 +383,7 @@ class Loop:
         for parameter in event.parameters:
             gradient = self.gradient(parameter)
             is_read_wrongly = not self.wrong_reads.isdisjoint(event.read_ids)  # another mistake
-            if event.degree == 0 and not is_read_wrongly:
+            if event.degree == 0 and not is_read_wrongly and not self.has_scale_factor:
                 self.gradients[parameter] = replace(gradient, normalized_line=event.line)
         self._note_unscaled(event.parameters, event.line)
         for parameter in event.parameters:

@@ -259,7 +259,9 @@ class Observer:
         if not self._passes and isinstance(outputs, Tensor):
             self._first_loss_is_finite = all_finite(outputs)
         if isinstance(outputs, Tensor) and scaler.is_enabled():
-            self._emit(events.LossScaled(calling_line(), is_scaled(outputs)))
+            power = self._tracked.power_of(outputs)
+            grows = power is not None and power.degree > 0
+            self._emit(events.LossScaled(calling_line(), is_scaled(outputs), grows))
         result = self._quietly(function, scaler, outputs)
         if isinstance(result, Iterator):
             losses = list(result)
@@ -537,12 +539,13 @@ class Observer:
         self, function: _Function, scaling: Scaling, outputs: object, *args: object, **kwargs: object
     ) -> object:
         """Call `torch.autograd.grad` for a scaled loss, and remember what it returns."""
-        inputs = args[0] if args else kwargs.get("inputs")
-        result = function(outputs, *args, **kwargs)
-        leaves = [inputs] if isinstance(inputs, Tensor) else inputs
-        if isinstance(leaves, (list, tuple)) and isinstance(result, tuple):
+        inputs = args[0] if args else kwargs.pop("inputs", ())
+        leaves = tensors_in(inputs)  # a generator can be read once
+        result = function(outputs, leaves if isinstance(inputs, Iterator) else inputs, *args[1:], **kwargs)
+        if isinstance(result, tuple):
             pairs = [(gradient, leaf) for gradient, leaf in zip(result, leaves) if isinstance(gradient, Tensor)]
             self._tracked.remember_taken([pair[0] for pair in pairs], [pair[1] for pair in pairs], scaling)
+            self._last_scaling = scaling
         return result
 
     def _find_not_finite(self, outputs: list[Tensor], leaves: list[Tensor], scaling: Scaling | None) -> str:

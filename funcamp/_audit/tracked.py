@@ -136,6 +136,7 @@ class Tracked:
         for gradient, leaf in zip(gradients, inputs):
             taken = _TakenGradient(weakref.ref(gradient), gradient._version, self.key(leaf), scaling)
             self._taken[id(gradient)] = taken
+            self.remember_power(gradient, Power((taken.parameter,)))
 
     def assigned_gradients(self, parameters: Iterable[Tensor]) -> Iterator[tuple[Key, Scaling]]:
         """Yield the parameters whose gradients are results of `torch.autograd.grad` that nothing has changed, once."""

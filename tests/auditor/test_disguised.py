@@ -91,6 +91,14 @@ def largest_of_host(model: nn.Module) -> None:
     assert gradient_of(next(model.parameters())).norm().item() > 0.5
 
 
+def coefficient_below_1(model: nn.Module) -> None:
+    norm = torch.stack([gradient_of(parameter).norm() for parameter in model.parameters()]).norm()
+    factor = 1.0 / (norm + 1e-6)
+    if factor < 1:  # else the gradients have another length
+        for parameter in model.parameters():
+            gradient_of(parameter).mul_(factor)
+
+
 def histogram_of_numpy(model: nn.Module) -> None:
     for parameter in model.parameters():
         np.histogram(gradient_of(parameter).detach().cpu().numpy())
@@ -101,7 +109,7 @@ def norm_of_numpy(model: nn.Module) -> None:
 
 
 READS = [largest_over_threshold, elements_over_threshold, norm_without_bound, coefficient, largest_of_host]
-READS += [histogram_of_numpy, norm_of_numpy]
+READS += [coefficient_below_1, histogram_of_numpy, norm_of_numpy]
 
 
 @pytest.mark.parametrize("read", READS)

@@ -139,6 +139,18 @@ def scaled_twice(event: LossScaled, _loop: Loop) -> Iterator[Line]:
 
 
 @rule(
+    LossScaled,
+    mistake="a penalty on gradients of a scaled loss (torch.autograd.grad) is part of a loss that is scaled again",
+    effect="the penalty grows with the scale: its weight is much too large, and changes whenever the scale changes",
+    change="gradients = [g / scaler.get_scale() for g in gradients]  # before the penalty is computed",
+)
+def penalty_on_scaled(event: LossScaled, loop: Loop) -> Iterator[Line]:
+    """Computed from scaled gradients. Not if the loop divides by the scale: it may have unscaled them."""
+    if event.grows_with_scale and not loop.has_scale_factor:
+        yield event.line
+
+
+@rule(
     Ended,
     mistake="a scaled loss is read on the host, and not divided by the scale",
     effect="the logged loss is times the scale: it jumps whenever the scale changes",

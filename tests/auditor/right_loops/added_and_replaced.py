@@ -19,6 +19,8 @@ for x, y in batches():
         # A weight decay and noise that are times the scale.
         parameter.grad.add_(parameter.data, alpha=1e-4 * scale)
         parameter.grad.add_(0.01 * parameter.grad.abs().mean() * torch.randn_like(parameter))
+        # A fixed length that is times the scale.
+        parameter.grad = normalize(parameter.grad.flatten(), dim=0).view_as(parameter) * (0.37 * scale)
         # Read, and not written back.
         histograms.append(torch.nan_to_num(parameter.grad).div(scale).histc(8))
     scaler.step(optimizer)

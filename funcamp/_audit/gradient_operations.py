@@ -183,24 +183,28 @@ class GradientOperations:
         elif name in _ZEROS:
             self._emit(events.Cleared(calling_line(), keys, None))
         else:
-            self._report_write(name, args, keys)
+            degree = self._report_write(name, args, keys)
+            if degree is None:
+                self._tracked.forget_gradients(tensors[:1] if writes_first else tensors)
         return True
 
-    def _report_write(self, name: str, args: Args, keys: tuple[Key, ...]) -> None:
-        """Report that gradients were multiplied, divided or written over."""
+    def _report_write(self, name: str, args: Args, keys: tuple[Key, ...]) -> float | None:
+        """Report that gradients were multiplied, divided or written over, and return their degree now."""
         powers = [self._tracked.power_of(argument) for argument in args[:2]]
         other = powers[1] if len(powers) > 1 else None
         if name in _COPIES:
             self.report_new_gradients(keys, other, tensor_arguments(args[1:2]))
-            return
+            return None if other is None else other.degree
         if powers[0] is None or other is None:
             degree = 1.0 if name in _PRODUCTS and _is_mask(args[1]) else None
             self._emit(events.GradientWritten(calling_line(), keys, degree))
-            return
+            return degree
         self._emit(events.ReadsCancelled(calling_line(), other.read_ids))
         degree = degree_of_product(name, args, powers, self._tracked.scales)
-        is_known = degree != 0 or other.is_certain
-        self._emit(events.GradientWritten(calling_line(), keys, degree if is_known else None, other.read_ids))
+        if degree == 0 and not other.is_certain:
+            degree = None
+        self._emit(events.GradientWritten(calling_line(), keys, degree, other.read_ids))
+        return degree
 
     def report_new_gradients(self, keys: tuple[Key, ...], power: Power | None, tensors: list[Tensor]) -> None:
         """Report that gradients were replaced.

@@ -24,14 +24,15 @@ _REDUCED = 256
 
 
 class _StoredGradient(NamedTuple):
-    """A leaf and its gradient after a backward pass."""
+    """A leaf and its gradient after a backward pass, or a result of `torch.autograd.grad`."""
 
-    leaf: weakref.ref[Tensor]
     gradient: weakref.ref[Tensor]
+    leaf: weakref.ref[Tensor] | None = None
+    """None for a result of `torch.autograd.grad`."""
 
     def find(self) -> Tensor | None:
-        """Return the leaf's gradient now; if the leaf is gone, the gradient that it had, unless that is gone too."""
-        leaf = self.leaf()
+        """Return the leaf's gradient now; if there is no leaf, the gradient that it had, unless that is gone too."""
+        leaf = None if self.leaf is None else self.leaf()
         return self.gradient() if leaf is None else leaf.grad
 
 
@@ -112,7 +113,7 @@ class Tracked:
                 former = self._addresses.get(key, 0)
                 if former != address:
                     self._gradients.get(former, {}).pop(key, None)
-                stored = _StoredGradient(weakref.ref(leaf), weakref.ref(gradient))
+                stored = _StoredGradient(weakref.ref(gradient), weakref.ref(leaf))
                 self._gradients.setdefault(address, {})[key] = stored
                 self._addresses[key] = address
 
@@ -136,7 +137,9 @@ class Tracked:
         for gradient, leaf in zip(gradients, inputs):
             taken = _TakenGradient(weakref.ref(gradient), gradient._version, self.key(leaf), scaling)
             self._taken[id(gradient)] = taken
-            self.remember_power(gradient, Power((taken.parameter,)))
+            address = address_of(gradient)
+            if address:
+                self._gradients.setdefault(address, {})[self.key(gradient)] = _StoredGradient(taken.gradient)
 
     def assigned_gradients(self, parameters: Iterable[Tensor]) -> Iterator[tuple[Key, Scaling]]:
         """Yield the parameters whose gradients are results of `torch.autograd.grad` that nothing has changed, once."""
@@ -163,6 +166,13 @@ class Tracked:
                 elif overlap(gradient, tensor):
                     keys.append(key)
         return tuple(keys)
+
+    def forget_gradients(self, tensors: Iterable[Tensor]) -> None:
+        """Forget that tensors are gradients, except those of an optimizer's parameters: the loop has unscaled them."""
+        for tensor in tensors:
+            stored = self._gradients.get(address_of(tensor), {})
+            for key in stored.keys() - self._optimized.keys():
+                del stored[key]
 
     @contextlib.contextmanager
     def hooked(self, gradient: Tensor | None, parameter: Key) -> Iterator[None]:

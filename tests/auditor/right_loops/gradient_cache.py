@@ -29,3 +29,26 @@ for x, y in batches():
         torch.dot(outputs.float().flatten(), weights.flatten()).backward()
     scaler.step(optimizer)
     scaler.update()
+
+# The same with torch.autograd.grad, then with gradients that are unscaled by a constant and scaled again.
+for x, y in batches(3):
+    optimizer.zero_grad()
+    features = model(x).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(scaler.scale(mse_loss(features, y)), features)
+    for chunk, weights in zip(x.split(1), gradient.split(1)):
+        with torch.autocast("cpu", torch.float16):
+            outputs = model(chunk)
+        (outputs.float() * weights).sum().backward()
+    scaler.step(optimizer)
+    scaler.update()
+
+for x, y in batches(3):
+    optimizer.zero_grad()
+    features = model(x).detach().requires_grad_()
+    (gradient,) = torch.autograd.grad(scaler.scale(mse_loss(features, y)), features)
+    gradient.div_(2.0**10)
+    with torch.autocast("cpu", torch.float16):
+        outputs = model(x)
+    scaler.scale((outputs.float() * gradient).sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()

@@ -11,7 +11,7 @@ from funcamp._audit.reruns import Call
 from funcamp._audit.tensors import WeakTensors, tensor_arguments
 from funcamp._audit.tracked import Tracked
 
-_NOISE = {"randn", "randn_like", "rand", "rand_like", "normal", "normal_", "uniform_"}
+_NOISE = {"randn", "randn_like", "rand", "rand_like", "normal", "uniform"}
 #: Operations whose result is not times the scale if no argument is.
 _KEPT = {"mul", "div", "add", "sub", "neg", "sign", "sgn", "abs", "clone", "detach", "alias", "_to_copy", "view"}
 
@@ -36,7 +36,7 @@ class Addends:
 
         name: the operation, without what marks it as in place or for a list.
         """
-        if call.name in _NOISE or (name in _KEPT and self._keeps(call)):
+        if name in _NOISE or (name in _KEPT and self._keeps(call)):
             for tensor in tensor_arguments((result,)):
                 self._known.add(tensor)
 

@@ -129,17 +129,17 @@ class GradientOperations:
         self._masks = OverflowMasks(tracked)
         self._read_ids = itertools.count()
 
-    def check(self, call: Call, result: object) -> None:
-        """Report an operation that has run."""
-        name, args = call.name, call.arguments
+    def check(self, name: str, call: Call, result: object) -> None:
+        """Report an operation that has run. The name is that of the call."""
+        args = call.arguments
         if name in _LOSS_READS:
             self._report_loss_read(name, args[0])
         plain_name = name.removesuffix("_").removeprefix("_foreach_")
         self._addends.follow(plain_name, call, result)
         if plain_name in _SUMS:
             self._report_addition(call)
-        self._masks.follow(call, result)
-        if self._masks.is_replacement(call):
+        self._masks.follow(name, call, result)
+        if self._masks.is_replacement(name, call):
             self._report_replacement(args, tensor_arguments((result,)))
             return
         is_change = name in _CHANGES and self._report_change(name, args)

@@ -72,7 +72,7 @@ class Operations(_Mode):
             self._float16.check_before(Call(func, args, keywords))
         call = recorded(func, args, keywords)
         result = func(*args, **keywords)
-        self._gradients.check(call, result)
+        self._gradients.check(name, call, result)
         for output in tensor_arguments((result,)):
             if output.dtype == torch.float16:
                 self._float16.check_result(call, output)

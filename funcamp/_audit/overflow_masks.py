@@ -29,26 +29,26 @@ class OverflowMasks:
         self._tracked = tracked
         self._masks = WeakTensors()
 
-    def follow(self, call: Call, result: object) -> None:
-        """Remember the result of an operation if it is a mask."""
-        if self._makes_mask(call):
+    def follow(self, name: str, call: Call, result: object) -> None:
+        """Remember the result of an operation if it is a mask. The name is that of the call."""
+        if self._makes_mask(name, call):
             for tensor in tensor_arguments((result,)):
                 self._masks.add(tensor)
 
-    def is_replacement(self, call: Call) -> bool:
-        """Return whether an operation replaces inf and NaN of gradients by numbers."""
-        if call.name.removesuffix("_") == "nan_to_num":
+    def is_replacement(self, name: str, call: Call) -> bool:
+        """Return whether an operation replaces inf and NaN of gradients by numbers. The name is that of the call."""
+        if name in ("nan_to_num", "nan_to_num_"):
             return self._is_gradient(call.arguments[0])
-        if call.name not in _REPLACING or len(call.arguments) < 3:
+        if name not in _REPLACING or len(call.arguments) < 3:
             return False
-        mask, gradient = [call.arguments[position] for position in _REPLACING[call.name]]
-        gradients = call.arguments[1:] if call.name == "where" else [gradient]
+        mask, gradient = [call.arguments[position] for position in _REPLACING[name]]
+        gradients = call.arguments[1:] if name == "where" else [gradient]
         masks = tensor_arguments((mask,))
         return any(one in self._masks for one in masks) and any(map(self._is_gradient, gradients))
 
-    def _makes_mask(self, call: Call) -> bool:
+    def _makes_mask(self, name: str, call: Call) -> bool:
         """Return whether the result of an operation is a mask."""
-        name, arguments = call.name, call.arguments
+        arguments = call.arguments
         if name in _TESTS:
             return self._is_gradient(arguments[0])
         if name in _COMPARISONS:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from funcamp._audit.lines import Line
+from funcamp._audit.lines import Line, Place
 from funcamp._audit.proposals import Proposal
 from funcamp._audit.reruns import Range
 
@@ -50,8 +50,8 @@ class ScalerMade(Event):
     """A `GradScaler` was made."""
 
     scaler: Key
-    lines: tuple[Line, ...] = ()
-    """The lines of all calling functions, the outermost first."""
+    places: tuple[Place, ...] = ()
+    """The places of all calling functions, the outermost first."""
 
 
 @dataclass(frozen=True)
@@ -76,8 +76,8 @@ class Backward(Event):
     reduction: Reduction
     autocast_dtype: torch.dtype | None
     """The dtype of the autocast region in which it was called; None outside of autocast."""
-    lines: tuple[Line, ...]
-    """The lines of all calling functions, the outermost first."""
+    places: tuple[Place, ...]
+    """The places of all calling functions, the outermost first."""
     not_finite: str
     """What was not finite in the first pass of the run: "loss", "parameter" or ""."""
     has_products: bool = True
@@ -120,8 +120,8 @@ class OptimizerEvent(Event):
     """Whether a scaler was called, and it is enabled: then it divides the gradients by its scale."""
     has_refused_float16: bool
     """Whether a gradient is float16 and the scaler refuses float16."""
-    lines: tuple[Line, ...] = ()
-    """The lines of all calling functions, the outermost first."""
+    places: tuple[Place, ...] = ()
+    """The places of all calling functions, the outermost first."""
 
 
 @dataclass(frozen=True)
@@ -168,6 +168,8 @@ class LossScaled(Event):
 
     is_scaled: bool
     """Whether a scaler had scaled it before."""
+    grows_with_scale: bool = False
+    """Whether it is computed from gradients of a scaled loss and grows with the scale as they do."""
 
 
 @dataclass(frozen=True)
@@ -222,8 +224,29 @@ class ReadsUsed(ReadEvent):
 class GradientWritten(GradientEvent):
     """A gradient was multiplied, divided or replaced by the loop itself."""
 
-    keeps_scale: bool = False
-    """Whether it is still times the scale."""
+    degree: float | None = None
+    """The power of the scale with which it grows: 1 if it is still times the scale, 0 for one of a fixed length; None
+    if it is unknown."""
+    read_ids: tuple[int, ...] = ()
+    """The reads from which its factor was computed."""
+
+
+@dataclass(frozen=True)
+class GradientsAssigned(GradientEvent):
+    """The loop has made results of `torch.autograd.grad` for a scaled loss the gradients of parameters."""
+
+    scaler: Key
+    """The scaler that scaled the loss."""
+
+
+@dataclass(frozen=True)
+class NonfiniteReplaced(GradientEvent):
+    """Inf and NaN in gradients were replaced by numbers."""
+
+
+@dataclass(frozen=True)
+class AddedToGradients(GradientEvent):
+    """What is not times the scale was added to gradients: parameters, or noise."""
 
 
 @dataclass(frozen=True)

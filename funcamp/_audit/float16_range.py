@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcamp._audit import events
 from funcamp._audit.events import Event
-from funcamp._audit.lines import calling_line, is_called_by_funcamp
+from funcamp._audit.lines import calling_line, is_called_by_funcamp, is_in_torchs_function
 from funcamp._audit.lost_epsilons import LostEpsilon, LostEpsilons
 from funcamp._audit.proposals import propose, propose_for_constant, propose_for_epsilon
 from funcamp._audit.reruns import Call, range_of
@@ -77,7 +77,8 @@ class Float16Range:
             if 0 < abs(value) <= _LARGEST_LOST:
                 line = calling_line()
                 self._lost_epsilons.note(call, value, line, result)
-                self._emit(events.ConstantUsed(line, call.name, value))
+                if not is_in_torchs_function():  # torch's own defaults matter only if a division meets a zero
+                    self._emit(events.ConstantUsed(line, call.name, value))
                 return True
         return False
 

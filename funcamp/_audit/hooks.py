@@ -8,9 +8,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-from funcamp._audit import events
 from funcamp._audit.events import Event, Key
-from funcamp._audit.lines import calling_line, is_called_by_torch
+from funcamp._audit.lines import is_called_by_torch
 from funcamp._audit.nesting import Nesting
 from funcamp._audit.tensors import address_of
 from funcamp._audit.tracked import Tracked
@@ -30,12 +29,20 @@ class ParameterHooks:
         emit: gets the events of hooks after their backward pass.
         tracked: which tensors are gradients.
         nesting: what runs now.
+        report_new_gradient: gets a parameter and the gradient by which a hook has replaced its gradient.
     """
 
-    def __init__(self, emit: Callable[[Event], None], tracked: Tracked, nesting: Nesting) -> None:
+    def __init__(
+        self,
+        emit: Callable[[Event], None],
+        tracked: Tracked,
+        nesting: Nesting,
+        report_new_gradient: Callable[[Key, Tensor], None],
+    ) -> None:
         self._emit = emit
         self._tracked = tracked
         self._nesting = nesting
+        self._report_new_gradient = report_new_gradient
         self._deferred: list[Event] = []
         self._called: set[tuple[int, Key]] = set()
         """The hooks, with their parameters, that were called in this pass. If the report repeats the pass, they are
@@ -86,8 +93,8 @@ class ParameterHooks:
                 result = hook(argument)
                 new_gradient = gradient_of(argument, result)
                 is_other = address_of(new_gradient) not in (0, address_of(gradient))
-                if is_other and not self._tracked.grows_like_gradients(new_gradient):  # it may be unscaled
-                    self.defer(events.GradientWritten(calling_line(), (key,)))
+                if new_gradient is not None and is_other:
+                    self._report_new_gradient(key, new_gradient)
             return result
 
         return watched

@@ -8,7 +8,7 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -20,6 +20,11 @@ _FUNCAMP = f"{Path(__file__).parent.parent}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 #: The starts of the names of files that are not the user's: torch's, this library's, and code that is in no file.
 _NOT_USERS = (_TORCH, _FUNCAMP, "<")
+#: The starts of the names of files through which an operation reaches a mode.
+_PASSING_ON = (
+    _FUNCAMP,
+    *[f"{_TORCH}{name}" for name in ("_compile.py", "_dynamo", "_tensor.py", "_ops.py", "overrides.py", "utils")],
+)
 _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 #: Installed packages are below the standard library's folder in some layouts.
 _INSTALLED = ("site-packages", "dist-packages")
@@ -52,6 +57,14 @@ class Line(NamedTuple):
 UNKNOWN = Line("unknown", 0)
 
 
+class Place(NamedTuple):
+    """Where a function is in its code: two calls on one line are at two places."""
+
+    line: Line
+    instruction: int
+    """The instruction that runs, by its position in the function's bytecode."""
+
+
 def calling_line() -> Line:
     """Return the user's line that runs now, the innermost one: not of torch, this library or the standard library."""
     for frame in _user_frames():
@@ -59,50 +72,122 @@ def calling_line() -> Line:
     return UNKNOWN
 
 
-def calling_lines() -> tuple[Line, ...]:
-    """Return the user's lines of all functions that run now, the outermost first."""
-    return tuple([Line(frame.f_code.co_filename, frame.f_lineno) for frame in _user_frames()])[::-1]
+def calling_places() -> tuple[Place, ...]:
+    """Return the places of all functions of the user that run now, the outermost first."""
+    frames = [*_user_frames()][::-1]
+    return tuple([Place(Line(frame.f_code.co_filename, frame.f_lineno), frame.f_lasti) for frame in frames])
 
 
-def are_in_one_loop(first: tuple[Line, ...], second: tuple[Line, ...]) -> bool:
+def are_in_one_loop(first: tuple[Place, ...], second: tuple[Place, ...]) -> bool:
     """Return whether the innermost loop around one call contains another call too; False without a loop.
 
-    first, second: `calling_lines` of the two calls. The loop is looked for in the innermost function that made both,
-    where the lines begin to differ.
+    first, second: `calling_places` of the two calls. The loop is looked for in the innermost function that made both,
+    where the places begin to differ.
     """
-    for line, other in zip(first, second):
-        if line != other:
-            return line.file == other.file and _is_in_loop_of(line, other)
-    return False
+    line, other = _where_they_differ(first, second)
+    loop = _innermost_loop(line)
+    return loop is not None and line.file == other.file and _contains(loop, other)
 
 
-def _is_in_loop_of(line: Line, other: Line) -> bool:
-    """Return whether the innermost loop around a line contains another line of the file."""
+def goes_over_parts(first: tuple[Place, ...], second: tuple[Place, ...]) -> bool:
+    """Return whether the innermost loop around one call goes over parts that are written out: `for x in (real, fake)`.
+
+    first, second: as of `are_in_one_loop`.
+    """
+    line, _ = _where_they_differ(first, second)
+    loop = _innermost_loop(line)
+    return isinstance(loop, (ast.For, ast.AsyncFor)) and _is_written_out(loop.iter)
+
+
+def _where_they_differ(first: tuple[Place, ...], second: tuple[Place, ...]) -> tuple[Line, Line]:
+    """Return the lines of two calls in the innermost function that made both."""
+    for place, other in zip(first, second):
+        if place != other:
+            return place.line, other.line
+    return UNKNOWN, UNKNOWN
+
+
+def _innermost_loop(line: Line) -> ast.expr | ast.stmt | None:
+    """Return the innermost loop around a line in its function; None without one."""
     surrounding = [node for node in _blocks(line.file) if _contains(node, line)]
     innermost = max(surrounding, key=lambda node: node.lineno, default=None)
-    return isinstance(innermost, _LOOPS) and _contains(innermost, other)
+    return innermost if isinstance(innermost, _LOOPS) else None
 
 
-def is_factor(name: str, lines: tuple[Line, ...]) -> bool:
+def _is_written_out(iterated: ast.expr) -> bool:
+    """Return whether what a loop goes over is a tuple or list in the source, also in `zip` or `enumerate`."""
+    if isinstance(iterated, ast.Call) and _name_of(iterated.func) in ("zip", "enumerate", "reversed"):
+        return any(map(_is_written_out, iterated.args))
+    return isinstance(iterated, (ast.Tuple, ast.List))
+
+
+def is_factor(name: str, places: tuple[Place, ...]) -> bool:
     """Return whether the result of a method's call is multiplied or divided, as far as the source shows.
 
     name: the method's.
-    lines: `calling_lines` of the call. If a function returns the result, the line that calls this function decides.
+    places: `calling_places` of the call. If a function returns the result, the line that calls this function decides.
     """
-    for line in reversed(lines):
-        parents = _parents(line.file)
-        called = [node for node in parents if isinstance(node, ast.Call) and _contains(node, line)]
-        nodes = [node for node in called if isinstance(node.func, ast.Attribute) and node.func.attr == name]
-        if line != lines[-1]:  # an outer function, whose line calls the one that returns the result
-            return any(isinstance(node, _PRODUCTS) and _contains(node, line) and _is_product(node) for node in parents)
-        uses = [_use_of(node, parents) for node in nodes]
-        if any(isinstance(use, _PRODUCTS) for use in uses):
-            return True
-        if any(isinstance(use, ast.Assign) and _is_name_factor(use, line.file) for use in uses):
-            return True
-        if not any(isinstance(use, ast.Return) for use in uses):
-            return False
-    return False
+    if not places:
+        return False
+    line = places[-1].line
+    uses = _uses_of_call(name, line)
+    if any(_is_use_as_factor(use, line.file) for use in uses):
+        return True
+    is_returned = any(isinstance(use, ast.Return) for use in uses)
+    outer_lines = [place.line for place in places if place.line != line]
+    return is_returned and bool(outer_lines) and _has_product(outer_lines[-1])
+
+
+def _uses_of_call(name: str, line: Line) -> list[ast.AST]:
+    """Return the innermost products, calls or statements around the calls of a method on a line."""
+    parents = _parents(line.file)
+    calls = [node for node in parents if isinstance(node, ast.Call) and _contains(node, line)]
+    return [_use_of(call, parents) for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == name]
+
+
+def _is_use_as_factor(use: ast.AST, file: str) -> bool:
+    """Return whether a value is used in a product, or assigned to a name that is a factor somewhere."""
+    return isinstance(use, _PRODUCTS) or (isinstance(use, ast.Assign) and _is_name_factor(use, file))
+
+
+def _has_product(line: Line) -> bool:
+    """Return whether a line multiplies or divides."""
+    return any(
+        isinstance(node, _PRODUCTS) and _contains(node, line) and _is_product(node) for node in _parents(line.file)
+    )
+
+
+def has_literal(argument: str, line: Line) -> bool:
+    """Return whether a call on a line has a keyword argument that is a number in the source, such as `2.0**10`."""
+    keywords = [keyword for keyword in _parents(line.file) if isinstance(keyword, ast.keyword)]
+    values = [one.value for one in keywords if one.arg == argument and _contains(one, line)]
+    return any(not any(isinstance(node, (ast.Name, ast.Call)) for node in ast.walk(value)) for value in values)
+
+
+def goes_into(method: str, functions: Collection[str], places: tuple[Place, ...]) -> bool:
+    """Return whether the result of a method's call goes into a call of one of some functions, as the source shows.
+
+    Args:
+        method: the method's name. If a function of torch or of an installed package calls it, the user's line that
+            calls this function decides.
+        functions: their names.
+        places: `calling_places` of the method's call.
+    """
+    own = [place.line for place in places if not place.line.is_installed]
+    if not own:
+        return False
+    parents = _parents(own[-1].file)
+    calls = [node for node in parents if isinstance(node, ast.Call) and _contains(node, own[-1])]
+    of_method = [call for call in calls if _name_of(call.func) == method]
+    around = [outer for call in of_method for outer in _around(call, parents)] if of_method else calls
+    return any(isinstance(node, ast.Call) and _name_of(node.func) in functions for node in around)
+
+
+def _around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
+    """Yield the expressions around an expression, the innermost first."""
+    while node in parents and not isinstance(parents[node], ast.stmt):
+        node = parents[node]
+        yield node
 
 
 def is_subscripted(name: str, line: Line) -> bool:
@@ -161,7 +246,7 @@ def _blocks(file: str) -> list[ast.expr | ast.stmt]:
     return [node for node in nodes if isinstance(node, (*_LOOPS, *_FUNCTIONS))]
 
 
-def _contains(node: ast.expr | ast.stmt, line: Line) -> bool:
+def _contains(node: ast.expr | ast.stmt | ast.keyword, line: Line) -> bool:
     return node.lineno <= line.number <= (node.end_lineno or 0)
 
 
@@ -169,6 +254,17 @@ def is_called_by_torch() -> bool:
     """Return whether torch itself called an observed function."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_AUDITOR):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
+def is_in_torchs_function() -> bool:
+    """Return whether the operation that runs now is in a Python function of torch, such as `F.normalize`.
+
+    Modes, operators and what passes an operation to a mode are none.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PASSING_ON):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
 

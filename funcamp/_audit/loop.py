@@ -19,9 +19,11 @@ from funcamp._audit.events import (
     FileLoaded,
     FileSaved,
     GradientRead,
+    GradientsAssigned,
     GradientsTaken,
     GradientWritten,
     Key,
+    NonfiniteReplaced,
     OptimizerLoaded,
     OptimizerMade,
     OutOfRange,
@@ -39,7 +41,7 @@ from funcamp._audit.events import (
     Unscaled,
     Updated,
 )
-from funcamp._audit.lines import UNKNOWN, Line
+from funcamp._audit.lines import UNKNOWN, Line, Place
 
 
 class Condition(enum.Enum):
@@ -91,6 +93,10 @@ class Gradient:
     """A backward pass of an unscaled loss that added to it."""
     clipped_line: Line | None = None
     """Where it was clipped after the loop itself had written it: a mistake only if a scaler unscales it afterwards."""
+    normalized_line: Line | None = None
+    """Where the loop itself gave it a length that is free of the scale, such as 1."""
+    finite_line: Line | None = None
+    """Where inf and NaN in it were replaced by numbers."""
     unsynced_line: Line | None = None
     """For a parameter of a DDP model: the last pass that added to it, if it was not summed over ranks since."""
     is_written: bool = False
@@ -139,8 +145,8 @@ class Scaler:
     """What is known about a `GradScaler`."""
 
     made_line: Line = UNKNOWN
-    made_lines: tuple[Line, ...] = ()
-    """The lines of all functions that called when it was made, the outermost first."""
+    made_places: tuple[Place, ...] = ()
+    """The places of all functions that called when it was made, the outermost first."""
     updates: int = 0
     passes: int = 0
     """The number of backward passes of losses that it scaled."""
@@ -257,7 +263,7 @@ class Loop:
 
     @follow.register
     def _(self, event: ScalerMade) -> None:
-        self.scalers[event.scaler] = Scaler(made_line=event.line, made_lines=event.lines)
+        self.scalers[event.scaler] = Scaler(made_line=event.line, made_places=event.places)
 
     @follow.register
     def _(self, event: OptimizerMade) -> None:
@@ -372,8 +378,13 @@ class Loop:
         for optimizer in self.optimizers.values():
             if written.intersection(optimizer.parameters):
                 optimizer.cleared_line = None
-        if event.keeps_scale:
+        if event.degree == 1:
             return
+        for parameter in event.parameters:
+            gradient = self.gradient(parameter)
+            is_read_wrongly = not self.wrong_reads.isdisjoint(event.read_ids)  # another mistake
+            if event.degree == 0 and not is_read_wrongly and not self.has_scale_factor:
+                self.gradients[parameter] = replace(gradient, normalized_line=event.line)
         self._note_unscaled(event.parameters, event.line)
         for parameter in event.parameters:
             self.gradients[parameter] = replace(self.gradient(parameter), is_written=True, unsynced_line=None)
@@ -381,6 +392,16 @@ class Loop:
     @follow.register
     def _(self, event: Reduced) -> None:
         self._note_summed(event.parameters)
+
+    @follow.register
+    def _(self, event: GradientsAssigned) -> None:
+        gradient = Gradient(Condition.SCALED, event.line, scaler=event.scaler, updates=self.updates_of(event.scaler))
+        self.gradients |= dict.fromkeys(event.parameters, gradient)
+
+    @follow.register
+    def _(self, event: NonfiniteReplaced) -> None:
+        for parameter in event.parameters:
+            self.gradients[parameter] = replace(self.gradient(parameter), finite_line=event.line)
 
     @follow.register
     def _(self, event: Clipped) -> None:

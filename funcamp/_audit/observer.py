@@ -20,11 +20,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from funcamp import _upstream
 from funcamp._audit import events
-from funcamp._audit.autograd_graph import Scaling, is_scaled, mark_scaled, read_graph
+from funcamp._audit.autograd_graph import Graph, Scaling, is_scaled, mark_scaled, read_graph
 from funcamp._audit.events import Event, Key, Reduction
 from funcamp._audit.file_contents import contains_optimizer, numbers_in
 from funcamp._audit.hooks import Hook, ParameterHooks
-from funcamp._audit.lines import calling_line, calling_lines, is_factor, is_subscripted
+from funcamp._audit.lines import calling_line, calling_places, goes_into, has_literal, is_factor, is_subscripted
 from funcamp._audit.nesting import Nesting, current_node
 from funcamp._audit.operations import Operations
 from funcamp._audit.powers import Power, combined
@@ -37,9 +37,18 @@ from funcamp._upstream.replaced import replaced, with_subclasses
 if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.nn.parallel import DistributedDataParallel
+    from torch.utils.hooks import RemovableHandle
 
 #: The number of arguments of `torch.autograd.backward` between the tensors and `inputs`.
 _PLACE_OF_INPUTS = 4
+#: The functions of torch.distributed whose results are numbers of all ranks. The last two are new in torch 2.13.
+_GATHERING = {"all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"}
+_GATHERING |= {"all_gather_single", "reduce_scatter_single"}
+#: The names of functions that compute a statistic of numbers, or log one.
+_STATISTICS = {"norm", "hist", "histogram", "mean", "median", "std", "var", "percentile", "quantile"}
+_STATISTICS |= {"add_histogram", "add_scalar", "log_histogram"}
+#: The first scale of a scaler whose script passes none.
+_DEFAULT_SCALE = 2.0**16
 #: A function of torch that is replaced.
 _Function: TypeAlias = Callable[..., object]
 #: Gets a function of torch and the arguments of its call, and calls it.
@@ -55,6 +64,28 @@ class _Observed(NamedTuple):
     handler: _Handler
 
 
+class _Pass(NamedTuple):
+    """What is known about a backward pass before it runs."""
+
+    outputs: list[Tensor]
+    """The losses."""
+    leaves: list[Tensor]
+    """The tensors to whose gradients it adds."""
+    empty: frozenset[Key]
+    """The leaves that have no gradient, or zeros."""
+    graph: Graph
+    scaling: Scaling | None
+    is_nested: bool
+    """Whether it runs inside another pass."""
+    has_one_as_initial: bool
+    """Whether it begins with gradients of 1, as that of a loss does."""
+    not_finite: str
+    """For the first pass of the run: "loss" or "parameter" if that is not finite."""
+    retains_graph: bool
+    synced: frozenset[Key]
+    """The parameters of DDP models whose gradients it will sum over ranks."""
+
+
 class Observer:
     """Watches a run.
 
@@ -68,9 +99,10 @@ class Observer:
         self._nesting = Nesting()
         self._quietly = self._nesting.quietly
         self._tracked = Tracked()
-        self._hooks = ParameterHooks(self._emit, self._tracked, self._nesting)
         self._replicas = Replicas(self._tracked)
         self._operations = Operations(self._emit, self._tracked, self._nesting.hides_operations)
+        report_new_gradient = self._operations.report_new_gradient
+        self._hooks = ParameterHooks(self._emit, self._tracked, self._nesting, report_new_gradient)
         self._updates: dict[Key, int] = {}
         """How many updates each scaler has had."""
         self._scales: dict[Key, float] = {}
@@ -81,6 +113,8 @@ class Observer:
         """Whether a scaler has scaled a loss."""
         self._applied: set[Key] = set()
         """The optimizers that have taken their own step since the scaler's step was called."""
+        self._last_hooks: dict[Key, RemovableHandle] = {}
+        """For each optimizer whose step runs: the hook that runs after its own hooks, before the step."""
         self._outer_scaling: Scaling | None = None
         """The scaling of the backward pass that runs now."""
         self._last_scaling: Scaling | None = None
@@ -97,7 +131,7 @@ class Observer:
     def observing(self) -> Iterator[None]:
         """Context manager: calls of torch are events."""
         with contextlib.ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
+            stack.callback(register_optimizer_step_pre_hook(self._begin_hooks).remove)
             stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
             # A function that two modules have stays one function: pickle looks it up in the module that it names.
             wrapped: dict[int, _Function] = {}  # by the function's id: some of torch's have no hash
@@ -105,7 +139,7 @@ class Observer:
             observe_later = functools.partial(self._observe_class, stack)
             stack.enter_context(replaced(torch.amp.GradScaler, __init_subclass__=classmethod(observe_later)))
             for observed in list(self._handlers()):
-                function = vars(observed.owner)[observed.name]
+                function = vars(observed.owner).get(observed.name) or getattr(observed.owner, observed.name)
                 if id(function) not in wrapped:
                     wrapped[id(function)] = self._wrap(function, observed.handler)
                 stack.enter_context(replaced(observed.owner, **{observed.name: wrapped[id(function)]}))
@@ -153,6 +187,8 @@ class Observer:
         for scheduler_class in with_subclasses(LRScheduler):
             if "step" in vars(scheduler_class):
                 yield _Observed(scheduler_class, "step", self._step_scheduler)
+        yield _Observed(Tensor, "numpy", self._read_as_numbers)
+        yield _Observed(Tensor, "tolist", self._read_as_numbers)
         yield _Observed(Tensor, "register_hook", self._register_hook)
         yield _Observed(Tensor, "register_post_accumulate_grad_hook", self._register_hook_after)
         yield _Observed(torch.autograd, "backward", self._backward)
@@ -175,6 +211,8 @@ class Observer:
             for owner in (torch.distributed, torch.distributed.distributed_c10d):
                 for name in ("all_reduce", "all_reduce_coalesced", "reduce"):
                     yield _Observed(owner, name, self._reduce)
+                for name in vars(owner).keys() & _GATHERING:
+                    yield _Observed(owner, name, self._gather)
             yield _Observed(nn.parallel.DistributedDataParallel, "__init__", self._make_replica)
             reducer_class = torch.distributed.Reducer  # type: ignore[attr-defined]
             yield _Observed(reducer_class, "prepare_for_backward", self._prepare_reducer)
@@ -205,15 +243,25 @@ class Observer:
     def _make_scaler(self, function: _Function, scaler: GradScaler, *args: object, **kwargs: object) -> None:
         self._quietly(function, scaler, *args, **kwargs)
         key = self._tracked.key(scaler)
-        self._emit(events.ScalerMade(calling_line(), key, calling_lines()))
-        if scaler.is_enabled() and scaler._init_scale in self._loaded_numbers:  # loaded without load_state_dict
+        self._emit(events.ScalerMade(calling_line(), key, calling_places()))
+        if scaler.is_enabled() and self._is_scale_of_file(scaler._init_scale, [*args, *kwargs.values()]):
             self._emit(events.ScalerLoaded(calling_line(), key))
+
+    def _is_scale_of_file(self, scale: float, arguments: list[object]) -> bool:
+        """Return whether a new scaler got its first scale from a file, without `load_state_dict`.
+
+        A file may have the same scale by chance. Then the script has a number in its source, or passes none.
+        """
+        is_default = scale == _DEFAULT_SCALE and scale not in [one for one in arguments if isinstance(one, float)]
+        return scale in self._loaded_numbers and not is_default and not has_literal("init_scale", calling_line())
 
     def _scale(self, function: _Function, scaler: GradScaler, outputs: object) -> object:
         if not self._passes and isinstance(outputs, Tensor):
             self._first_loss_is_finite = all_finite(outputs)
         if isinstance(outputs, Tensor) and scaler.is_enabled():
-            self._emit(events.LossScaled(calling_line(), is_scaled(outputs)))
+            power = self._tracked.power_of(outputs)
+            grows = power is not None and power.degree > 0
+            self._emit(events.LossScaled(calling_line(), is_scaled(outputs), grows))
         result = self._quietly(function, scaler, outputs)
         if isinstance(result, Iterator):
             losses = list(result)
@@ -271,7 +319,7 @@ class Observer:
         if not scaler.is_enabled():  # the scale is a Python number, which needs no host synchronization
             return self._quietly(function, scaler)
         key = self._tracked.key(scaler)
-        self._emit(events.ScaleRead(calling_line(), key, is_factor("get_scale", calling_lines())))
+        self._emit(events.ScaleRead(calling_line(), key, is_factor("get_scale", calling_places())))
         scale = self._quietly(function, scaler)
         self._tracked.scales.add(scale)
         self._scales[key] = scale
@@ -293,8 +341,22 @@ class Observer:
         parameters = self._tracked.parameters_of(optimizer)
         self._emit(events.OptimizerMade(calling_line(), self._tracked.key(optimizer), parameters))
 
+    def _begin_hooks(self, optimizer: Optimizer, *_: object) -> None:
+        """Before the hooks of an optimizer that run before its own step: they may unscale.
+
+        A hook that is registered now is the optimizer's last one.
+        """
+        key = self._tracked.key(optimizer)
+        self._drop_last_hook(key)  # of a step that raised
+        self._last_hooks[key] = optimizer.register_step_pre_hook(self._begin_step)
+
+    def _drop_last_hook(self, optimizer: Key) -> None:
+        """Take back the hook that `_begin_hooks` has registered."""
+        if optimizer in self._last_hooks:
+            self._last_hooks.pop(optimizer).remove()
+
     def _begin_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Before an optimizer's own step."""
+        """Before an optimizer's own step, after its hooks."""
         if self._is_in_other_loop():
             return
         if not self._nesting.in_scaler_step:
@@ -303,9 +365,10 @@ class Observer:
 
     def _end_step(self, optimizer: Optimizer, *_: object) -> None:
         """After an optimizer's own step."""
+        key = self._tracked.key(optimizer)
+        self._drop_last_hook(key)
         if self._is_in_other_loop():
             return
-        key = self._tracked.key(optimizer)
         self._nesting.stepping.discard(key)
         self._applied.add(key)
         if not self._nesting.in_scaler_step:
@@ -315,9 +378,8 @@ class Observer:
         self, event_type: type[events.OptimizerEvent], optimizer: Optimizer, scaler: GradScaler | None
     ) -> None:
         """Report a call that uses an optimizer's gradients, and before it the gradients that the loop has replaced."""
-        written = self._tracked.find_replaced_gradients(optimizer)
-        if written:
-            self._emit(events.GradientWritten(calling_line(), written))
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._report_replaced_gradients(parameters)
         read_ids = self._tracked.reads_in_gradients(optimizer)
         if read_ids:
             self._emit(events.ReadsCancelled(calling_line(), read_ids))
@@ -328,9 +390,18 @@ class Observer:
             parameters=self._tracked.parameters_of(optimizer),
             has_enabled_scaler=scaler is not None and scaler.is_enabled(),
             has_refused_float16=_refuses_float16(scaler) and _has_float16_gradient(optimizer),
-            lines=calling_lines(),
+            places=calling_places(),
         )
         self._emit(event)
+
+    def _report_replaced_gradients(self, parameters: list[Tensor]) -> None:
+        """Report the gradients of parameters that the loop has replaced since the backward pass."""
+        if self._nesting.in_backward:  # the pass replaces them
+            return
+        for key, scaling in self._tracked.assigned_gradients(parameters):
+            self._emit(events.GradientsAssigned(calling_line(), (key,), scaling.scaler))
+        for key, gradient in self._tracked.replaced_gradients(parameters):
+            self._operations.report_new_gradient(key, gradient)
 
     def _clear_optimizer(self, function: _Function, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
         parameters = self._tracked.parameters_of(optimizer)
@@ -363,49 +434,85 @@ class Observer:
             args = args[:_PLACE_OF_INPUTS]
         if isinstance(tensors, Iterator):  # it can be read once
             tensors = list(tensors)
-        outputs = tensors_in(tensors)
+        backward = self._begin_pass(
+            outputs=tensors_in(tensors),
+            inputs=None if inputs is None else tensors_in(inputs),
+            initial_gradients=tensors_in(args[0] if args else kwargs.get("grad_tensors")),
+            retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
+        )
+        with replaced(self, _outer_scaling=backward.scaling), replaced(self._nesting, in_backward=True):
+            result = function(tensors, *args, inputs=inputs, **kwargs)
+        self._end_pass(backward)
+        return result
+
+    def _begin_pass(
+        self,
+        *,
+        outputs: list[Tensor],
+        inputs: list[Tensor] | None,
+        initial_gradients: list[Tensor],
+        retains_graph: bool,
+    ) -> _Pass:
+        """Return what is known about a backward pass before it runs.
+
+        Args:
+            outputs: the losses.
+            inputs: the tensors to whose gradients it adds; None for all leaves of the graph.
+            initial_gradients: those of the losses; none for 1.
+            retains_graph: whether the graph is kept.
+        """
         graph = read_graph(outputs)
-        leaves = graph.leaves if inputs is None else tensors_in(inputs)
+        leaves = graph.leaves if inputs is None else inputs
         is_nested = current_node() is not None  # in a checkpoint whose forward pass runs again
         scaling = self._outer_scaling if is_nested else graph.scaling
-        initial_gradients = tensors_in(args[0] if args else kwargs.get("grad_tensors"))
-        if scaling is None and not is_nested:
-            scaling = self._indirect_scaling([*outputs, *initial_gradients])
         if not is_nested:
+            scaling = scaling or self._indirect_scaling([*outputs, *initial_gradients])
+            self._last_scaling = scaling or self._last_scaling
             self._hooks.forget()
             self._tracked.forget_powers()  # the loop may have unscaled earlier gradients since
-        synced = self._replicas.synced()
+        is_first = not is_nested and not self._passes
+        return _Pass(
+            outputs=outputs,
+            leaves=leaves,
+            empty=frozenset(self._tracked.key(leaf) for leaf in leaves if is_zero(leaf.grad)),
+            graph=graph,
+            scaling=scaling,
+            is_nested=is_nested,
+            has_one_as_initial=not is_nested and all(map(_is_one, initial_gradients)),
+            not_finite=self._find_not_finite(outputs, leaves, graph.scaling) if is_first else "",
+            retains_graph=retains_graph,
+            synced=self._replicas.synced(),
+        )
+
+    def _end_pass(self, backward: _Pass) -> None:
+        """Report a backward pass that has ended, and then what hooks did in it."""
+        views = [*self._tracked.views_of_gradients(backward.leaves)]
+        leaves = [*backward.leaves, *[parameter for parameter, _ in views]]
         keys = self._tracked.parameters(leaves)
-        empty = frozenset(key for key, leaf in zip(keys, leaves) if is_zero(leaf.grad))
-        not_finite = "" if is_nested or self._passes else self._find_not_finite(outputs, leaves, graph.scaling)
-        if not is_nested:
-            self._last_scaling = scaling or self._last_scaling
-        is_mean = not is_nested and all(map(_is_one, initial_gradients))
-        with replaced(self, _outer_scaling=scaling), replaced(self._nesting, in_backward=True):
-            result = function(tensors, *args, inputs=inputs, **kwargs)
-        self._passes += not is_nested
+        empty = {self._tracked.key(parameter) for parameter, leaf in views if self._tracked.key(leaf) in backward.empty}
+        self._passes += not backward.is_nested
         self._tracked.remember_gradients(leaves)
         self._replicas.end_pass(keys)
+        scaling, graph = backward.scaling, backward.graph
         self._emit(
             events.Backward(
                 calling_line(),
                 parameters=keys,
-                empty=empty,
+                empty=backward.empty | empty,
                 scaler=None if scaling is None else scaling.scaler,
                 dtypes=graph.dtypes,
-                reduction=graph.reduction if is_mean else Reduction.OTHER,
-                autocast_dtype=None if is_nested else _autocast_dtype(outputs),
+                reduction=graph.reduction if backward.has_one_as_initial else Reduction.OTHER,
+                autocast_dtype=None if backward.is_nested else _autocast_dtype(backward.outputs),
                 has_products=graph.has_products,
-                lines=calling_lines(),
-                not_finite=not_finite,
+                places=calling_places(),
+                not_finite=backward.not_finite,
                 nonfinite_input=self._operations.nonfinite_input,
-                retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
-                synced=synced,
-                unsynced=self._replicas.parameters().intersection(keys) - synced,
+                retains_graph=backward.retains_graph,
+                synced=backward.synced,
+                unsynced=self._replicas.parameters().intersection(keys) - backward.synced,
             )
         )
         self._hooks.emit_deferred()
-        return result
 
     def _indirect_scaling(self, tensors: list[Tensor]) -> Scaling | None:
         """Return the scaling of a pass whose loss no scaler has scaled; None if nothing else did.
@@ -424,7 +531,22 @@ class Observer:
         if current_node() is None:
             scaling = read_graph(tensors_in(outputs)).scaling if self._has_scaled else None
             self._emit(events.GradientsTaken(calling_line(), None if scaling is None else scaling.scaler))
+            if scaling is not None:
+                return self._take_gradients(function, scaling, outputs, *args, **kwargs)
         return function(outputs, *args, **kwargs)
+
+    def _take_gradients(
+        self, function: _Function, scaling: Scaling, outputs: object, *args: object, **kwargs: object
+    ) -> object:
+        """Call `torch.autograd.grad` for a scaled loss, and remember what it returns."""
+        inputs = args[0] if args else kwargs.pop("inputs", ())
+        leaves = tensors_in(inputs)  # a generator can be read once
+        result = function(outputs, leaves if isinstance(inputs, Iterator) else inputs, *args[1:], **kwargs)
+        if isinstance(result, tuple):
+            pairs = [(gradient, leaf) for gradient, leaf in zip(result, leaves) if isinstance(gradient, Tensor)]
+            self._tracked.remember_taken([pair[0] for pair in pairs], [pair[1] for pair in pairs], scaling)
+            self._last_scaling = scaling
+        return result
 
     def _find_not_finite(self, outputs: list[Tensor], leaves: list[Tensor], scaling: Scaling | None) -> str:
         """Return what is not finite in the first pass: "parameter", "loss" or ""."""
@@ -450,8 +572,15 @@ class Observer:
             self._emit(events.CastToFloat16(calling_line(), keys))
         return result
 
+    def _read_as_numbers(self, function: _Function, tensor: Tensor, *args: object, **kwargs: object) -> object:
+        is_of_gradients = self._tracked.power_of(tensor) is not None
+        if is_of_gradients and goes_into(function.__name__, _STATISTICS, calling_places()):
+            self._operations.report_host_read(tensor)
+        return function(tensor, *args, **kwargs)
+
     def _clip(self, function: _Function, parameters: object, *args: object, **kwargs: object) -> object:
         clipped = tensors_in(parameters)  # a generator can be read once
+        self._report_replaced_gradients(clipped)
         keys = self._tracked.parameters(clipped)
         bound = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
         if bound != math.inf:
@@ -473,6 +602,15 @@ class Observer:
             else:
                 self._tracked.remember_reduced(tensor, calling_line())
         return self._quietly(function, *args, **kwargs)
+
+    def _gather(self, function: _Function, *args: object, **kwargs: object) -> object:
+        outputs, tensors = args[:2] if len(args) > 1 else ((), ())  # only if both are positional
+        power = self._tracked.power_of(tensors)
+        result = self._quietly(function, *args, **kwargs)
+        if power is not None:
+            for output in tensors_in(outputs):
+                self._tracked.remember_power(output, power._replace(reduced_line=calling_line()))
+        return result
 
     def _make_replica(
         self, function: _Function, model: DistributedDataParallel, *args: object, **kwargs: object

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from funcamp import _upstream
 from funcamp._audit.events import Event, Key
@@ -39,6 +40,7 @@ class Operations(_Mode):
         _upstream.check(_Mode)
         super().__init__()  # type: ignore[no-untyped-call]
         self._is_hidden = is_hidden
+        self._tracked = tracked
         self._gradients = GradientOperations(emit, tracked)
         self._float16 = Float16Range(emit)
 
@@ -51,6 +53,14 @@ class Operations(_Mode):
         """Report the norm of gradients that a function of torch has computed."""
         self._gradients.report_norm(norm, parameters)
 
+    def report_host_read(self, tensor: Tensor) -> None:
+        """Report that numbers that may be computed from gradients are read on the host, for a statistic."""
+        self._gradients.report_host_read(tensor)
+
+    def report_new_gradient(self, parameter: Key, gradient: Tensor) -> None:
+        """Report that the loop has replaced a parameter's gradient."""
+        self._gradients.report_new_gradients((parameter,), self._tracked.power_of_computed(gradient), [gradient])
+
     def __torch_dispatch__(
         self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
     ) -> object:
@@ -62,7 +72,7 @@ class Operations(_Mode):
             self._float16.check_before(Call(func, args, keywords))
         call = recorded(func, args, keywords)
         result = func(*args, **keywords)
-        self._gradients.check(name, args, result)
+        self._gradients.check(name, call, result)
         for output in tensor_arguments((result,)):
             if output.dtype == torch.float16:
                 self._float16.check_result(call, output)

@@ -6,12 +6,13 @@ A norm grows with the scale, a dot product of two gradients with its square, and
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
 import torch
 
 from funcamp._audit.events import Key
+from funcamp._audit.lines import Line
 from funcamp._audit.tensors import is_plain
 from funcamp._types import Args
 from funcamp._upstream.modes import without_modes
@@ -26,6 +27,14 @@ class Power(NamedTuple):
     """The power of the scale."""
     read_ids: tuple[int, ...] = ()
     """The reads of gradients, such as norms, from which it is computed."""
+    is_certain: bool = True
+    """Whether nothing else went into it that may have been computed from gradients of an earlier pass."""
+    free_line: Line | None = None
+    """If the degree is 0: where it became free of the scale."""
+    finite_line: Line | None = None
+    """Where inf and NaN in it were replaced by numbers."""
+    reduced_line: Line | None = None
+    """Where it was gathered from all ranks."""
 
 
 #: The result grows with the same power of the scale as the input that grows most.
@@ -55,7 +64,19 @@ def combined(powers: list[Power], degree: float) -> Power:
     """Return the power of what is computed from several tensors, with its degree."""
     parameters = tuple([key for power in powers for key in power.parameters])
     read_ids = tuple([read_id for power in powers for read_id in power.read_ids])
-    return Power(parameters, degree, read_ids)
+    return Power(
+        parameters,
+        degree,
+        read_ids,
+        is_certain=all(power.is_certain for power in powers),
+        free_line=_first(power.free_line for power in powers),
+        finite_line=_first(power.finite_line for power in powers),
+        reduced_line=_first(power.reduced_line for power in powers),
+    )
+
+
+def _first(lines: Iterable[Line | None]) -> Line | None:
+    return next((line for line in lines if line is not None), None)
 
 
 def degree_of(name: str, arguments: Args, powers: list[Power | None], scales: Collection[float]) -> float | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import TypeGuard
 
@@ -10,6 +11,28 @@ from torch import Tensor, nn
 
 from funcamp import _upstream
 from funcamp._upstream.modes import without_modes
+
+
+class WeakTensors:
+    """A set of tensors by identity, which keeps none alive."""
+
+    def __init__(self) -> None:
+        self._references: dict[int, weakref.ref[Tensor]] = {}
+
+    def add(self, tensor: Tensor) -> None:
+        """Add a tensor until it is gone."""
+        number = id(tensor)
+        references = self._references
+
+        def remove(reference: weakref.ref[Tensor]) -> None:
+            if references.get(number) is reference:  # another tensor may have this number now
+                del references[number]
+
+        references[number] = weakref.ref(tensor, remove)
+
+    def __contains__(self, tensor: object) -> bool:
+        reference = self._references.get(id(tensor))
+        return reference is not None and reference() is tensor
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:

@@ -9,14 +9,14 @@ import torch
 
 from funcamp._audit import events
 from funcamp._audit.events import Backward, Event, Reduction
-from funcamp._audit.lines import Line
+from funcamp._audit.lines import Line, Place
 from funcamp._audit.loop import Condition, Loop, Mixture
 
 PARAMETER, OPTIMIZER, SCALER, OTHER = 1, 2, 3, 4
 HERE = Line("train.py", 1)
 CALL = (OPTIMIZER, SCALER, (PARAMETER,), True, False)
 
-PLAIN = Backward(HERE, (PARAMETER,), frozenset(), None, frozenset(), Reduction.MEAN, None, (HERE,), "")
+PLAIN = Backward(HERE, (PARAMETER,), frozenset(), None, frozenset(), Reduction.MEAN, None, (Place(HERE, 0),), "")
 SCALED = replace(PLAIN, scaler=SCALER, dtypes=frozenset({torch.float16}))
 UNSCALE = events.Unscaled(HERE, *CALL)
 STEP = events.StepCalled(HERE, *CALL)

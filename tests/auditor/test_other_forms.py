@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import l1_loss, mse_loss
+from torch.nn.functional import cross_entropy, kl_div, l1_loss, mse_loss
 
 from funcamp.__main__ import main
 from funcamp._audit.audit import Auditor
@@ -46,6 +46,32 @@ def test_a_sum_of_two_means_is_to_be_divided_too() -> None:
     assert accumulate(lambda outputs, y: mse_loss(outputs, y) / 3 + l1_loss(outputs, y) / 3) == []
 
 
+def smoothed(outputs: Tensor, _: Tensor) -> Tensor:
+    return cross_entropy(torch.cat([outputs, -outputs], 1), torch.tensor([0, 1, 0]), label_smoothing=0.1)
+
+
+def divergence(outputs: Tensor, _: Tensor) -> Tensor:
+    logs = torch.cat([outputs, -outputs], 1).log_softmax(1)
+    return kl_div(logs, torch.full((3, 2), 0.5), reduction="batchmean")
+
+
+def sum_over_batch(outputs: Tensor, y: Tensor) -> Tensor:
+    return (outputs - y).square().sum() / len(y)
+
+
+@pytest.mark.parametrize("loss_of", [smoothed, divergence, sum_over_batch])
+def test_a_mean_that_consists_of_other_operations_is_to_be_divided_too(
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    assert accumulate(loss_of) == ["accumulation-not-divided"]
+    assert accumulate(lambda outputs, y: loss_of(outputs, y) / 3) == []
+
+
+def test_a_sum_that_is_divided_by_the_samples_of_all_micro_batches_is_divided() -> None:
+    assert accumulate(lambda outputs, y: (outputs - y).square().sum() / 9) == []
+    assert accumulate(lambda outputs, y: 0.5 * mse_loss(outputs, y) + 0.1 * l1_loss(outputs, y)) == []
+
+
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 @pytest.mark.parametrize(("scale", "expected"), [(2.0**60, ["scheduler-on-skipped"]), (2.0**10, [])])
 def test_a_fused_optimizer_skips_its_step_itself(scale: float, expected: list[str]) -> None:
@@ -63,6 +89,43 @@ def test_a_fused_optimizer_skips_its_step_itself(scale: float, expected: list[st
             scaler.step(optimizer)
             scaler.update()
             scheduler.step()
+    assert names(auditor) == expected
+
+
+def divide_by(scale: float) -> Callable[[Tensor], Tensor]:
+    return lambda gradient: gradient.div_(scale)
+
+
+@pytest.mark.parametrize(
+    ("change", "unscales", "expected"),
+    [
+        (None, False, ["clip-before-unscale"]),
+        (None, True, []),
+        (divide_by(2.0**10), False, []),
+    ],
+)
+def test_gradients_of_autograd_grad_that_are_assigned(
+    change: Callable[[Tensor], Tensor] | None, unscales: bool, expected: list[str]
+) -> None:
+    auditor = Auditor()
+    with auditor.watching():
+        model, optimizer = model_and_optimizer()
+        parameters = [*model.parameters()]
+        scaler = scaler_of()
+        for x, y in batches():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = mse_loss(model(x), y)
+            for parameter, gradient in zip(parameters, torch.autograd.grad(scaler.scale(loss), parameters)):
+                parameter.grad = gradient if change is None else change(gradient)
+            if unscales:
+                scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            if change is None:
+                scaler.step(optimizer)
+                scaler.update()
+            else:
+                optimizer.step()
     assert names(auditor) == expected
 
 
@@ -124,6 +187,35 @@ def test_a_scale_that_is_only_logged_is_not_saved(saves_scaler: bool, expected: 
             scaler.update()
             logged.append(scaler.state_dict()["scale"])
         torch.save([optimizer.state_dict(), scaler.state_dict() if saves_scaler else None], io.BytesIO())
+    assert names(auditor) == expected
+
+
+@pytest.mark.parametrize(
+    ("scaler_after", "expected"),
+    [
+        (lambda _: torch.amp.GradScaler("cpu"), ["scale-restarts"]),
+        (lambda _: torch.amp.GradScaler("cpu", init_scale=2.0**16), ["scale-restarts"]),
+        (lambda loaded: torch.amp.GradScaler("cpu", init_scale=loaded["scale"]), []),
+    ],
+)
+def test_a_new_scaler_whose_scale_is_that_of_the_file_by_chance_is_not_loaded(
+    scaler_after: Callable[[dict[str, float]], torch.amp.GradScaler], expected: list[str]
+) -> None:
+    auditor = Auditor()
+    with auditor.watching():
+        model, optimizer = model_and_optimizer()
+        file = io.BytesIO()
+        torch.save({"optimizer": optimizer.state_dict(), "scaler": torch.amp.GradScaler("cpu").state_dict()}, file)
+        file.seek(0)
+        loaded = torch.load(file)
+        torch.amp.GradScaler("cpu").load_state_dict(loaded["scaler"])  # and then forgotten
+        optimizer.load_state_dict(loaded["optimizer"])
+        scaler = scaler_after(loaded["scaler"])
+        for x, y in batches():
+            optimizer.zero_grad()
+            scaler.scale(mse_loss(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
     assert names(auditor) == expected
 
 

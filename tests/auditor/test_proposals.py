@@ -13,7 +13,9 @@ from torch.nn.functional import mse_loss
 
 import funcamp
 from funcamp._audit.audit import Auditor, Finding
+from funcamp._audit.proposals import propose_for_epsilon
 from funcamp._audit.render import rows, text
+from funcamp._audit.reruns import Call, Change, in_float32
 
 X = torch.tensor([[1.0, -2.0, 3.0, -4.0]], dtype=torch.float16)
 
@@ -132,6 +134,26 @@ def test_an_epsilon_too_small_to_divide_by_is_not_proposed() -> None:
 def test_if_no_epsilon_helps_the_division_in_float32_is_proposed() -> None:
     _, division = findings(lambda x: 1e3 * x / (0 * x + 1e-8))
     assert division.change == "x.float() + 1e-08  # and the division in float32"
+
+
+@pytest.mark.parametrize("runs_in_float32", [True, False])
+def test_an_epsilon_with_which_the_operation_does_not_run_is_not_proposed(runs_in_float32: bool) -> None:
+    def run(epsilon: float, change: Change) -> object:
+        return torch.ones(1) if runs_in_float32 and change is in_float32 else None
+
+    division = Call(torch.ops.aten.div.Tensor, (X, 0 * X.abs()), {})
+    proposal = propose_for_epsilon(division, run, 1e-8)
+    assert proposal.change == ("x.float() + 1e-08  # and the division in float32" if runs_in_float32 else "")
+    assert proposal.proof.startswith("div, run again" if runs_in_float32 else "no change of policy holds: div is inf")
+
+
+def test_an_epsilon_of_torchs_own_is_named_only_if_something_is_divided_by_zero() -> None:
+    assert findings(lambda x: nn.functional.normalize(x, dim=1)) == []
+    (division,) = findings(lambda x: nn.functional.normalize(0 * x, dim=1))
+    assert division.rule.name == "float16-overflow"
+    assert "the epsilon of 1e-12" in division.detail
+    own, _ = findings(lambda x: (0 * x) / (0 * x).abs().clamp(min=1e-12))
+    assert own.rule.name == "epsilon-below-float16"
 
 
 def test_a_division_by_zero_without_an_epsilon_is_no_overflow_of_float16() -> None:

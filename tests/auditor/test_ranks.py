@@ -15,6 +15,7 @@ from funcamp._audit.audit import Auditor
 from tests.auditor.loops.parts import batches, model_and_optimizer, one_process, scaler_of
 
 distributed: Any = torch.distributed
+pytestmark = pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")
 DDP: Any = nn.parallel.DistributedDataParallel
 
 
@@ -129,7 +130,27 @@ def reduce_norm(model: nn.Module) -> None:
     distributed.all_reduce(squares)
 
 
-@pytest.mark.parametrize("reduce", [reduce_each, reduce_together, reduce_copies])
+def gather_each(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        gathered = [torch.zeros_like(parameter)]
+        distributed.all_gather(gathered, parameter.grad)
+        parameter.grad = torch.stack(gathered).mean(0)
+
+
+def scatter_together(model: nn.Module) -> None:
+    flat = torch.cat([gradient.flatten() for gradient in gradients_of(model)])
+    part = torch.zeros_like(flat)
+    distributed.reduce_scatter_tensor(part, flat)
+    parts = part.split([parameter.numel() for parameter in model.parameters()])
+    for gradient, summed in zip(gradients_of(model), parts):
+        gradient.copy_(summed.view_as(gradient))
+
+
+REDUCTIONS = [reduce_each, reduce_together, reduce_copies, reduce_and_replace, gather_each, scatter_together]
+
+
+@pytest.mark.parametrize("reduce", REDUCTIONS)
 def test_a_reduction_after_unscale_is_named_in_every_form(reduce: Callable[[nn.Module], None]) -> None:
     (found,) = train(of_its_module, reduce, unscale=True)
     assert found.startswith("reduced-after-unscale, distributed.")
@@ -138,6 +159,40 @@ def test_a_reduction_after_unscale_is_named_in_every_form(reduce: Callable[[nn.M
 
 def test_a_norm_that_is_reduced_after_unscale_is_no_finding() -> None:
     assert train(of_ddp, reduce_norm, unscale=True) == []
+
+
+def test_a_norm_that_is_gathered_after_unscale_is_no_finding() -> None:
+    def gather_norms(model: nn.Module) -> None:
+        norm = torch.stack([gradient.norm() for gradient in gradients_of(model)]).norm().reshape(1)
+        distributed.all_gather_into_tensor(output_tensor=torch.zeros(1), input_tensor=norm)
+        distributed.all_gather([torch.zeros(1)], norm)
+
+    assert train(of_ddp, gather_norms, unscale=True) == []
+
+
+@pytest.mark.filterwarnings("ignore:FSDP is switching:UserWarning", "ignore:.*FSDP:FutureWarning")
+@pytest.mark.parametrize(("unscales", "expected"), [(False, ["clip-before-unscale"]), (True, [])])
+def test_the_clipping_of_fsdp_is_seen(unscales: bool, expected: list[str]) -> None:
+    auditor = Auditor()
+    with auditor.watching():
+        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
+
+        plain_model, _ = model_and_optimizer()
+        model = FullyShardedDataParallel(plain_model, device_id=torch.device("cpu"), use_orig_params=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        scaler = ShardedGradScaler("cpu", init_scale=2.0**10)
+        for x, y in batches():
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.float16):
+                loss = mse_loss(model(x), y)
+            scaler.scale(loss).backward()
+            if unscales:
+                scaler.unscale_(optimizer)
+            model.clip_grad_norm_(1.0)
+            scaler.step(optimizer)
+            scaler.update()
+    assert [finding.rule.name for finding in auditor.findings()] == expected
 
 
 def test_gradients_of_a_ddp_model_whose_module_is_called_must_be_reduced_by_the_loop() -> None:

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from funcamp._audit.events import Clipped, Ended, OptimizerEvent, Reduced, StepCalled, Unscaled
+from funcamp._audit.events import (
+    AddedToGradients,
+    Clipped,
+    Ended,
+    OptimizerEvent,
+    Reduced,
+    StepCalled,
+    Unscaled,
+)
 from funcamp._audit.lines import Line
-from funcamp._audit.loop import Condition, Loop, Mixture
+from funcamp._audit.loop import Condition, Gradient, Loop, Mixture
 from funcamp._audit.rules.rule import rule
 
 
@@ -60,6 +68,47 @@ def read_before_unscale(_event: OptimizerEvent | Ended, loop: Loop) -> Iterator[
     Not if what is computed from it is free of the scale: a cosine, a sign, a step of a fixed length.
     """
     yield from loop.lines_of_wrong_reads()
+
+
+@rule(
+    OptimizerEvent,
+    mistake="gradients are normalized before unscale_",
+    effect="unscale_ divides by the scale what is free of it: the step is too short by the factor of the scale",
+    change="scaler.unscale_(optimizer)  # before the gradients are normalized",
+)
+def normalized_before_unscale(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
+    """About to be divided by the scale, and the loop gave the gradients a fixed length while they were scaled."""
+    yield from {one.normalized_line for one in _divided_now(event, loop) if one.normalized_line is not None}
+
+
+@rule(
+    OptimizerEvent,
+    mistake="inf and NaN in gradients are replaced by numbers before unscale_ (nan_to_num)",
+    effect="the scaler finds no overflow: it applies the replaced gradients, and the scale grows again and again",
+    change="scaler.unscale_(optimizer)  # before nan_to_num: scaler.step then skips the step",
+)
+def overflow_replaced(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
+    """About to be checked for inf and NaN, which the loop has replaced."""
+    yield from {one.finite_line for one in _divided_now(event, loop) if one.finite_line is not None}
+
+
+def _divided_now(event: OptimizerEvent, loop: Loop) -> list[Gradient]:
+    """Return the gradients that a scaler checks and divides by its scale at an event; none if it already did."""
+    if event.scaler is None or not event.has_enabled_scaler or event.optimizer in loop.scaler(event.scaler).unscaled:
+        return []
+    return [one for one in loop.gradients_of(event.parameters) if one.condition is not Condition.USED]
+
+
+@rule(
+    AddedToGradients,
+    mistake="a weight decay or noise is added to gradients before unscale_",
+    effect="unscale_ divides it by the scale too: it has almost no weight",
+    change="scaler.unscale_(optimizer)  # before it is added",
+)
+def added_before_unscale(event: AddedToGradients, loop: Loop) -> Iterator[Line]:
+    """Added to scaled gradients. Not if the loop multiplies by the scale: it may multiply what it adds."""
+    if loop.conditions(event.parameters) == {Condition.SCALED} and not loop.has_scale_factor:
+        yield event.line
 
 
 @rule(

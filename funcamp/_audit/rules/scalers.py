@@ -31,7 +31,7 @@ def _forward_dtypes(event: StepCalled, loop: Loop) -> set[torch.dtype]:
     change="scaler = torch.amp.GradScaler(device)  # once, before the loop",
 )
 def scaler_made_in_loop(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped by another scaler than last time, which the same line created, called by the same lines.
+    """Stepped by another scaler than last time, which the same call created, called by the same calls.
 
     Not if the optimizer's state was loaded meanwhile: another training begins, such as that of another fold.
     """
@@ -39,7 +39,7 @@ def scaler_made_in_loop(event: StepCalled, loop: Loop) -> Iterator[Line]:
     if event.scaler is None or optimizer.scaler in (None, event.scaler) or optimizer.is_restored:
         return
     scaler, previous_scaler = loop.scaler(event.scaler), loop.scaler(optimizer.scaler)
-    if scaler.made_line != UNKNOWN and scaler.made_lines == previous_scaler.made_lines:
+    if scaler.made_line != UNKNOWN and scaler.made_places == previous_scaler.made_places:
         yield scaler.made_line
 
 
@@ -135,6 +135,18 @@ def loss_over_updated_scale(event: ScaleRead | ScaledLossRead, loop: Loop) -> It
 def scaled_twice(event: LossScaled, _loop: Loop) -> Iterator[Line]:
     """The loss was scaled before."""
     if event.is_scaled:
+        yield event.line
+
+
+@rule(
+    LossScaled,
+    mistake="a penalty on gradients of a scaled loss (torch.autograd.grad) is part of a loss that is scaled again",
+    effect="the penalty grows with the scale: its weight is much too large, and changes whenever the scale changes",
+    change="gradients = [g / scaler.get_scale() for g in gradients]  # before the penalty is computed",
+)
+def penalty_on_scaled(event: LossScaled, loop: Loop) -> Iterator[Line]:
+    """Computed from scaled gradients. Not if the loop divides by the scale: it may have unscaled them."""
+    if event.grows_with_scale and not loop.has_scale_factor:
         yield event.line
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from funcamp._audit.events import Backward, Reduction, StepCalled
-from funcamp._audit.lines import Line, are_in_one_loop
+from funcamp._audit.lines import Line, are_in_one_loop, goes_over_parts
 from funcamp._audit.loop import Condition, Loop, Mixture
 from funcamp._audit.rules.rule import rule
 
@@ -35,7 +35,7 @@ def unscale_in_window(event: Backward, loop: Loop) -> Iterator[Line]:
 def accumulation_not_divided(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """Stepped in the same loop as the passes, but not in each iteration: the batches are micro-batches."""
     window = _added_means(event, loop)
-    if window and are_in_one_loop(window[0].lines, event.lines):
+    if window and are_in_one_loop(window[0].places, event.places):
         yield window[0].line
 
 
@@ -47,21 +47,26 @@ def accumulation_not_divided(event: StepCalled, loop: Loop) -> Iterator[Line]:
     is_note=True,
 )
 def means_added(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped outside of the loop of the passes: whether the batches are micro-batches is unknown."""
+    """Stepped outside of the loop of the passes: whether the batches are micro-batches is unknown.
+
+    Not if the loop goes over parts that are written out, such as a real and a fake batch.
+    """
     window = _added_means(event, loop)
-    if window and not are_in_one_loop(window[0].lines, event.lines):
+    if not window or are_in_one_loop(window[0].places, event.places):
+        return
+    if not goes_over_parts(window[0].places, event.places):
         yield window[0].line
 
 
 def _added_means(event: StepCalled, loop: Loop) -> list[Backward]:
-    """Return the passes of a step if one line ran them, each of a mean loss, and nothing divided the gradients.
+    """Return the passes of a step if one call ran them, each of a mean loss, and nothing divided the gradients.
 
     Passes with `retain_graph` belong to several losses of one batch, and passes that reach different parameters to
     tasks with separate heads. To add their means is right.
     """
     window = loop.optimizer(event.optimizer).window
     stepped = set(event.parameters)
-    is_repeated = len(window) > 1 and len({backward.lines for backward in window}) == 1
+    is_repeated = len(window) > 1 and len({backward.places for backward in window}) == 1
     is_written = any(gradient.is_written for gradient in loop.gradients_of(event.parameters))
     shares_graph = any(backward.retains_graph for backward in window)
     has_several_tasks = len({frozenset(stepped.intersection(backward.parameters)) for backward in window}) > 1

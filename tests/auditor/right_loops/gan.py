@@ -31,3 +31,14 @@ for x, y in batches():
     scaler.scale(loss).backward()
     scaler.step(generator_optimizer)
     scaler.update()
+
+for x, y in batches():
+    discriminator.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        fake = generator(x).detach()
+    for outputs, label in ((y, 1.0), (fake, 0.0)):
+        with torch.autocast("cpu", torch.float16):
+            loss = judge(outputs, label)
+        scaler.scale(loss).backward()
+    scaler.step(discriminator_optimizer)
+    scaler.update()

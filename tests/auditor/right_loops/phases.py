@@ -1,4 +1,4 @@
-"""A training in float32, a search for a learning rate, and folds, each with a scaler of its own."""
+"""A training in float32, two phases, and folds, each with a scaler of its own."""
 
 import copy
 import io
@@ -33,7 +33,7 @@ data = io.BytesIO()
 torch.save({"x": torch.ones(3)}, data)
 data.seek(0)
 torch.load(data)
-train()
+frozen_scaler, full_scaler = train(), train()
 first_state = copy.deepcopy(optimizer.state_dict())
 for _fold in range(2):
     optimizer.load_state_dict(first_state)

@@ -26,9 +26,9 @@ A step, from the outside in:
 
 The trial, when `stateless` is called: `traits.py` is the list of what is tried and refused, in order. It learns from
 `record.py`, a short loop of the class; `trial.py` has the numbers, `dataflow.py` follows which tensor depends on which
-parameter, and `modes.py` leaves the caller's modes. `long_trial.py`, at last, compares with a long loop. When a state is
-made, `kinds.py` tries what the trial did not have: other dtypes, other shapes; `positions.py` asks whether a parameter
-may step without the others.
+parameter, and `modes.py` leaves the caller's modes. `long_trial.py`, at last, compares with a long loop. When a state
+is made, `kinds.py` tries what the trial did not have: other dtypes, other shapes; `positions.py` asks whether a
+parameter may step without the others.
 
 Where a number that a class counts becomes state:
 

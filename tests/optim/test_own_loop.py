@@ -9,7 +9,7 @@ import random
 import statistics
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,13 +29,20 @@ STEPS = 22
 LARGE_STEP = 9
 
 
-def parameters() -> dict[str, torch.Tensor]:
-    return {name: torch.randn(shape) for name, shape in SHAPES.items()}
+def parameters(shapes: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, torch.Tensor]:
+    return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
-def assert_follows(cls: Any, optimizer: Any, attach: Callable[[Any], Any] | None = None, *, flat: bool) -> None:
+def assert_follows(
+    cls: Any,
+    optimizer: Any,
+    attach: Callable[[Any], Any] | None = None,
+    *,
+    flat: bool,
+    shapes: Mapping[str, tuple[int, ...]] = SHAPES,
+) -> None:
     """Assert that steps of an optimizer are those of torch's loop with its class, from large gradients on too."""
-    params = parameters()
+    params = parameters(shapes)
     step = linear_step(optimizer)
     state = step.init(params, flat=flat)
     loop = TorchLoop(cls, params)
@@ -724,3 +731,179 @@ def test_a_class_that_is_not_followed_in_half_precision_is_refused_there(cls: An
     optimizer.init(params)
     with pytest.raises(TypeError, match=reason):
         optimizer.init({name: value.bfloat16() for name, value in params.items()})
+
+
+# What a class does with other parameters than those of its first trial: more of them, other shapes.
+
+#: A convolution in one dimension, a square matrix and a large one, and more parameters than in the trial.
+OTHER_SHAPES = {"c": (4, 2, 5), "q": (6, 6), "w": (40, 24), **{f"b{number}": (3,) for number in range(9)}}
+
+
+class SlowsFirst(Descends):
+    """The first eight parameters have a smaller rate."""
+
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for number, p in enumerate(group["params"]):
+            p.sub_(p.grad, alpha=rate * (0.1 if number < 8 else 1.0))
+
+
+class BeginsByPlace(Descends):
+    """Its state depends on the place of the parameter."""
+
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for number, p in enumerate(group["params"]):
+            state = self.state[p]
+            if not state:
+                state["mean"] = torch.full_like(p, 0.5 ** (number // 8))
+                state["factor"] = torch.tensor(0.5 ** (number // 8))
+            state["mean"].lerp_(p.grad, 0.1)
+            p.sub_(state["mean"] * state["factor"], alpha=rate)
+
+
+class LooksAtWidth(Descends):
+    """Its constructor looks at the largest parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.width = max(max(p.shape, default=1) for p in self.param_groups[0]["params"])
+
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            p.sub_(p.grad, alpha=rate * 8 / max(self.width, 8))
+
+
+class ClipsByWidth(LooksAtWidth):
+    """Asks about each parameter, and cannot ask about each alone."""
+
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            grad = p.grad / p.grad.norm() if p.grad.norm() > self.width else p.grad
+            p.sub_(grad, alpha=rate)
+
+
+class ClearsRows(Descends):
+    """Leaves out the rows whose gradient is small, in matrices and convolutions."""
+
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            grad = p.grad.clone()
+            if p.ndim > 1:
+                grad[grad.flatten(1).norm(dim=1) < 3] = 0.0
+            p.sub_(grad, alpha=rate)
+
+
+class KeepsCounterOfOneElement(Descends):
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            state = self.state[p]
+            if not state:
+                state["step"] = torch.zeros(1)
+            state["step"] += 1
+            p.sub_(p.grad / state["step"].item(), alpha=rate)
+
+
+class PassesArguments(Descends):
+    def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        super().step(*args, **kwargs)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["per_tensor", "flat"])
+@pytest.mark.parametrize(
+    "cls", [SlowsFirst, BeginsByPlace, LooksAtWidth, ClearsRows, KeepsCounterOfOneElement, PassesArguments]
+)
+def test_a_class_that_goes_by_place_size_or_shape_follows_its_own_loop(cls: Any, flat: bool) -> None:
+    assert_follows(cls, stateless(cls), flat=flat, shapes=OTHER_SHAPES)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["per_tensor", "flat"])
+def test_a_counter_of_one_element_is_saved(flat: bool) -> None:
+    step = linear_step(stateless(KeepsCounterOfOneElement))
+    params = parameters(OTHER_SHAPES)
+    state, _ = step(step.init(params, flat=flat), randn_like(params))
+    loaded = step.load_state_dict(step.state_dict(state), like=step.init(params, flat=flat))
+    assert_same(loaded.opt_state.state, state.opt_state.state)
+
+
+_counts = [0]
+
+
+class CountsElsewhereIn3d(Descends):
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            _counts[0] += p.ndim == 3
+            p.sub_(p.grad, alpha=rate / (1 + _counts[0]) if p.ndim == 3 else rate)
+
+
+class TwoNamesIfSquare(Descends):
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            state = self.state[p]
+            if not state:
+                state["mean"] = torch.zeros_like(p)
+                state["sum"] = state["mean"] if p.ndim == 2 and p.shape[0] == p.shape[1] else torch.zeros_like(p)
+            state["mean"].lerp_(p.grad, 0.1)
+            state["sum"].add_(p.grad)
+            p.sub_(state["mean"] + state["sum"], alpha=rate)
+
+
+class FormatsIfLarge(Descends):
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            p.sub_(p.grad, alpha=float(f"{rate / group['t']:.6f}") if p.numel() > 500 else rate)
+
+
+class SketchesIfLarge(Descends):
+    """Projects large matrices on a few random directions, others in every fifth step."""
+
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            update = p.grad
+            if p.numel() > 500:
+                state = self.state[p]
+                if not state or group["t"] % 5 == 0:
+                    state["directions"] = torch.randn(p.shape[1], 4, dtype=p.dtype, device=p.device)
+                update = p.grad @ state["directions"] @ state["directions"].T
+            p.sub_(update, alpha=rate)
+
+
+@pytest.mark.parametrize(
+    ("cls", "shape"),
+    [(CountsElsewhereIn3d, "c"), (TwoNamesIfSquare, "q"), (FormatsIfLarge, "w"), (SketchesIfLarge, "w")],
+)
+def test_a_class_that_is_not_followed_with_parameters_of_some_shape_is_refused_there(cls: Any, shape: str) -> None:
+    optimizer = stateless(cls)
+    params = parameters(OTHER_SHAPES)
+    optimizer.init({name: value for name, value in params.items() if name != shape})
+    with pytest.raises(TypeError, match=rf"stateless: {cls.__name__} cannot be made pure: "):
+        optimizer.init(params)
+
+
+def test_a_class_that_asks_about_each_of_many_parameters_and_goes_by_all_is_refused() -> None:
+    optimizer = stateless(ClipsByWidth)
+    params = parameters(OTHER_SHAPES)
+    opt_state = optimizer.init(params)
+    with pytest.raises(TypeError, match="branches on numbers that change in training in more than 16 ways"):
+        optimizer.update(params, params, opt_state)
+
+
+class ReadsComplexNumber(Descends):
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            p.sub_(p.grad * abs(p.grad.mean().item()), alpha=rate)
+
+
+def test_a_complex_number_that_is_read_in_python_is_refused() -> None:
+    optimizer = stateless(ReadsComplexNumber)
+    with pytest.raises(TypeError, match="its step reads a complex number in Python"):
+        optimizer.init(torch.ones(2, dtype=torch.complex64))
+
+
+class RoundsRate(Descends):
+    def rate(self, group: dict[str, Any]) -> Any:
+        return round(group["lr"], 4)
+
+
+def test_a_schedule_that_is_rounded_to_digits_is_refused() -> None:
+    assert stateless(RoundsRate)
+    with pytest.raises(TypeError, match="lr must be a number, because RoundsRate rounds it to digits in Python"):
+        stateless(RoundsRate, lr=lambda applied: 0.1 / (1 + applied))

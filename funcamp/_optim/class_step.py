@@ -102,6 +102,7 @@ class ClassStep:
         truthful: bool = False,
         flipped_comparison: int | None = None,
         unknown_example: float = math.nan,
+        hides_known_examples: bool = False,
     ) -> Decisions:
         """Return the decisions of a run of the class; arguments as in `Decisions`."""
         return Decisions(
@@ -114,6 +115,7 @@ class ClassStep:
             truthful=truthful,
             flipped_comparison=flipped_comparison,
             unknown_example=unknown_example,
+            hides_known_examples=hides_known_examples,
         )
 
     def run(

@@ -66,6 +66,7 @@ class Decisions:
         truthful: whether later questions get the true answer instead, which reads the tensor: in a trial.
         flipped_comparison: the number of the comparison in the constructor that gets the other answer: in a trial.
         unknown_example: the float of a number whose value is not known. No step may use it: a trial gives several.
+        hides_known_examples: whether the step, not the constructor, gets it for hyperparameters too.
     """
 
     def __init__(
@@ -80,12 +81,14 @@ class Decisions:
         truthful: bool = False,
         flipped_comparison: int | None = None,
         unknown_example: float = math.nan,
+        hides_known_examples: bool = False,
     ) -> None:
         self.class_name = class_name
         self.treated_as_nonzero = treated_as_nonzero
         self.treated_as_zero = treated_as_zero
         self.asks_divisors = asks_divisors
         self.unknown_example = unknown_example
+        self._hides_known_examples = hides_known_examples
         self._flipped_instruction = flipped_instruction
         self._truthful = truthful
         self._flipped_comparison = flipped_comparison
@@ -144,6 +147,11 @@ class Decisions:
     def new_key(self) -> int:
         """Return the number of a value that equals no earlier expression."""
         return self.key(("value", len(self._key_of_expression)))
+
+    @property
+    def hides_examples(self) -> bool:
+        """Whether the float of a number is `unknown_example` though an example is known."""
+        return self._hides_known_examples and not self.is_constructing
 
     def refuse(self, text: str) -> NoReturn:
         """Raise TypeError; `raising_refusals` raises it again, because the class may catch it."""

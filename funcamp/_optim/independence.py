@@ -135,7 +135,9 @@ def _truthful(
     step.form(params)  # here, because finding it may draw random numbers
     runs: list[_FollowedRun] = []
     for unknown_example in _UNKNOWN_EXAMPLES:
-        decisions = step.decisions(answers, truthful=True, unknown_example=unknown_example)
+        decisions = step.decisions(
+            answers, truthful=True, unknown_example=unknown_example, hides_known_examples=bool(answers)
+        )
         try:
             with generators_put_back():
                 runs.append(_followed(step, params, grads, state, hyper, decisions))

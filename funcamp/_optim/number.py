@@ -7,7 +7,8 @@ class needs no branch for tensors, and takes none.
 
 C code reads the float without a call of a method. That of a number in a state is no value: a trial gives it several
 floats, and refuses a class whose step depends on them (`independence.py`). That of a hyperparameter is an example, and
-a trial compares with a loop in which the number changes (`long_trial.py`).
+a trial compares with a loop in which the number changes (`long_trial.py`); on branches that this loop does not reach it
+is no value either.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ def _unary(compute: Compute) -> Any:
 class Number(float):
     """A number that changes in training: a hyperparameter, a count, or what is computed from them; it is a tensor.
 
-    The float is an example of its value; `Decisions.unknown_example` if none is known. The constructor compares the
-    example. A comparison in the step is a question (`Decisions`), and so is the truth of the number. Reading the value
-    raises TypeError. The tensor is float64, as Python's numbers are.
+    The float is an example of its value; `Decisions.unknown_example` if none is known, or the run hides it. The
+    constructor compares the example. A comparison in the step is a question (`Decisions`), and so is the truth of the
+    number. Reading the value raises TypeError. The tensor is float64, as Python's numbers are.
 
     Args:
         label: how errors call it.
@@ -85,6 +86,7 @@ class Number(float):
     #: numpy leaves arithmetic with it to the methods below.
     __array_ufunc__ = None
 
+    example: float
     label: str
     tensor: Tensor
     decisions: Decisions
@@ -104,7 +106,8 @@ class Number(float):
         is_integral: bool = False,
     ) -> Number:
         """Make a number from an example of its value and the tensor that holds it."""
-        number = super().__new__(cls, example)
+        number = super().__new__(cls, decisions.unknown_example if decisions.hides_examples else example)
+        number.example = example
         number.label = label
         number.tensor = tensor
         number.decisions = decisions
@@ -112,11 +115,6 @@ class Number(float):
         number.is_hyperparameter = is_hyperparameter
         number.is_integral = is_integral
         return number
-
-    @property
-    def example(self) -> float:
-        """An example of the value."""
-        return float.__float__(self)  # not float(self), because `__float__` of this class raises
 
     def __repr__(self) -> str:
         return f"<{self.label}>"

@@ -8,18 +8,21 @@ from __future__ import annotations
 
 import collections
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from funcamp._optim.class_state import ClassState, entries_in, zero_of
+from funcamp._optim.class_state import ClassState, Form, entries_in, zero_of
 from funcamp._optim.dataflow import OperationCall, followed
 from funcamp._optim.decisions import Instruction
 from funcamp._optim.modes import without_modes
 
 if TYPE_CHECKING:
     from funcamp._optim.class_step import ClassStep
+
+#: How often each operation is called.
+_Calls: TypeAlias = collections.Counter[OperationCall]
 
 
 def ignores_positions(step: ClassStep, params: Sequence[Tensor]) -> bool:
@@ -29,23 +32,30 @@ def ignores_positions(step: ClassStep, params: Sequence[Tensor]) -> bool:
         step: the class.
         params: tensors without values.
     """
-    calls_of_all = _calls_on(step, list(params))
-    if calls_of_all is None:
-        return False
-    kinds = collections.Counter((param.shape, param.dtype) for param in params)
+    of_all = _calls_on(step, list(params))
+    counts = collections.Counter((param.shape, param.dtype) for param in params)
     examples = {(param.shape, param.dtype): param for param in params}
-    calls_of_each: collections.Counter[OperationCall] = collections.Counter()
-    for kind, count in kinds.items():
-        for call, calls in (_calls_on(step, [examples[kind]]) or {}).items():
-            calls_of_each[call] += count * calls
-    # Not equal: what all share is computed once for all, and once for each.
-    return calls_of_all <= calls_of_each
+    of_each = {kind: _calls_on(step, [example]) for kind, example in examples.items()}
+    if of_all is None:
+        return False
+    for run, calls in of_all.items():
+        calls_of_each: _Calls = collections.Counter()
+        for kind, count in counts.items():
+            calls_of_one = of_each[kind] or {}
+            # One that does not ask this question has no such run.
+            for call, call_count in calls_of_one.get(run, calls_of_one.get(None, {})).items():
+                calls_of_each[call] += count * call_count
+        # Not equal: what all share is computed once for all, and once for each.
+        if not calls <= calls_of_each:
+            return False
+    return True
 
 
-def _calls_on(step: ClassStep, params: list[Tensor]) -> collections.Counter[OperationCall] | None:
-    """Return the operations of a first step and of later ones, in which all questions of an instruction are flipped.
+def _calls_on(step: ClassStep, params: list[Tensor]) -> dict[Hashable, _Calls] | None:
+    """Return the operations of some runs; None if the class fails.
 
-    None if the class fails.
+    The runs are a first step ("first"), a later one (None), and for each instruction that asks a question one in which
+    all its questions are flipped.
     """
     hyper = step.examples("meta")
     groups = [[param] for param in params]
@@ -53,26 +63,31 @@ def _calls_on(step: ClassStep, params: list[Tensor]) -> collections.Counter[Oper
         form = step.form(params)
         with without_modes():
             flow, _ = followed(groups, lambda: step.run(params, params, None, hyper, step.decisions()))
-            calls = collections.Counter(flow.operations)
-            per_param = [
-                {name: zero_of(entry, param) for name, entry in form.param_entries(index).items()}
-                for index, param in enumerate(params)
-            ]
-            shared = {name: zero_of(entry, params[0]) for name, entry in entries_in(form.shared).items()}
-            state = ClassState(per_param, shared)
-            known: set[Instruction | None] = {None}
+            calls: dict[Hashable, _Calls] = {"first": collections.Counter(flow.operations)}
+            state = _state_without_values(form, params)
             waiting: list[Instruction | None] = [None]
             while waiting:
-                decisions = step.decisions(flipped_instruction=waiting.pop())
+                flipped = waiting.pop()
+                decisions = step.decisions(flipped_instruction=flipped)
+                run = functools.partial(step.run, params, params, state, hyper, decisions, form)
                 try:
-                    run = functools.partial(step.run, params, params, state, hyper, decisions, form)
                     flow, _ = followed(groups, run)
                 except Exception:
-                    continue  # the class raises on that side: it does not happen
-                calls.update(flow.operations)
-                new_instructions = {question.instruction for question in decisions.questions} - known
-                known |= new_instructions
-                waiting += new_instructions
+                    if flipped is None:
+                        raise
+                    calls[flipped] = collections.Counter()  # the class raises on that side: it does not happen
+                    continue
+                calls[flipped] = collections.Counter(flow.operations)
+                instructions = {question.instruction for question in decisions.questions}
+                waiting += [one for one in instructions if one not in calls and one not in waiting]
     except Exception:
         return None
     return calls
+
+
+def _state_without_values(form: Form, params: list[Tensor]) -> ClassState:
+    per_param = []
+    for index, param in enumerate(params):
+        entries = form.param_entries(index)
+        per_param.append({name: zero_of(entry, param) for name, entry in entries.items()})
+    return ClassState(per_param, {name: zero_of(entry, params[0]) for name, entry in entries_in(form.shared).items()})

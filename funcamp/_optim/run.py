@@ -140,6 +140,8 @@ def run_step(
                 arguments = arguments | {name: value for name, value in numbers.items() if name in arguments}
             optimizer = instance_of(cls, new_params, arguments)
             decisions.is_constructing = False
+            if decisions.hides_examples:
+                numbers, _ = _numbers(arguments, hyper, decisions)
             set_in_group(optimizer, numbers)
             if state is None:
                 begin_recording(optimizer)

@@ -192,6 +192,19 @@ class Number(float):
     def __rdivmod__(self, other: Any) -> tuple[Any, Any]:
         return other // self, other % self
 
+    def __and__(self, other: int) -> Any:
+        """Return the last bits of a whole number: a mask of them is one less than a power of two."""
+        if not self.is_integral or type(other) is not int or other < 0 or other & (other + 1):
+            _refuse(self, "takes its bits")
+        return self % (other + 1)
+
+    __rand__ = __and__
+
+    def __rshift__(self, other: int) -> Any:
+        if not self.is_integral or type(other) is not int:
+            _refuse(self, "shifts it")
+        return self // 2**other
+
     def __round__(self, digits: int | None = None) -> Any:  # type: ignore[override]  # a number, and no int
         if digits:
             _refuse(self, "rounds it to digits")  # torch.round multiplies first, so that it rounds ties otherwise
@@ -200,10 +213,13 @@ class Number(float):
     def _refuse_reading(self, *_: object) -> NoReturn:
         _refuse(self, "reads its value" if self.is_hyperparameter else "reads a value")
 
+    def _refuse_text(self, *_: object) -> NoReturn:
+        _refuse(self, "writes its value into a text")
+
     # Each of these would read the tensor on the host.
+    __str__ = _refuse_text
+    __format__ = _refuse_text
     __hash__ = _refuse_reading
-    __str__ = _refuse_reading
-    __format__ = _refuse_reading
     __float__ = _refuse_reading
     __int__ = _refuse_reading
     __index__ = _refuse_reading

@@ -47,6 +47,8 @@ _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"} | {"__eq__", "__ne__", "__lt
 #: Functions that raise for infinite and NaN arguments, which a step has that is skipped, and a path that is not taken.
 _DECOMPOSITIONS = {"eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "pca_lowrank", "svd_lowrank", "lstsq"}
 _DECOMPOSITIONS |= {"pinv", "cholesky", "cond"}
+#: Functions whose result has as many elements as values decide.
+_OF_UNKNOWN_SIZE = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
 #: Functions that raise for a probability or a rate that is no number.
 _DRAWS_BY_NUMBERS = {"bernoulli", "multinomial", "poisson"}
 
@@ -93,6 +95,7 @@ class PureCalls(TorchFunctionMode):
         super().__init__()
         self._settle = settle
         self._param_ids = frozenset(map(id, params))
+        self._has_no_values = bool(params) and params[0].device.type == "meta"
         self._batched = batched
         self._decisions = decisions
 
@@ -100,7 +103,10 @@ class PureCalls(TorchFunctionMode):
         result = self._run(func, args, dict(kwargs or {}))
         if not isinstance(result, Tensor):
             return result
-        if self._batched and not any(isinstance(arg, Tensor) for arg in args):
+        is_new = not any(isinstance(arg, Tensor) for arg in args)
+        if is_new and self._has_no_values and result.dim() and "device" not in (kwargs or {}):
+            result = result.to("meta")  # on the CPU, as parameters may be that stand behind those without values
+        if is_new and self._batched:
             result = batched_like(self._batched, result)  # a new counter
         if self._settle and getattr(func, "__name__", "") in _ARITHMETIC and result.dim() == 0:
             return settled(result)
@@ -115,7 +121,14 @@ class PureCalls(TorchFunctionMode):
         elif name in _ATTRIBUTES and args:
             result = self._attribute(func, args[0])
         elif name in ("tensor", "as_tensor") and has_number(args[0]):
+            if _are_whole(args[0]):
+                kwargs.setdefault("dtype", torch.int64)
             result = tensor_of(numbers_to_tensors(args[0]), **kwargs)
+        elif name in _OF_UNKNOWN_SIZE or (name == "__getitem__" and _selects_by_mask(args[1])):
+            self._decisions.refuse_class(
+                "its step selects elements by their values (x[mask], nonzero), so that their number is not known; use "
+                "torch.where"
+            )
         elif name in ("__getitem__", "__setitem__") and isinstance(args[1], Number):
             result = _at_place(*args)
         if result is not _AS_IN_TORCH:
@@ -203,6 +216,20 @@ class PureCalls(TorchFunctionMode):
                 "its step sets requires_grad of a parameter; use it in an ordinary loop with funcamp.GradScaler"
             )
         return _AS_IN_TORCH
+
+
+def _are_whole(numbers: object) -> bool:
+    """Return whether numbers, also in lists, are whole numbers in Python."""
+    if isinstance(numbers, (tuple, list)):
+        return all(map(_are_whole, numbers))
+    return numbers.is_integral if isinstance(numbers, Number) else isinstance(numbers, int)
+
+
+def _selects_by_mask(index: object) -> bool:
+    """Return whether an index selects the elements at which a tensor of bools is True."""
+    if isinstance(index, tuple):
+        return any(map(_selects_by_mask, index))
+    return isinstance(index, Tensor) and index.dtype == torch.bool
 
 
 def _at_place(tensor: Tensor, place: Number, *values: Any) -> Tensor | None:

@@ -9,6 +9,7 @@ import random
 import statistics
 import time
 import types
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -478,6 +479,21 @@ class ComparesMean(Descends):
         return 0.0 if statistics.fmean(self.total_norms()) > 30 else group["lr"]
 
 
+class ScalesByMask(Descends):
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            grad = p.grad.clone()
+            grad[grad.abs() > 1] *= 0.1
+            p.sub_(grad, alpha=rate)
+
+
+class Warns(Descends):
+    def rate(self, group: dict[str, Any]) -> Any:
+        if group["t"] % 100 == 0:
+            warnings.warn(f"step {group['t']}", stacklevel=1)
+        return group["lr"]
+
+
 class ComparesText(Descends):
     def rate(self, group: dict[str, Any]) -> Any:
         return 0.0 if float("%.1f" % sum(self.total_norms())) > 100 else group["lr"]  # noqa: UP031  as C reads it
@@ -530,6 +546,8 @@ REFUSED = [
     (RootInTry, "its method rate may catch Exception of math"),
     (FactorsInTry, "its method move may catch RuntimeError of cholesky, .* torch.linalg.cholesky_ex"),
     (ComparesMean, "its step gives a number that changes in training to a function in C"),
+    (ScalesByMask, r"its step selects elements by their values \(x\[mask\], nonzero\), .* use torch.where"),
+    (Warns, "its step writes its value into a text in Python: .*'t'"),
     (ComparesText, "its step gives a number that changes in training to a function in C"),
     (ComparesComplex, "its step compares it with a complex in Python"),
     (KeepsRatesInTable, "come to other numbers than its own"),
@@ -802,6 +820,24 @@ class KeepsCounterOfOneElement(Descends):
             p.sub_(p.grad / state["step"].item(), alpha=rate)
 
 
+class CountsOnCpu(Descends):
+    """Makes a counter and a table without a device."""
+
+    def move(self, group: dict[str, Any], rate: Any) -> None:
+        for p in group["params"]:
+            state = self.state[p]
+            if not state:
+                state["step"] = torch.zeros(1)
+            state["step"] += 1
+            weight = torch.tensor([1.0, 0.5, 0.25]).index_select(0, torch.tensor([group["t"] % 3]))
+            p.sub_((p.grad / state["step"] * weight).view_as(p), alpha=rate)
+
+
+class TakesBits(Descends):
+    def rate(self, group: dict[str, Any]) -> Any:
+        return group["lr"] * (2 if group["t"] & 3 == 1 else 1) / (1 + (group["t"] >> 2))
+
+
 class PassesArguments(Descends):
     def step(self, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
         super().step(*args, **kwargs)
@@ -809,7 +845,17 @@ class PassesArguments(Descends):
 
 @pytest.mark.parametrize("flat", [False, True], ids=["per_tensor", "flat"])
 @pytest.mark.parametrize(
-    "cls", [SlowsFirst, BeginsByPlace, LooksAtWidth, ClearsRows, KeepsCounterOfOneElement, PassesArguments]
+    "cls",
+    [
+        SlowsFirst,
+        BeginsByPlace,
+        LooksAtWidth,
+        ClearsRows,
+        KeepsCounterOfOneElement,
+        CountsOnCpu,
+        TakesBits,
+        PassesArguments,
+    ],
 )
 def test_a_class_that_goes_by_place_size_or_shape_follows_its_own_loop(cls: Any, flat: bool) -> None:
     assert_follows(cls, stateless(cls), flat=flat, shapes=OTHER_SHAPES)

@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 #: A parameter of a new shape is made smaller as long as the class does the same, but not below this.
 _FEW_ELEMENTS = 64
+#: One with which the class fails without values is not made smaller, and a loop with more elements would take long.
+_MANY_ELEMENTS = 1 << 20
 #: Parameters of the first trial that are beside one of a new shape.
 _OTHERS = 2
 
@@ -109,7 +111,8 @@ class Kinds:
                 self._tried_code[kind.dtype] = {self._operations_on(traits, one).code for one in kinds}
             tried = self._tried_code[kind.dtype]
             code = self._operations_on(traits, kind).code
-            if code not in tried:
+            is_too_large = code is None and torch.Size(kind.shape).numel() > _MANY_ELEMENTS
+            if code not in tried and not is_too_large:
                 with without_modes(), as_eager(), generators_put_back():
                     _try_shape(traits, trial, _smallest(traits.step, kind, code))
                 tried.add(code)

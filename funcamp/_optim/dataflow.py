@@ -43,7 +43,7 @@ _ALSO_POINTWISE = frozenset(
         *("view_as_real", "view_as_complex", "empty_strided", "resolve_conj", "is_same_size"),
     )
 )
-#: Elements of a constant whose values are compared.
+#: Elements of a constant whose bytes are compared.
 _LARGEST_CONSTANT = 64
 #: Functions of lists of tensors that join the elements of each.
 _FOREACH_REDUCTIONS = ("_foreach_norm", "_foreach_max", "_foreach_powsum")
@@ -100,7 +100,7 @@ class Dataflow:
             self.draws = True
         constants = _constants((args, kwargs))
         if name == "lift_fresh":  # of torch.tensor
-            constants += _values(arguments[0])
+            constants += _contents(arguments[0])
         self.operations.append((func, *constants))
         self.has_nan = self.has_nan or any(
             isinstance(constant, float) and constant != constant for constant in constants
@@ -141,10 +141,10 @@ def _constants(value: object) -> list[object]:
     return [value] if isinstance(value, (bool, int, float, complex, str, type(None))) else []
 
 
-def _values(tensor: Tensor) -> list[object]:
-    """Return the numbers of a small constant."""
+def _contents(tensor: Tensor) -> list[object]:
+    """Return the bytes of a small constant: a mode of the step would take its `tolist` for a read of the class."""
     has_values = tensor.numel() <= _LARGEST_CONSTANT and tensor.device.type == "cpu"
-    return tensor.detach().reshape(-1).tolist() if has_values else []
+    return list(tensor.untyped_storage()) if has_values else []
 
 
 def _written(func: OpOverload, args: Args) -> list[Tensor]:

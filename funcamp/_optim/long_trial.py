@@ -302,10 +302,13 @@ def _limit_of(dtype: torch.dtype) -> _Limit:
 
 def _precision_of(steps: Sequence[LoopStep]) -> torch.dtype:
     """Return the dtype in which a class computes: many do in float32, whatever its parameters are."""
-    results = [result for one in steps for result in one.results]
-    if results[0].dtype == torch.float64 and all(torch.equal(result, result.float().double()) for result in results):
-        return torch.float32
-    return results[0].dtype
+    dtype = steps[0].results[0].dtype
+    if dtype != torch.float64:
+        return dtype
+    for one in steps:  # not in all: it may average with a copy in float64
+        if all(torch.equal(result, result.float().double()) for result in one.results):
+            return torch.float32
+    return dtype
 
 
 def _hyper(step: ClassStep, one: LoopStep) -> Hyper:

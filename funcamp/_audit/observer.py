@@ -124,6 +124,8 @@ class Observer:
         self._passes = 0
         """The number of backward passes, without those inside another one."""
         self._first_loss_is_finite = True
+        self._has_taken_overflow = False
+        """Whether `torch.autograd.grad` of a scaled loss made inf or NaN before the first pass."""
         self._threads: dict[int, bool] = {}
         """For each thread that differentiates, whether it was the first one."""
 
@@ -546,12 +548,19 @@ class Observer:
             pairs = [(gradient, leaf) for gradient, leaf in zip(result, leaves) if isinstance(gradient, Tensor)]
             self._tracked.remember_taken([pair[0] for pair in pairs], [pair[1] for pair in pairs], scaling)
             self._last_scaling = scaling
+            if not self._passes:
+                self._has_taken_overflow |= not all(all_finite(gradient) for gradient, _ in pairs)
         return result
 
     def _find_not_finite(self, outputs: list[Tensor], leaves: list[Tensor], scaling: Scaling | None) -> str:
-        """Return what is not finite in the first pass: "parameter", "loss" or ""."""
+        """Return what is not finite in the first pass: "parameter", "loss" or "".
+
+        A loss of which scaled gradients are a part, as of a penalty, may only have met a scale that is too high.
+        """
         if not all(all_finite(leaf) for leaf in leaves):
             return "parameter"
+        if self._has_taken_overflow:
+            return ""
         # The product with the scale may overflow, so a scaled loss was checked before.
         is_finite = all(map(all_finite, outputs)) if scaling is None else self._first_loss_is_finite
         return "" if is_finite else "loss"

@@ -13,7 +13,7 @@ from funcamp._audit.lines import UNKNOWN, Line
 from funcamp._audit.loop import Loop
 from funcamp._audit.observer import Observer
 from funcamp._audit.proposals import Proposal
-from funcamp._audit.rules import RULES, Rule
+from funcamp._audit.rules import RULES, Found, Rule
 
 
 class Enough(BaseException):
@@ -27,15 +27,19 @@ class Finding(NamedTuple):
     line: Line
     times: int
     """The number of events at which it was found on this line."""
-    detail: str = ""
+    detail: str
     """What the first event adds, such as the operation and the range of its inputs."""
+    effect: str
+    """What it does to training."""
+    changed_line: str
+    """The rule's changed line, or what suits this loop better."""
     proposal: Proposal | None = None
     """The change that was tried on the operation of the first event; None if the event has no operation."""
 
     @property
     def change(self) -> str:
         """The changed line: the one that was tried and helps, else the rule's; empty if none helps."""
-        return self.rule.change if self.proposal is None else self.proposal.change
+        return self.changed_line if self.proposal is None else self.proposal.change
 
 
 class Auditor:
@@ -56,7 +60,7 @@ class Auditor:
         """The state after the last event."""
         # By the name of the rule and the line, in the order in which they were first found.
         self._times: Counter[tuple[str, Line]] = Counter()
-        self._details: dict[tuple[str, Line], str] = {}
+        self._first: dict[tuple[str, Line], Found] = {}
         self._proposals: dict[tuple[str, Line], Proposal | None] = {}
 
     @contextlib.contextmanager
@@ -77,10 +81,11 @@ class Auditor:
     def findings(self) -> list[Finding]:
         """Return the findings: mistakes before notes, each in the order in which it was first found."""
         rules_by_name = {rule.name: rule for rule in RULES}
-        findings = [
-            Finding(rules_by_name[name], line, times, self._details[name, line], self._proposals[name, line])
-            for (name, line), times in self._times.items()
-        ]
+        findings = []
+        for (name, line), times in self._times.items():
+            rule, found = rules_by_name[name], self._first[name, line]
+            effect, change = found.effect or rule.effect, found.change or rule.change
+            findings.append(Finding(rule, line, times, found.detail, effect, change, self._proposals[name, line]))
         return sorted(findings, key=lambda finding: finding.rule.is_note)
 
     def has_mistakes(self) -> bool:
@@ -107,8 +112,9 @@ class Auditor:
     def _check(self, event: Event) -> None:
         """Ask every rule about an event, and note the lines of the mistakes."""
         for rule in RULES:
-            for line in rule.lines(event, self.loop):
-                self._times[rule.name, line] += 1
-                if (rule.name, line) not in self._details:
-                    self._details[rule.name, line] = event.detail
-                    self._proposals[rule.name, line] = event.propose()
+            for found in rule.find(event, self.loop):
+                place = rule.name, found.line
+                self._times[place] += 1
+                if place not in self._first:
+                    self._first[place] = found._replace(detail=found.detail or event.detail)
+                    self._proposals[place] = event.propose()

@@ -141,6 +141,10 @@ class StepEnded(Event):
     optimizer: Key
     applied: bool
     """Whether the optimizer took its step; False if the scaler skipped it."""
+    scale: float = 1.0
+    """The scale of its gradients; 1 without a scaler."""
+    nonfinite: str = ""
+    """For a skipped step: which gradient is inf or NaN, and what made it."""
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from funcamp._audit.events import (
     OptimizerLoaded,
     OptimizerMade,
     OutOfRange,
+    Overflowed,
     ReadsCancelled,
     ReadsUsed,
     Reduced,
@@ -191,6 +192,10 @@ class Optimizer:
     """Where its state was loaded from a file."""
     is_restored: bool = False
     """Whether its state was loaded since its last step, from a file or from a copy."""
+    applied: int = 0
+    """How many of its steps were applied."""
+    skips: list[StepEnded] = field(default_factory=list)
+    """Its skipped steps since the last one that was applied."""
     has_own_passes: bool = False
     """Whether a backward pass reached its parameters and none of another optimizer."""
 
@@ -217,6 +222,8 @@ class Loop:
         """Whether `unscale_` was called."""
         self.is_checked = False
         """Whether something was computed from gradients since `unscale_`: the loop may look for inf itself."""
+        self.has_named_overflow = False
+        """Whether a rule has named what was not finite in a forward pass, and no step was applied since."""
         self.left_float16_range = False
         """Whether a float16 operation got or made a number outside of float16's range."""
         self.stale_loss_line = UNKNOWN
@@ -273,6 +280,7 @@ class Loop:
     def _(self, event: Backward) -> None:
         self.passes += 1
         self.last_pass = event
+        self.has_named_overflow |= bool(event.not_finite)
         if event.scaler is not None:
             self.scaler(event.scaler).passes += 1
         updates = self.updates_of(event.scaler)
@@ -330,6 +338,13 @@ class Loop:
     @follow.register
     def _(self, event: StepEnded) -> None:
         self.applied_flags.setdefault(event.optimizer, []).append(event.applied)
+        optimizer = self.optimizer(event.optimizer)
+        if event.applied:
+            optimizer.applied += 1
+            optimizer.skips.clear()
+            self.has_named_overflow = False
+        else:
+            optimizer.skips.append(event)
 
     @follow.register
     def _(self, event: Updated) -> None:
@@ -462,8 +477,9 @@ class Loop:
         self.has_loaded_optimizer |= event.has_optimizer
 
     @follow.register
-    def _(self, _event: OutOfRange) -> None:
+    def _(self, event: OutOfRange) -> None:
         self.left_float16_range = True
+        self.has_named_overflow |= isinstance(event, Overflowed)
 
     def lines_of_wrong_reads(self) -> list[Line]:
         """Return where statistics of scaled gradients were computed that are used, or for no purpose that is seen.

@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from funcamp import _upstream
 from funcamp._audit import events
-from funcamp._audit.autograd_graph import Graph, Scaling, is_scaled, mark_scaled, read_graph
+from funcamp._audit.autograd_graph import Graph, Scaling, is_scaled, mark_scaled, nonfinite_node_of, read_graph
 from funcamp._audit.events import Event, Key, Reduction
 from funcamp._audit.file_contents import contains_optimizer, numbers_in
 from funcamp._audit.hooks import Hook, ParameterHooks
@@ -31,6 +31,7 @@ from funcamp._audit.powers import Power, combined
 from funcamp._audit.replicas import Replicas
 from funcamp._audit.tensors import all_finite, is_zero, tensors_in
 from funcamp._audit.tracked import Tracked
+from funcamp._audit.weight_names import name_of_parameter
 from funcamp._upstream.modes import without_modes
 from funcamp._upstream.replaced import replaced, with_subclasses
 
@@ -49,6 +50,8 @@ _STATISTICS = {"norm", "hist", "histogram", "mean", "median", "std", "var", "per
 _STATISTICS |= {"add_histogram", "add_scalar", "log_histogram"}
 #: The first scale of a scaler whose script passes none.
 _DEFAULT_SCALE = 2.0**16
+#: After as many skipped steps in a row, the operation that makes inf or NaN is searched.
+_SKIPS_BEFORE_SEARCH = 7
 #: A function of torch that is replaced.
 _Function: TypeAlias = Callable[..., object]
 #: Gets a function of torch and the arguments of its call, and calls it.
@@ -126,6 +129,12 @@ class Observer:
         self._first_loss_is_finite = True
         self._has_taken_overflow = False
         """Whether `torch.autograd.grad` of a scaled loss made inf or NaN before the first pass."""
+        self._loss_is_finite = True
+        """Whether the loss was finite that a scaler scaled last."""
+        self._skips: dict[Key, int] = {}
+        """For each optimizer, how many of its last steps were skipped."""
+        self._nonfinite_node = ""
+        """The first node of the last backward pass that made inf or NaN; it is searched after several skipped steps."""
         self._threads: dict[int, bool] = {}
         """For each thread that differentiates, whether it was the first one."""
 
@@ -258,8 +267,10 @@ class Observer:
         return scale in self._loaded_numbers and not is_default and not has_literal("init_scale", calling_line())
 
     def _scale(self, function: _Function, scaler: GradScaler, outputs: object) -> object:
-        if not self._passes and isinstance(outputs, Tensor):
-            self._first_loss_is_finite = all_finite(outputs)
+        if isinstance(outputs, Tensor):
+            self._loss_is_finite = all_finite(outputs)
+            if not self._passes:
+                self._first_loss_is_finite = self._loss_is_finite
         if isinstance(outputs, Tensor) and scaler.is_enabled():
             power = self._tracked.power_of(outputs)
             grows = power is not None and power.degree > 0
@@ -305,8 +316,21 @@ class Observer:
         # An optimizer that wraps another may have no hooks of its own; then its step is taken as applied.
         has_hooks = hasattr(getattr(type(optimizer), "step", None), "hooked")
         is_applied = (bool(self._applied) or not has_hooks) and not _skips_itself(scaler, optimizer)
-        self._emit(events.StepEnded(calling_line(), key, is_applied))
+        self._skips[key] = 0 if is_applied else self._skips.get(key, 0) + 1
+        nonfinite = self._describe_nonfinite(optimizer) if self._skips[key] > _SKIPS_BEFORE_SEARCH else ""
+        self._emit(events.StepEnded(calling_line(), key, is_applied, _scale_of(scaler), nonfinite))
         return result
+
+    def _describe_nonfinite(self, optimizer: Optimizer) -> str:
+        """Return which gradient of an optimizer is inf or NaN, and what made it; empty if there is none now."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not all_finite(parameter.grad):
+                    name = name_of_parameter(parameter)
+                    loss = f"the loss is {'finite' if self._loss_is_finite else 'inf or NaN'}"
+                    node = f"; {self._nonfinite_node} makes the first inf or NaN" if self._nonfinite_node else ""
+                    return f"the gradient of {name} is not finite; {loss}{node}"
+        return ""
 
     def _update(self, function: _Function, scaler: GradScaler, *args: object, **kwargs: object) -> None:
         key = self._tracked.key(scaler)
@@ -442,8 +466,14 @@ class Observer:
             initial_gradients=tensors_in(args[0] if args else kwargs.get("grad_tensors")),
             retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
         )
-        with replaced(self, _outer_scaling=backward.scaling), replaced(self._nesting, in_backward=True):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replaced(self, _outer_scaling=backward.scaling))
+            stack.enter_context(replaced(self._nesting, in_backward=True))
+            is_searched = max(self._skips.values(), default=0) >= _SKIPS_BEFORE_SEARCH and not backward.is_nested
+            nodes = stack.enter_context(nonfinite_node_of(backward.outputs)) if is_searched else []
             result = function(tensors, *args, inputs=inputs, **kwargs)
+        if is_searched:
+            self._nonfinite_node = nodes[0] if nodes else ""
         self._end_pass(backward)
         return result
 
@@ -656,6 +686,15 @@ def _autocast_dtype(outputs: list[Tensor]) -> torch.dtype | None:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
     return None
+
+
+def _scale_of(scaler: GradScaler) -> float:
+    """Return the scale of a scaler, without a call of `get_scale`; 1 if it has none."""
+    scale = scaler._scale
+    if not isinstance(scale, Tensor):
+        return 1.0
+    with without_modes():
+        return scale.item()
 
 
 def _is_one(initial_gradient: Tensor) -> bool:

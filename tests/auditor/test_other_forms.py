@@ -291,3 +291,34 @@ def test_a_mistake_is_named_although_torch_raises_before_the_first_pass(
     with pytest.raises(RuntimeError, match="without overflow"):
         main(["report", "--out", str(tmp_path / "out"), str(script)])
     assert "constant-beyond-float16" in capsys.readouterr().out
+
+
+def skipping(*, applied: int, skipped: int, init_scale: float) -> Auditor:
+    """A loop whose last passes take the root of 0."""
+    auditor = Auditor()
+    with auditor.watching():
+        model, optimizer = model_and_optimizer()
+        scaler = scaler_of(init_scale)
+        for number, (x, _) in enumerate(batches(applied + skipped)):
+            optimizer.zero_grad()
+            outputs = model(x)
+            scaler.scale(
+                (outputs - outputs.detach() * (number >= applied)).norm(dim=1).square().sqrt().mean()
+            ).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return auditor
+
+
+def test_steps_that_are_all_skipped_have_their_scale_a_parameter_and_the_operation() -> None:
+    (finding,) = skipping(applied=1, skipped=8, init_scale=2.0**10).findings()
+    assert finding.detail == (
+        "the last 8 steps; the scale fell from 1024 to 8; the gradient of 0.weight is not finite; the loss is finite; "
+        "SqrtBackward0 makes the first inf or NaN"
+    )
+
+
+def test_skipped_steps_are_no_finding_if_they_are_few_or_the_first_scale_may_be_too_high() -> None:
+    assert names(skipping(applied=1, skipped=7, init_scale=2.0**10)) == []
+    assert names(skipping(applied=0, skipped=10, init_scale=2.0**10)) == []
+    assert names(skipping(applied=0, skipped=12, init_scale=2.0**10)) == ["each-step-skipped"]

@@ -7,11 +7,13 @@ from collections.abc import Iterator
 from funcamp._audit.events import Ended, OptimizerEvent, SchedulerStepped, StepCalled, Updated
 from funcamp._audit.lines import Line
 from funcamp._audit.loop import Condition, Loop
-from funcamp._audit.rules.rule import rule
+from funcamp._audit.rules.rule import Found, rule
 
 #: From this many on, passes, steps or cleared gradients are a pattern. Fewer may be the beginning of a window of
 #: micro-batches.
 _SEVERAL = 4
+#: As many skipped steps in a row are no search for the scale after a step was applied: each halves the scale.
+_MANY_SKIPS = 8
 
 
 @rule(
@@ -141,3 +143,26 @@ def scheduler_on_skipped(event: SchedulerStepped, loop: Loop) -> Iterator[Line]:
     applied_flags = loop.applied_flags.get(event.optimizer, [])
     if applied_flags and not any(applied_flags):
         yield event.line
+
+
+@rule(
+    Ended,
+    mistake="every later step is skipped: its gradients are inf or NaN at any scale, such as those of a root of 0",
+    effect="the parameters no longer change, and the scale falls to zero",
+    change="(x.float().square().sum(1) + 1e-6).sqrt()  # no root, norm, logarithm or division of 0",
+)
+def each_step_skipped(_event: Ended, loop: Loop) -> Iterator[Found]:
+    """The last steps of an optimizer were skipped, and the scale fell.
+
+    Not if the first scale may still be too high: then a step was applied before, or the scale is below 1. Not if an
+    operation of the forward pass was named.
+    """
+    for optimizer in loop.optimizers.values():
+        skips = optimizer.skips
+        if len(skips) < _MANY_SKIPS or loop.has_named_overflow or optimizer.last_pass is None:
+            continue
+        first, last = skips[0].scale, skips[-1].scale
+        if last < first and (optimizer.applied or last < 1):
+            reason = f"; {last_reason}" if (last_reason := skips[-1].nonfinite) else ""
+            detail = f"the last {len(skips)} steps; the scale fell from {first:g} to {last:g}{reason}"
+            yield Found(optimizer.last_pass.line, detail)

@@ -8,12 +8,13 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from funcamp._audit.events import Backward, Ended, Event, GradientsTaken
+from funcamp._audit.events import Backward, Ended, Event, GradientsTaken, Overflowed
 from funcamp._audit.lines import UNKNOWN, Line
 from funcamp._audit.loop import Loop
 from funcamp._audit.observer import Observer
 from funcamp._audit.proposals import Proposal
 from funcamp._audit.rules import RULES, Found, Rule
+from funcamp._audit.rules.values import epsilon_below_float16
 
 
 class Enough(BaseException):
@@ -62,6 +63,8 @@ class Auditor:
         self._times: Counter[tuple[str, Line]] = Counter()
         self._first: dict[tuple[str, Line], Found] = {}
         self._proposals: dict[tuple[str, Line], Proposal | None] = {}
+        self._epsilon_proposals: dict[Line, Proposal | None] = {}
+        """By the line of an epsilon that is zero: the change for the first operation that divides by it."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -85,7 +88,10 @@ class Auditor:
         for (name, line), times in self._times.items():
             rule, found = rules_by_name[name], self._first[name, line]
             effect, change = found.effect or rule.effect, found.change or rule.change
-            findings.append(Finding(rule, line, times, found.detail, effect, change, self._proposals[name, line]))
+            proposal = self._proposals[name, line]
+            if rule.check is epsilon_below_float16:
+                proposal = self._epsilon_proposals.get(line)
+            findings.append(Finding(rule, line, times, found.detail, effect, change, proposal))
         return sorted(findings, key=lambda finding: finding.rule.is_note)
 
     def has_mistakes(self) -> bool:
@@ -118,3 +124,5 @@ class Auditor:
                 if place not in self._first:
                     self._first[place] = found._replace(detail=found.detail or event.detail)
                     self._proposals[place] = event.propose()
+                    if isinstance(event, Overflowed) and event.epsilon_line is not None:
+                        self._epsilon_proposals.setdefault(event.epsilon_line, self._proposals[place])

@@ -349,6 +349,8 @@ class Overflowed(OutOfRange):
     """Of all its inputs."""
     cause: str = ""
     """What the detail gives as the cause; empty for float16's limit."""
+    epsilon_line: Line | None = None
+    """Where the epsilon was added that is zero, if that is the cause."""
 
     @property
     def detail(self) -> str:

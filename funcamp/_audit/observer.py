@@ -690,11 +690,11 @@ def _autocast_dtype(outputs: list[Tensor]) -> torch.dtype | None:
 
 def _scale_of(scaler: GradScaler) -> float:
     """Return the scale of a scaler, without a call of `get_scale`; 1 if it has none."""
-    scale = scaler._scale
+    scale = getattr(scaler, "_scale", None)  # a disabled one has none
     if not isinstance(scale, Tensor):
         return 1.0
     with without_modes():
-        return scale.item()
+        return float(scale.item())
 
 
 def _is_one(initial_gradient: Tensor) -> bool:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import singledispatchmethod
+from typing import NamedTuple
 
 import torch
 
@@ -96,6 +97,10 @@ class Gradient:
     """Where it was clipped after the loop itself had written it: a mistake only if a scaler unscales it afterwards."""
     normalized_line: Line | None = None
     """Where the loop itself gave it a length that is free of the scale, such as 1."""
+    is_clipped: bool = False
+    """Whether it was clipped before a step used it."""
+    late_clip_line: Line | None = None
+    """Where it was clipped only after a step had used it."""
     finite_line: Line | None = None
     """Where inf and NaN in it were replaced by numbers."""
     unsynced_line: Line | None = None
@@ -172,6 +177,15 @@ class Scaler:
     is_loaded: bool = False
 
 
+class Discarded(NamedTuple):
+    """A backward pass whose gradients were cleared before any step."""
+
+    places: tuple[Place, ...]
+    """Of the pass."""
+    line: Line
+    """Where they were cleared."""
+
+
 @dataclass
 class Optimizer:
     """What is known about an optimizer."""
@@ -192,6 +206,12 @@ class Optimizer:
     """Where its state was loaded from a file."""
     is_restored: bool = False
     """Whether its state was loaded since its last step, from a file or from a copy."""
+    stepped_line: Line | None = None
+    """Where an enabled scaler has stepped it, if its gradients are those of that step."""
+    discarded: list[Discarded] = field(default_factory=list)
+    """The passes since its last step whose gradients were cleared before any step."""
+    discards: list[int] = field(default_factory=list)
+    """How many passes were discarded before each of its steps, all of them by the call that ran the last pass too."""
     applied: int = 0
     """How many of its steps were applied."""
     skips: list[StepEnded] = field(default_factory=list)
@@ -297,12 +317,16 @@ class Loop:
                 optimizer.window.append(event)
                 optimizer.last_pass = event
                 optimizer.cleared_line = None
+                optimizer.stepped_line = None
                 optimizer.has_own_passes |= parameters.issubset(optimizer.parameters)
 
     @follow.register
     def _(self, event: GradientsTaken) -> None:
         if event.scaler is not None:
             self.scaler(event.scaler).gradients_taken += 1
+        for optimizer in self.optimizers.values():
+            optimizer.stepped_line = None
+            optimizer.discarded.clear()
 
     @follow.register
     def _(self, event: Unscaled) -> None:
@@ -323,7 +347,13 @@ class Loop:
         optimizer.parameters = event.parameters
         optimizer.steps += 1
         optimizer.is_restored = False
+        last_places = optimizer.window[-1].places if optimizer.window else ()
+        is_regular = all(discarded.places == last_places for discarded in optimizer.discarded)
+        optimizer.discards.append(len(optimizer.discarded) if is_regular else 0)
+        optimizer.stepped_line = event.line if event.has_enabled_scaler else None
         optimizer.window = []
+        for other in self.optimizers.values():
+            other.discarded.clear()
         if event.scaler is not None:
             optimizer.scaler = event.scaler
             scaler = self.scaler(event.scaler)
@@ -393,6 +423,8 @@ class Loop:
         for optimizer in self.optimizers.values():
             if written.intersection(optimizer.parameters):
                 optimizer.cleared_line = None
+                optimizer.stepped_line = None
+                optimizer.discarded.clear()
         if event.degree == 1:
             return
         for parameter in event.parameters:
@@ -412,6 +444,9 @@ class Loop:
     def _(self, event: GradientsAssigned) -> None:
         gradient = Gradient(Condition.SCALED, event.line, scaler=event.scaler, updates=self.updates_of(event.scaler))
         self.gradients |= dict.fromkeys(event.parameters, gradient)
+        for optimizer in self.optimizers.values():
+            optimizer.stepped_line = None
+            optimizer.discarded.clear()
 
     @follow.register
     def _(self, event: NonfiniteReplaced) -> None:
@@ -420,8 +455,13 @@ class Loop:
 
     @follow.register
     def _(self, event: Clipped) -> None:
+        is_late = self.conditions(event.parameters) == {Condition.USED}
         for parameter in event.parameters:
             gradient = self.gradient(parameter)
+            if gradient.condition is not Condition.USED:
+                gradient = self.gradients[parameter] = replace(gradient, is_clipped=True)
+            elif is_late and not gradient.is_clipped:
+                self.gradients[parameter] = replace(gradient, late_clip_line=event.line)
             if gradient.condition is Condition.UNSCALED and gradient.is_written and gradient.clipped_line is None:
                 self.gradients[parameter] = replace(gradient, clipped_line=event.line)
 
@@ -436,7 +476,10 @@ class Loop:
         for parameter in event.parameters:
             self.gradients.pop(parameter, None)
         for optimizer in affected:
+            if optimizer in unused and optimizer.window:
+                optimizer.discarded.append(Discarded(optimizer.window[-1].places, event.line))
             optimizer.window = []
+            optimizer.stepped_line = None
         for optimizer in unused:
             if not self.gradients_of(optimizer.parameters):
                 optimizer.cleared_line = event.line

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from funcamp._audit.events import (
     AddedToGradients,
+    Cleared,
     Clipped,
     Ended,
     OptimizerEvent,
@@ -41,6 +42,18 @@ def clip_before_unscale(event: Clipped | OptimizerEvent, loop: Loop) -> Iterator
     conditions = loop.conditions(event.parameters)
     if Condition.SCALED in conditions and Condition.UNSCALED not in conditions and not loop.has_scale_factor:
         yield event.line
+
+
+@rule(
+    Cleared,
+    mistake="gradients are clipped after the step that used them, and then cleared",
+    effect="the clipping has no effect: the step takes gradients of any length",
+    change="scaler.unscale_(optimizer); clip_grad_norm_(parameters, max_norm)  # before scaler.step(optimizer)",
+)
+def clip_after_step(event: Cleared, loop: Loop) -> Iterator[Line]:
+    """Cleared, and only used and then clipped. Not if they were clipped before the step too: a second clip may log."""
+    used = [one for one in loop.gradients_of(event.parameters) if one.condition is Condition.USED]
+    yield from {gradient.late_clip_line for gradient in used if gradient.late_clip_line is not None}
 
 
 @rule(
@@ -165,7 +178,8 @@ def optimizer_step_after_unscale(event: StepCalled, loop: Loop) -> Iterator[Line
     Not if the loop computes something from the unscaled gradients or from their norm: it may look for inf itself.
     """
     is_unscaled = any(event.optimizer in scaler.unscaled for scaler in loop.scalers.values())
-    if event.scaler is None and is_unscaled and not loop.is_checked:
+    is_second = loop.optimizer(event.optimizer).stepped_line is not None  # another mistake
+    if event.scaler is None and is_unscaled and not loop.is_checked and not is_second:
         yield event.line
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
-from funcamp._audit.events import Ended, OptimizerEvent, SchedulerStepped, StepCalled, Updated
-from funcamp._audit.lines import Line
+from funcamp._audit.events import Ended, OptimizerEvent, Reduction, SchedulerStepped, StepCalled, Updated
+from funcamp._audit.lines import Line, are_in_one_loop
 from funcamp._audit.loop import Condition, Loop
 from funcamp._audit.rules.rule import Found, rule
 
 #: From this many on, passes, steps or cleared gradients are a pattern. Fewer may be the beginning of a window of
 #: micro-batches.
 _SEVERAL = 4
+#: As many passes whose gradients are cleared are no accident, if they are as many before each step.
+_REGULAR_DISCARDS = 6
 #: As many skipped steps in a row are no search for the scale after a step was applied: each halves the scale.
 _MANY_SKIPS = 8
 
@@ -44,6 +47,18 @@ def scaled_backward_no_step(event: Ended, loop: Loop) -> Iterator[Line]:
 def step_without_update(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """Stepped by a scaler that has stepped this optimizer since its last update."""
     if event.scaler is not None and event.optimizer in loop.scaler(event.scaler).stepped:
+        yield event.line
+
+
+@rule(
+    StepCalled,
+    mistake="optimizer.step() is called after scaler.step, with the same gradients",
+    effect="each step is taken twice, and the second one applies inf and NaN that scaler.step has skipped",
+    change="scaler.step(optimizer); scaler.update()  # and no optimizer.step()",
+)
+def stepped_twice(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """The optimizer's own step; an enabled scaler stepped it before, and its gradients are those of that step."""
+    if event.scaler is None and loop.optimizer(event.optimizer).stepped_line is not None:
         yield event.line
 
 
@@ -130,6 +145,31 @@ def cleared_before_step(event: StepCalled, loop: Loop) -> Iterator[Line]:
     cleared_line = loop.optimizer(event.optimizer).cleared_line
     if cleared_line is not None and not loop.gradients_of(event.parameters):
         yield cleared_line
+
+
+@rule(
+    StepCalled,
+    mistake="zero_grad is called in each micro-batch, and a step is taken every few micro-batches",
+    effect="the step gets the gradients of the last micro-batch only, and they are divided by the number of all",
+    change="if the window ends: scaler.step(optimizer); scaler.update(); optimizer.zero_grad()",
+)
+def cleared_in_window(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """Stepped, and before this step and the one before as many passes of the same call were cleared, regularly.
+
+    Only if the step is in the loop of the passes, and the losses are no means: a mean that is divided is none. Not if
+    another optimizer was stepped between, or the loop writes gradients: it may have copied those that were cleared.
+    """
+    optimizer = loop.optimizer(event.optimizer)
+    if not optimizer.window or not optimizer.discarded:
+        return
+    last_pass, discards = optimizer.window[-1], len(optimizer.discarded)
+    is_same_call = all(discarded.places == last_pass.places for discarded in optimizer.discarded)
+    steps = 1 + len(list(itertools.takewhile(lambda count: count == discards, reversed(optimizer.discards))))
+    is_regular = is_same_call and steps > 1 and steps * discards >= _REGULAR_DISCARDS
+    is_written = any(gradient.is_written for gradient in loop.gradients_of(event.parameters))
+    is_divided = last_pass.reduction is not Reduction.MEAN
+    if is_regular and is_divided and not is_written and are_in_one_loop(last_pass.places, event.places):
+        yield optimizer.discarded[-1].line
 
 
 @rule(

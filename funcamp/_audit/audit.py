@@ -16,6 +16,9 @@ from funcamp._audit.proposals import Proposal
 from funcamp._audit.rules import RULES, Found, Rule
 from funcamp._audit.rules.values import epsilon_below_float16
 
+#: The changed line for what a hook does with scaled gradients.
+_CHANGE_OF_HOOK = "scaler.unscale_(optimizer)  # after backward, then this, in the loop and not in a hook"
+
 
 class Enough(BaseException):
     """Ends a run that was watched long enough. A BaseException: `except Exception` in the script does not catch it."""
@@ -88,6 +91,8 @@ class Auditor:
         for (name, line), times in self._times.items():
             rule, found = rules_by_name[name], self._first[name, line]
             effect, change = found.effect or rule.effect, found.change or rule.change
+            if line in self.loop.hook_lines and "scaler.unscale_(" in change:  # the pass of the hook has not ended
+                change = _CHANGE_OF_HOOK
             proposal = self._proposals[name, line]
             if rule.check is epsilon_below_float16:
                 proposal = self._epsilon_proposals.get(line)
@@ -112,6 +117,8 @@ class Auditor:
             self.passes += 1
         if self._has_ended:  # the script ends in its own way: it may save what it has
             return
+        if event.is_in_hook:
+            self.loop.hook_lines.add(event.line)
         self._check(event)
         self.loop.follow(event)
 

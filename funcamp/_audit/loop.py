@@ -97,6 +97,8 @@ class Gradient:
     """Where it was clipped after the loop itself had written it: a mistake only if a scaler unscales it afterwards."""
     normalized_line: Line | None = None
     """Where the loop itself gave it a length that is free of the scale, such as 1."""
+    divided_line: Line | None = None
+    """Where the loop itself divided it by the scale, if it wrote nothing else into it since."""
     is_clipped: bool = False
     """Whether it was clipped before a step used it."""
     late_clip_line: Line | None = None
@@ -156,6 +158,8 @@ class Scaler:
     updates: int = 0
     passes: int = 0
     """The number of backward passes of losses that it scaled."""
+    passes_before_update: int = 0
+    """How many of them were before its last update."""
     gradients_taken: int = 0
     """How often `torch.autograd.grad` was called for a loss that it scaled."""
     steps: int = 0
@@ -191,6 +195,9 @@ class Optimizer:
     """What is known about an optimizer."""
 
     parameters: tuple[Key, ...] = ()
+    name: str = "an optimizer"
+    """Its class."""
+    made_line: Line = UNKNOWN
     scaler: Key | None = None
     """The scaler that stepped it last."""
     steps: int = 0
@@ -218,6 +225,9 @@ class Optimizer:
     """Its skipped steps since the last one that was applied."""
     has_own_passes: bool = False
     """Whether a backward pass reached its parameters and none of another optimizer."""
+
+    def __str__(self) -> str:
+        return self.name if self.made_line == UNKNOWN else f"{self.name}, made at {self.made_line}"
 
 
 class Loop:
@@ -256,6 +266,8 @@ class Loop:
         """The reads among them of which a number was used that grows with the scale."""
         self.has_scale_factor = False
         """Whether the loop has multiplied or divided by a scaler's scale since the last update."""
+        self.hook_lines: set[Line] = set()
+        """The lines that hooks ran which did something with gradients."""
         self.float16_lines: dict[Key, Line] = {}
         """Where each parameter was cast to float16 by `half()`."""
 
@@ -294,7 +306,7 @@ class Loop:
 
     @follow.register
     def _(self, event: OptimizerMade) -> None:
-        self.optimizers[event.optimizer] = Optimizer(event.parameters)
+        self.optimizers[event.optimizer] = Optimizer(event.parameters, name=event.name, made_line=event.line)
 
     @follow.register
     def _(self, event: Backward) -> None:
@@ -380,6 +392,7 @@ class Loop:
     def _(self, event: Updated) -> None:
         scaler = self.scaler(event.scaler)
         scaler.updates += event.is_enabled
+        scaler.passes_before_update = scaler.passes
         scaler.last_read_line = UNKNOWN
         self.stale_loss_line = UNKNOWN
         self.has_scale_factor = False
@@ -420,6 +433,8 @@ class Loop:
     @follow.register
     def _(self, event: GradientWritten) -> None:
         written = set(event.parameters)
+        for scaler in self.scalers.values():
+            scaler.is_factor |= event.divides_by_scale and scaler.last_read_line != UNKNOWN
         for optimizer in self.optimizers.values():
             if written.intersection(optimizer.parameters):
                 optimizer.cleared_line = None
@@ -434,7 +449,11 @@ class Loop:
                 self.gradients[parameter] = replace(gradient, normalized_line=event.line)
         self._note_unscaled(event.parameters, event.line)
         for parameter in event.parameters:
-            self.gradients[parameter] = replace(self.gradient(parameter), is_written=True, unsynced_line=None)
+            divided_line = event.line if event.divides_by_scale else None
+            gradient = self.gradient(parameter)
+            self.gradients[parameter] = replace(
+                gradient, is_written=True, divided_line=divided_line, unsynced_line=None
+            )
 
     @follow.register
     def _(self, event: Reduced) -> None:

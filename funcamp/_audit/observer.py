@@ -365,7 +365,8 @@ class Observer:
     def _make_optimizer(self, function: _Function, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
         self._quietly(function, optimizer, *args, **kwargs)
         parameters = self._tracked.parameters_of(optimizer)
-        self._emit(events.OptimizerMade(calling_line(), self._tracked.key(optimizer), parameters))
+        name = type(optimizer).__name__
+        self._emit(events.OptimizerMade(calling_line(), self._tracked.key(optimizer), parameters, name))
 
     def _begin_hooks(self, optimizer: Optimizer, *_: object) -> None:
         """Before the hooks of an optimizer that run before its own step: they may unscale.
@@ -623,7 +624,7 @@ class Observer:
         keys = self._tracked.parameters(clipped)
         bound = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
         if bound != math.inf:
-            self._emit(events.Clipped(calling_line(), keys))
+            self._emit(events.Clipped(calling_line(), keys, function.__name__ == "clip_grad_value_"))
             norm = self._quietly(function, clipped, *args, **kwargs)
             for tensor in tensors_in(norm):  # a loop may look for inf in it
                 self._tracked.remember_power(tensor, Power(keys, 0.0))

@@ -69,9 +69,27 @@ def stepped_twice(event: StepCalled, loop: Loop) -> Iterator[Line]:
     change="scaler.update()  # once, after the last scaler.step of an iteration",
 )
 def update_twice(event: Updated, loop: Loop) -> Iterator[Line]:
-    """Updated, but neither unscaled nor stepped since the last update, and no other scaler needs an update."""
-    if _updates_nothing(event, loop) and not _another_needs_update(event, loop):
+    """Updated, and nothing was differentiated, unscaled or stepped since its last update; no other needs an update."""
+    if _updates_nothing(event, loop) and not _another_needs_update(event, loop) and not _has_passes(event, loop):
         yield event.line
+
+
+@rule(
+    Updated,
+    mistake="scaler.update is called after a backward pass without a step, as in each micro-batch",
+    effect="torch raises AssertionError: no gradients were checked for inf and NaN",
+    change="if the window ends: scaler.step(optimizer); scaler.update()",
+)
+def update_without_step(event: Updated, loop: Loop) -> Iterator[Line]:
+    """Updated, and a scaled loss was differentiated, but nothing was unscaled or stepped, since the last update."""
+    if _updates_nothing(event, loop) and not _another_needs_update(event, loop) and _has_passes(event, loop):
+        yield event.line
+
+
+def _has_passes(event: Updated, loop: Loop) -> bool:
+    """Return whether a loss was differentiated since the last update of the scaler that had scaled it."""
+    scaler = loop.scaler(event.scaler)
+    return scaler.passes > scaler.passes_before_update
 
 
 @rule(
@@ -119,7 +137,7 @@ def update_between_steps(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
     effect="its parameters never change",
     change="scaler.step(other_optimizer)  # for each optimizer, before scaler.update",
 )
-def optimizer_not_stepped(event: Ended, loop: Loop) -> Iterator[Line]:
+def optimizer_not_stepped(event: Ended, loop: Loop) -> Iterator[Found]:
     """Never stepped, although its unused gradients were cleared several times while others were stepped.
 
     Not if another optimizer steps its parameters, which it then wraps. If the auditor ended the run, a loss of its own
@@ -131,7 +149,7 @@ def optimizer_not_stepped(event: Ended, loop: Loop) -> Iterator[Line]:
         is_idle = loop.steps >= _SEVERAL and optimizer.clears >= _SEVERAL and stepped.isdisjoint(optimizer.parameters)
         is_certain = optimizer.has_own_passes or not event.is_cut
         if is_idle and is_certain and optimizer.last_pass is not None:
-            yield optimizer.last_pass.line
+            yield Found(optimizer.last_pass.line, str(optimizer))
 
 
 @rule(

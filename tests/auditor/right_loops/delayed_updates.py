@@ -6,8 +6,9 @@ from torch.nn.functional import mse_loss
 from tests.auditor.loops.parts import batches, model_and_optimizer, scaler_of
 
 model, _ = model_and_optimizer()
-first = torch.optim.SGD(model[0].parameters(), lr=0.01)
-last = torch.optim.SGD(model[2].parameters(), lr=0.01)
+parameters = list(model.parameters())
+first = torch.optim.SGD(parameters[:2], lr=0.01)
+last = torch.optim.SGD(parameters[2:], lr=0.01)
 scaler = scaler_of()
 for number, (x, y) in enumerate(batches(12), 1):
     first.zero_grad()
@@ -18,7 +19,6 @@ for number, (x, y) in enumerate(batches(12), 1):
     scaler.step(first)
     if number % 3 == 0:
         scaler.unscale_(last)
-        torch.nn.utils.clip_grad_norm_(model[2].parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         scaler.step(last)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     scaler.update()

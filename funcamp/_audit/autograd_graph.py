@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple, cast
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from funcamp._audit.events import Key, Reduction
+from funcamp._audit.tensors import all_finite, tensors_in
 from funcamp._upstream.modes import without_modes
 
 #: Parts of the names of nodes that have an argument `reduction`.
@@ -67,14 +69,9 @@ def read_graph(outputs: Iterable[Tensor]) -> Graph:
     scaling: Scaling | None = None
     dtypes: set[torch.dtype] = set()
     has_products = False
-    seen: set[Node] = set()
+    outputs = list(outputs)
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    stack: list[Node | None] = [*roots]
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
+    for node in _nodes_of(outputs):
         if scaling is None:
             scaling = _scaling_of(node)
         if hasattr(node, "variable"):  # a node that accumulates the gradient of a leaf
@@ -82,9 +79,41 @@ def read_graph(outputs: Iterable[Tensor]) -> Graph:
         else:
             dtypes |= _dtypes_of(node)
             has_products |= node.name().startswith(_PRODUCTS)
-        stack.extend([next_node for next_node, _ in node.next_functions])
     reduction = _reduction_of(roots[0]) if len(roots) == 1 else Reduction.OTHER
     return Graph(leaves, scaling, frozenset(dtypes), reduction, has_products)
+
+
+@contextlib.contextmanager
+def nonfinite_node_of(outputs: Iterable[Tensor]) -> Iterator[list[str]]:
+    """Context manager: gives a list that gets the name of the first node that makes inf or NaN of finite gradients."""
+    names: list[str] = []
+    handles = []
+    for node in _nodes_of(outputs):
+        if not hasattr(node, "variable"):
+
+            def check(made: Sequence[object], got: Sequence[object], name: str = node.name()) -> None:
+                if not names and all(map(all_finite, tensors_in(got))) and not all(map(all_finite, tensors_in(made))):
+                    names.append(name)
+
+            handles.append(node.register_hook(check))
+    try:
+        yield names
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _nodes_of(outputs: Iterable[Tensor]) -> Iterator[Node]:
+    """Yield the nodes of the graph of some losses, each once."""
+    seen: set[Node] = set()
+    stack: list[Node | None] = [output.grad_fn for output in outputs]
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        stack.extend([next_node for next_node, _ in node.next_functions])
 
 
 def is_scaled(output: Tensor) -> bool:

@@ -34,6 +34,8 @@ class Event:
 
     line: Line
     """The line of the script that made the call."""
+    is_in_hook: bool = field(default=False, kw_only=True)
+    """Whether a hook made the call, inside a backward pass."""
 
     @property
     def detail(self) -> str:
@@ -60,6 +62,8 @@ class OptimizerMade(Event):
 
     optimizer: Key
     parameters: tuple[Key, ...]
+    name: str = "an optimizer"
+    """Its class."""
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,10 @@ class StepEnded(Event):
     optimizer: Key
     applied: bool
     """Whether the optimizer took its step; False if the scaler skipped it."""
+    scale: float = 1.0
+    """The scale of its gradients; 1 without a scaler."""
+    nonfinite: str = ""
+    """For a skipped step: which gradient is inf or NaN, and what made it."""
 
 
 @dataclass(frozen=True)
@@ -194,6 +202,9 @@ class GradientEvent(Event):
 class Clipped(GradientEvent):
     """Gradients were clipped, by a function of torch or by the loop itself."""
 
+    is_by_value: bool = False
+    """Whether each value is bounded, and not a norm."""
+
 
 @dataclass(frozen=True)
 class GradientRead(GradientEvent):
@@ -229,6 +240,8 @@ class GradientWritten(GradientEvent):
     if it is unknown."""
     read_ids: tuple[int, ...] = ()
     """The reads from which its factor was computed."""
+    divides_by_scale: bool = False
+    """Whether it was certainly divided by a scale."""
 
 
 @dataclass(frozen=True)
@@ -345,6 +358,8 @@ class Overflowed(OutOfRange):
     """Of all its inputs."""
     cause: str = ""
     """What the detail gives as the cause; empty for float16's limit."""
+    epsilon_line: Line | None = None
+    """Where the epsilon was added that is zero, if that is the cause."""
 
     @property
     def detail(self) -> str:

@@ -132,7 +132,8 @@ class Float16Range:
         make_proposal = functools.partial(propose_for_epsilon, call, lost.run, lost.epsilon)
         cause = f"the epsilon of {lost.epsilon:g} at {lost.line} is zero in float16"
         input_range = range_of(inputs)
-        self._emit(events.Overflowed(calling_line(), call.label, input_range, cause, make_proposal=make_proposal))
+        line = calling_line()
+        self._emit(events.Overflowed(line, call.label, input_range, cause, lost.line, make_proposal=make_proposal))
 
 
 def _numbers_in(arguments: Args) -> list[float]:

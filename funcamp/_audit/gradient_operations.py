@@ -24,6 +24,7 @@ from funcamp._audit.powers import (
     degree_of,
     degree_of_product,
     depends_on_scale,
+    divides_by_scale,
 )
 from funcamp._audit.reruns import Call
 from funcamp._audit.tensors import tensor_arguments
@@ -179,7 +180,7 @@ class GradientOperations:
         if not keys:
             return False
         if name in _CLIPS:
-            self._emit(events.Clipped(calling_line(), keys))
+            self._emit(events.Clipped(calling_line(), keys, is_by_value=True))
         elif name in _ZEROS:
             self._emit(events.Cleared(calling_line(), keys, None))
         else:
@@ -197,7 +198,8 @@ class GradientOperations:
             return None if other is None else other.degree
         if powers[0] is None or other is None:
             degree = 1.0 if name in _PRODUCTS and _is_mask(args[1]) else None
-            self._emit(events.GradientWritten(calling_line(), keys, degree))
+            is_divided = divides_by_scale(name, args, self._tracked.scales)
+            self._emit(events.GradientWritten(calling_line(), keys, degree, divides_by_scale=is_divided))
             return degree
         self._emit(events.ReadsCancelled(calling_line(), other.read_ids))
         degree = degree_of_product(name, args, powers, self._tracked.scales)
@@ -253,7 +255,7 @@ class GradientOperations:
         if power.read_ids:
             return power
         if computation.is_decision and computation.name in BOUNDS:
-            self._emit(events.Clipped(calling_line(), power.parameters))
+            self._emit(events.Clipped(calling_line(), power.parameters, is_by_value=True))
         elif computation.is_decision or computation.name in _READS:
             power = self._report_read(power)
         return power

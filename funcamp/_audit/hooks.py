@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TypeAlias
@@ -55,7 +56,7 @@ class ParameterHooks:
 
     def defer(self, event: Event) -> None:
         """Keep an event of a hook until its backward pass has ended."""
-        self._deferred.append(event)
+        self._deferred.append(dataclasses.replace(event, is_in_hook=True))
 
     def emit_deferred(self) -> None:
         """Report what hooks did in a backward pass that has ended and was reported."""

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import singledispatchmethod
+from typing import NamedTuple
 
 import torch
 
@@ -27,6 +28,7 @@ from funcamp._audit.events import (
     OptimizerLoaded,
     OptimizerMade,
     OutOfRange,
+    Overflowed,
     ReadsCancelled,
     ReadsUsed,
     Reduced,
@@ -95,6 +97,12 @@ class Gradient:
     """Where it was clipped after the loop itself had written it: a mistake only if a scaler unscales it afterwards."""
     normalized_line: Line | None = None
     """Where the loop itself gave it a length that is free of the scale, such as 1."""
+    divided_line: Line | None = None
+    """Where the loop itself divided it by the scale, if it wrote nothing else into it since."""
+    is_clipped: bool = False
+    """Whether it was clipped before a step used it."""
+    late_clip_line: Line | None = None
+    """Where it was clipped only after a step had used it."""
     finite_line: Line | None = None
     """Where inf and NaN in it were replaced by numbers."""
     unsynced_line: Line | None = None
@@ -150,6 +158,8 @@ class Scaler:
     updates: int = 0
     passes: int = 0
     """The number of backward passes of losses that it scaled."""
+    passes_before_update: int = 0
+    """How many of them were before its last update."""
     gradients_taken: int = 0
     """How often `torch.autograd.grad` was called for a loss that it scaled."""
     steps: int = 0
@@ -171,11 +181,23 @@ class Scaler:
     is_loaded: bool = False
 
 
+class Discarded(NamedTuple):
+    """A backward pass whose gradients were cleared before any step."""
+
+    places: tuple[Place, ...]
+    """Of the pass."""
+    line: Line
+    """Where they were cleared."""
+
+
 @dataclass
 class Optimizer:
     """What is known about an optimizer."""
 
     parameters: tuple[Key, ...] = ()
+    name: str = "an optimizer"
+    """Its class."""
+    made_line: Line = UNKNOWN
     scaler: Key | None = None
     """The scaler that stepped it last."""
     steps: int = 0
@@ -191,8 +213,21 @@ class Optimizer:
     """Where its state was loaded from a file."""
     is_restored: bool = False
     """Whether its state was loaded since its last step, from a file or from a copy."""
+    stepped_line: Line | None = None
+    """Where an enabled scaler has stepped it, if its gradients are those of that step."""
+    discarded: list[Discarded] = field(default_factory=list)
+    """The passes since its last step whose gradients were cleared before any step."""
+    discards: list[int] = field(default_factory=list)
+    """How many passes were discarded before each of its steps, all of them by the call that ran the last pass too."""
+    applied: int = 0
+    """How many of its steps were applied."""
+    skips: list[StepEnded] = field(default_factory=list)
+    """Its skipped steps since the last one that was applied."""
     has_own_passes: bool = False
     """Whether a backward pass reached its parameters and none of another optimizer."""
+
+    def __str__(self) -> str:
+        return self.name if self.made_line == UNKNOWN else f"{self.name}, made at {self.made_line}"
 
 
 class Loop:
@@ -217,6 +252,8 @@ class Loop:
         """Whether `unscale_` was called."""
         self.is_checked = False
         """Whether something was computed from gradients since `unscale_`: the loop may look for inf itself."""
+        self.has_named_overflow = False
+        """Whether a rule has named what was not finite in a forward pass, and no step was applied since."""
         self.left_float16_range = False
         """Whether a float16 operation got or made a number outside of float16's range."""
         self.stale_loss_line = UNKNOWN
@@ -229,6 +266,8 @@ class Loop:
         """The reads among them of which a number was used that grows with the scale."""
         self.has_scale_factor = False
         """Whether the loop has multiplied or divided by a scaler's scale since the last update."""
+        self.hook_lines: set[Line] = set()
+        """The lines that hooks ran which did something with gradients."""
         self.float16_lines: dict[Key, Line] = {}
         """Where each parameter was cast to float16 by `half()`."""
 
@@ -267,12 +306,13 @@ class Loop:
 
     @follow.register
     def _(self, event: OptimizerMade) -> None:
-        self.optimizers[event.optimizer] = Optimizer(event.parameters)
+        self.optimizers[event.optimizer] = Optimizer(event.parameters, name=event.name, made_line=event.line)
 
     @follow.register
     def _(self, event: Backward) -> None:
         self.passes += 1
         self.last_pass = event
+        self.has_named_overflow |= bool(event.not_finite)
         if event.scaler is not None:
             self.scaler(event.scaler).passes += 1
         updates = self.updates_of(event.scaler)
@@ -289,12 +329,16 @@ class Loop:
                 optimizer.window.append(event)
                 optimizer.last_pass = event
                 optimizer.cleared_line = None
+                optimizer.stepped_line = None
                 optimizer.has_own_passes |= parameters.issubset(optimizer.parameters)
 
     @follow.register
     def _(self, event: GradientsTaken) -> None:
         if event.scaler is not None:
             self.scaler(event.scaler).gradients_taken += 1
+        for optimizer in self.optimizers.values():
+            optimizer.stepped_line = None
+            optimizer.discarded.clear()
 
     @follow.register
     def _(self, event: Unscaled) -> None:
@@ -315,7 +359,13 @@ class Loop:
         optimizer.parameters = event.parameters
         optimizer.steps += 1
         optimizer.is_restored = False
+        last_places = optimizer.window[-1].places if optimizer.window else ()
+        is_regular = all(discarded.places == last_places for discarded in optimizer.discarded)
+        optimizer.discards.append(len(optimizer.discarded) if is_regular else 0)
+        optimizer.stepped_line = event.line if event.has_enabled_scaler else None
         optimizer.window = []
+        for other in self.optimizers.values():
+            other.discarded.clear()
         if event.scaler is not None:
             optimizer.scaler = event.scaler
             scaler = self.scaler(event.scaler)
@@ -330,11 +380,19 @@ class Loop:
     @follow.register
     def _(self, event: StepEnded) -> None:
         self.applied_flags.setdefault(event.optimizer, []).append(event.applied)
+        optimizer = self.optimizer(event.optimizer)
+        if event.applied:
+            optimizer.applied += 1
+            optimizer.skips.clear()
+            self.has_named_overflow = False
+        else:
+            optimizer.skips.append(event)
 
     @follow.register
     def _(self, event: Updated) -> None:
         scaler = self.scaler(event.scaler)
         scaler.updates += event.is_enabled
+        scaler.passes_before_update = scaler.passes
         scaler.last_read_line = UNKNOWN
         self.stale_loss_line = UNKNOWN
         self.has_scale_factor = False
@@ -375,9 +433,13 @@ class Loop:
     @follow.register
     def _(self, event: GradientWritten) -> None:
         written = set(event.parameters)
+        for scaler in self.scalers.values():
+            scaler.is_factor |= event.divides_by_scale and scaler.last_read_line != UNKNOWN
         for optimizer in self.optimizers.values():
             if written.intersection(optimizer.parameters):
                 optimizer.cleared_line = None
+                optimizer.stepped_line = None
+                optimizer.discarded.clear()
         if event.degree == 1:
             return
         for parameter in event.parameters:
@@ -387,7 +449,11 @@ class Loop:
                 self.gradients[parameter] = replace(gradient, normalized_line=event.line)
         self._note_unscaled(event.parameters, event.line)
         for parameter in event.parameters:
-            self.gradients[parameter] = replace(self.gradient(parameter), is_written=True, unsynced_line=None)
+            divided_line = event.line if event.divides_by_scale else None
+            gradient = self.gradient(parameter)
+            self.gradients[parameter] = replace(
+                gradient, is_written=True, divided_line=divided_line, unsynced_line=None
+            )
 
     @follow.register
     def _(self, event: Reduced) -> None:
@@ -397,6 +463,9 @@ class Loop:
     def _(self, event: GradientsAssigned) -> None:
         gradient = Gradient(Condition.SCALED, event.line, scaler=event.scaler, updates=self.updates_of(event.scaler))
         self.gradients |= dict.fromkeys(event.parameters, gradient)
+        for optimizer in self.optimizers.values():
+            optimizer.stepped_line = None
+            optimizer.discarded.clear()
 
     @follow.register
     def _(self, event: NonfiniteReplaced) -> None:
@@ -405,8 +474,13 @@ class Loop:
 
     @follow.register
     def _(self, event: Clipped) -> None:
+        is_late = self.conditions(event.parameters) == {Condition.USED}
         for parameter in event.parameters:
             gradient = self.gradient(parameter)
+            if gradient.condition is not Condition.USED:
+                gradient = self.gradients[parameter] = replace(gradient, is_clipped=True)
+            elif is_late and not gradient.is_clipped:
+                self.gradients[parameter] = replace(gradient, late_clip_line=event.line)
             if gradient.condition is Condition.UNSCALED and gradient.is_written and gradient.clipped_line is None:
                 self.gradients[parameter] = replace(gradient, clipped_line=event.line)
 
@@ -421,7 +495,10 @@ class Loop:
         for parameter in event.parameters:
             self.gradients.pop(parameter, None)
         for optimizer in affected:
+            if optimizer in unused and optimizer.window:
+                optimizer.discarded.append(Discarded(optimizer.window[-1].places, event.line))
             optimizer.window = []
+            optimizer.stepped_line = None
         for optimizer in unused:
             if not self.gradients_of(optimizer.parameters):
                 optimizer.cleared_line = event.line
@@ -462,8 +539,9 @@ class Loop:
         self.has_loaded_optimizer |= event.has_optimizer
 
     @follow.register
-    def _(self, _event: OutOfRange) -> None:
+    def _(self, event: OutOfRange) -> None:
         self.left_float16_range = True
+        self.has_named_overflow |= isinstance(event, Overflowed)
 
     def lines_of_wrong_reads(self) -> list[Line]:
         """Return where statistics of scaled gradients were computed that are used, or for no purpose that is seen.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcamp._audit.lines import Line
 from funcamp._audit.proposals import RunWithEpsilon
-from funcamp._audit.reruns import Call, Change, copied, mapped, result_of, unchanged, with_number
+from funcamp._audit.reruns import Call, Change, copied_as_leaves, mapped, result_of, unchanged, with_number
 
 #: The number of results that are followed at a time.
 _FOLLOWED = 16
@@ -32,7 +32,7 @@ class LostEpsilons:
 
     def note(self, call: Call, epsilon: float, line: Line, result: Tensor) -> None:
         """Remember the result of an addition of an epsilon."""
-        copy = copied(call)
+        copy = copied_as_leaves(call)
 
         def run(other_epsilon: float, change: Change) -> object:
             replace_epsilon = with_number(epsilon, other_epsilon)
@@ -67,7 +67,7 @@ def _run_followed_by(run_before: RunWithEpsilon, call: Call, tensor: Tensor) -> 
     run_before: computes the input of the call that depends on the epsilon.
     tensor: that input in the call.
     """
-    copy = copied(call)
+    copy = copied_as_leaves(call)
     positions = [index for index, argument in enumerate(call.arguments) if argument is tensor]
 
     def run(epsilon: float, change: Change) -> object:

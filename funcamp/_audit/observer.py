@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from funcamp import _upstream
 from funcamp._audit import events
-from funcamp._audit.autograd_graph import Graph, Scaling, is_scaled, mark_scaled, read_graph
+from funcamp._audit.autograd_graph import Graph, Scaling, is_scaled, mark_scaled, nonfinite_node_of, read_graph
 from funcamp._audit.events import Event, Key, Reduction
 from funcamp._audit.file_contents import contains_optimizer, numbers_in
 from funcamp._audit.hooks import Hook, ParameterHooks
@@ -31,6 +31,7 @@ from funcamp._audit.powers import Power, combined
 from funcamp._audit.replicas import Replicas
 from funcamp._audit.tensors import all_finite, is_zero, tensors_in
 from funcamp._audit.tracked import Tracked
+from funcamp._audit.weight_names import name_of_parameter
 from funcamp._upstream.modes import without_modes
 from funcamp._upstream.replaced import replaced, with_subclasses
 
@@ -49,6 +50,8 @@ _STATISTICS = {"norm", "hist", "histogram", "mean", "median", "std", "var", "per
 _STATISTICS |= {"add_histogram", "add_scalar", "log_histogram"}
 #: The first scale of a scaler whose script passes none.
 _DEFAULT_SCALE = 2.0**16
+#: After as many skipped steps in a row, the operation that makes inf or NaN is searched.
+_SKIPS_BEFORE_SEARCH = 7
 #: A function of torch that is replaced.
 _Function: TypeAlias = Callable[..., object]
 #: Gets a function of torch and the arguments of its call, and calls it.
@@ -124,6 +127,14 @@ class Observer:
         self._passes = 0
         """The number of backward passes, without those inside another one."""
         self._first_loss_is_finite = True
+        self._has_taken_overflow = False
+        """Whether `torch.autograd.grad` of a scaled loss made inf or NaN before the first pass."""
+        self._loss_is_finite = True
+        """Whether the loss was finite that a scaler scaled last."""
+        self._skips: dict[Key, int] = {}
+        """For each optimizer, how many of its last steps were skipped."""
+        self._nonfinite_node = ""
+        """The first node of the last backward pass that made inf or NaN; it is searched after several skipped steps."""
         self._threads: dict[int, bool] = {}
         """For each thread that differentiates, whether it was the first one."""
 
@@ -256,8 +267,10 @@ class Observer:
         return scale in self._loaded_numbers and not is_default and not has_literal("init_scale", calling_line())
 
     def _scale(self, function: _Function, scaler: GradScaler, outputs: object) -> object:
-        if not self._passes and isinstance(outputs, Tensor):
-            self._first_loss_is_finite = all_finite(outputs)
+        if isinstance(outputs, Tensor):
+            self._loss_is_finite = all_finite(outputs)
+            if not self._passes:
+                self._first_loss_is_finite = self._loss_is_finite
         if isinstance(outputs, Tensor) and scaler.is_enabled():
             power = self._tracked.power_of(outputs)
             grows = power is not None and power.degree > 0
@@ -303,8 +316,21 @@ class Observer:
         # An optimizer that wraps another may have no hooks of its own; then its step is taken as applied.
         has_hooks = hasattr(getattr(type(optimizer), "step", None), "hooked")
         is_applied = (bool(self._applied) or not has_hooks) and not _skips_itself(scaler, optimizer)
-        self._emit(events.StepEnded(calling_line(), key, is_applied))
+        self._skips[key] = 0 if is_applied else self._skips.get(key, 0) + 1
+        nonfinite = self._describe_nonfinite(optimizer) if self._skips[key] > _SKIPS_BEFORE_SEARCH else ""
+        self._emit(events.StepEnded(calling_line(), key, is_applied, _scale_of(scaler), nonfinite))
         return result
+
+    def _describe_nonfinite(self, optimizer: Optimizer) -> str:
+        """Return which gradient of an optimizer is inf or NaN, and what made it; empty if there is none now."""
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and not all_finite(parameter.grad):
+                    name = name_of_parameter(parameter)
+                    loss = f"the loss is {'finite' if self._loss_is_finite else 'inf or NaN'}"
+                    node = f"; {self._nonfinite_node} makes the first inf or NaN" if self._nonfinite_node else ""
+                    return f"the gradient of {name} is not finite; {loss}{node}"
+        return ""
 
     def _update(self, function: _Function, scaler: GradScaler, *args: object, **kwargs: object) -> None:
         key = self._tracked.key(scaler)
@@ -339,7 +365,8 @@ class Observer:
     def _make_optimizer(self, function: _Function, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
         self._quietly(function, optimizer, *args, **kwargs)
         parameters = self._tracked.parameters_of(optimizer)
-        self._emit(events.OptimizerMade(calling_line(), self._tracked.key(optimizer), parameters))
+        name = type(optimizer).__name__
+        self._emit(events.OptimizerMade(calling_line(), self._tracked.key(optimizer), parameters, name))
 
     def _begin_hooks(self, optimizer: Optimizer, *_: object) -> None:
         """Before the hooks of an optimizer that run before its own step: they may unscale.
@@ -440,8 +467,14 @@ class Observer:
             initial_gradients=tensors_in(args[0] if args else kwargs.get("grad_tensors")),
             retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
         )
-        with replaced(self, _outer_scaling=backward.scaling), replaced(self._nesting, in_backward=True):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(replaced(self, _outer_scaling=backward.scaling))
+            stack.enter_context(replaced(self._nesting, in_backward=True))
+            is_searched = max(self._skips.values(), default=0) >= _SKIPS_BEFORE_SEARCH and not backward.is_nested
+            nodes = stack.enter_context(nonfinite_node_of(backward.outputs)) if is_searched else []
             result = function(tensors, *args, inputs=inputs, **kwargs)
+        if is_searched:
+            self._nonfinite_node = nodes[0] if nodes else ""
         self._end_pass(backward)
         return result
 
@@ -546,12 +579,19 @@ class Observer:
             pairs = [(gradient, leaf) for gradient, leaf in zip(result, leaves) if isinstance(gradient, Tensor)]
             self._tracked.remember_taken([pair[0] for pair in pairs], [pair[1] for pair in pairs], scaling)
             self._last_scaling = scaling
+            if not self._passes:
+                self._has_taken_overflow |= not all(all_finite(gradient) for gradient, _ in pairs)
         return result
 
     def _find_not_finite(self, outputs: list[Tensor], leaves: list[Tensor], scaling: Scaling | None) -> str:
-        """Return what is not finite in the first pass: "parameter", "loss" or ""."""
+        """Return what is not finite in the first pass: "parameter", "loss" or "".
+
+        A loss of which scaled gradients are a part, as of a penalty, may only have met a scale that is too high.
+        """
         if not all(all_finite(leaf) for leaf in leaves):
             return "parameter"
+        if self._has_taken_overflow:
+            return ""
         # The product with the scale may overflow, so a scaled loss was checked before.
         is_finite = all(map(all_finite, outputs)) if scaling is None else self._first_loss_is_finite
         return "" if is_finite else "loss"
@@ -584,7 +624,7 @@ class Observer:
         keys = self._tracked.parameters(clipped)
         bound = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
         if bound != math.inf:
-            self._emit(events.Clipped(calling_line(), keys))
+            self._emit(events.Clipped(calling_line(), keys, function.__name__ == "clip_grad_value_"))
             norm = self._quietly(function, clipped, *args, **kwargs)
             for tensor in tensors_in(norm):  # a loop may look for inf in it
                 self._tracked.remember_power(tensor, Power(keys, 0.0))
@@ -647,6 +687,15 @@ def _autocast_dtype(outputs: list[Tensor]) -> torch.dtype | None:
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             return torch.get_autocast_dtype(device)
     return None
+
+
+def _scale_of(scaler: GradScaler) -> float:
+    """Return the scale of a scaler, without a call of `get_scale`; 1 if it has none."""
+    scale = getattr(scaler, "_scale", None)  # a disabled one has none
+    if not isinstance(scale, Tensor):
+        return 1.0
+    with without_modes():
+        return float(scale.item())
 
 
 def _is_one(initial_gradient: Tensor) -> bool:

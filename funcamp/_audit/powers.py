@@ -126,6 +126,18 @@ def degree_of_product(
     return first - second if "div" in name else first + second
 
 
+def divides_by_scale(name: str, arguments: Args, scales: Collection[float]) -> bool:
+    """Return whether an operation certainly divides gradients in place by a scale, with no other factor.
+
+    A small scale may be another number, such as that of the micro-batches.
+    """
+    number = _number(arguments[1]) if len(arguments) > 1 else None
+    if not number:
+        return False
+    divisor = number if "div_" in name else 1 / number if "mul_" in name else 0.0
+    return any(scale > _LARGEST_MULTIPLE and math.isclose(divisor, scale, rel_tol=1e-6) for scale in scales)
+
+
 def is_of_scale(number: float, scales: Collection[float]) -> bool:
     """Return whether a number is a scale, its inverse, or a small multiple or fraction of them."""
     if not number or not math.isfinite(number):

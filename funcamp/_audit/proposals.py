@@ -6,10 +6,12 @@ A change is proposed only if the operation, run again with it, is finite.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.autograd import grad as differentiate  # imported before the auditor replaces it
 
 from funcamp._audit.reruns import (
     Call,
@@ -129,21 +131,48 @@ def propose_for_epsilon(call: Call, run: RunWithEpsilon, epsilon: float) -> Prop
         epsilon: the epsilon that is zero in float16.
     """
     for larger in _EPSILONS:
-        result_range = _finite_range(run(larger, unchanged))
-        if result_range is not None:
-            return Proposal(f"an epsilon of {larger:g} in place of {epsilon:g}", _proof(call, result_range))
-    result_range = _finite_range(run(epsilon, in_float32))
-    if result_range is not None:
-        return Proposal(f"x.float() + {epsilon:g}  # and the division in float32", _proof(call, result_range))
-    return Proposal("", _why_none_helps(call))
+        result_range, has_finite_gradients = _run_both_ways(run, larger, unchanged)
+        if result_range is not None and has_finite_gradients:
+            proof = _proof(call, result_range, "its gradients for a gradient of 1 too")
+            return Proposal(f"an epsilon of {larger:g} in place of {epsilon:g}", proof)
+    result_range, has_finite_gradients = _run_both_ways(run, epsilon, in_float32)
+    if result_range is None:
+        return Proposal("", _why_none_helps(call))
+    if has_finite_gradients:
+        proof = _proof(call, result_range, "its gradients for a gradient of 1 too")
+        return Proposal(f"x.float() + {epsilon:g}  # and the division in float32", proof)
+    proof = _proof(
+        call, result_range, "its gradient for a gradient of 1 is beyond float16, so x itself must be float32"
+    )
+    return Proposal(f"x.float() + {epsilon:g}  # and in float32 what computes x, and the division", proof)
 
 
-def _finite_range(result: Tree) -> Range | None:
-    """Return the range of a result; None if it is not finite, or the operation did not run."""
-    if result is None:
-        return None
-    result_range = range_of(floating_tensors(result))
-    return result_range if result_range.is_finite else None
+def _run_both_ways(run: RunWithEpsilon, epsilon: float, change: Change) -> tuple[Range | None, bool]:
+    """Return the range of a result, and whether its gradients are finite; None if it is not finite or does not run.
+
+    In a thread of its own: inside of an observed operation, torch records no graph.
+    """
+    leaves = []
+
+    def change_leaf(argument: object) -> object:
+        if isinstance(argument, Tensor) and argument.requires_grad:
+            leaves.append(argument)
+        return change(argument)
+
+    def run_now() -> tuple[Range | None, bool]:
+        result: Tree = run(epsilon, change_leaf)
+        tensors = [] if result is None else floating_tensors(result)
+        result_range = range_of(tensors)
+        if result is None or not result_range.is_finite:
+            return None, False
+        outputs = [tensor for tensor in tensors if tensor.requires_grad]
+        if not outputs or not leaves:
+            return result_range, True
+        gradients = differentiate(outputs, leaves, [torch.ones_like(one) for one in outputs], allow_unused=True)
+        return result_range, range_of([one for one in gradients if one is not None]).is_finite
+
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(run_now).result()
 
 
 def _obstacle(call: Call) -> str:
@@ -153,9 +182,11 @@ def _obstacle(call: Call) -> str:
     return ""
 
 
-def _proof(call: Call, result_range: Range) -> str:
+def _proof(call: Call, result_range: Range, about_gradients: str = "") -> str:
     """Return the sentence about an operation that is finite with a change."""
     proof = f"{call.label}, run again on the same inputs with this change, is finite: {result_range}"
+    if about_gradients:
+        proof = f"{proof}; {about_gradients}"
     is_beyond_float16 = max(abs(result_range.smallest), abs(result_range.largest)) > _LARGEST
     return f"{proof}; float16 ends at {_LARGEST:.0f}, so its result stays in float32" if is_beyond_float16 else proof
 

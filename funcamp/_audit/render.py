@@ -39,7 +39,7 @@ def _lines_of(finding: Finding) -> list[str]:
     lines = [
         f"{finding.line}, {_counted(finding.times, 'time')}: {finding.line.text}",
         f"{kind}{rule.mistake}{f' ({finding.detail})' if finding.detail else ''}",
-        f"effect: {rule.effect}",
+        f"effect: {finding.effect}",
     ]
     if finding.change:
         lines.append(f"change: {finding.change}")
@@ -79,7 +79,7 @@ def rows(auditor: Auditor) -> list[Row]:
             "detail": finding.detail,
             "note": finding.rule.is_note,
             "mistake": finding.rule.mistake,
-            "effect": finding.rule.effect,
+            "effect": finding.effect,
             "change": finding.change,
             "tried": "" if finding.proposal is None else finding.proposal.proof,
         }

@@ -82,6 +82,17 @@ def copied(call: Call) -> Call:
         return Call(call.function, *mapped(copy, (call.arguments, call.keywords)))
 
 
+def copied_as_leaves(call: Call) -> Call:
+    """Return a call with copies of its tensors, which require gradients as the originals do."""
+    copies = copied(call)
+    originals, _ = _tree.flatten((call.arguments, call.keywords))
+    leaves, _ = _tree.flatten((copies.arguments, copies.keywords))
+    for original, leaf in zip(originals, leaves):
+        if isinstance(original, Tensor) and original.requires_grad:
+            leaf.requires_grad_()
+    return copies
+
+
 def mapped(change: Change, nested: Tree) -> Tree:
     """Return nested arguments with each one changed."""
     leaves, spec = _tree.flatten(nested)
@@ -109,24 +120,30 @@ def range_of(tensors: Iterable[Tensor]) -> Range:
 
 def run_again(call: Call, change: Change) -> Range | None:
     """Return the range of an operation's results with changed arguments; None if it does not take them."""
-    result = result_of(call, change)
+    with torch.no_grad():
+        result = result_of(call, change)
     return None if result is None else range_of(floating_tensors(result))
 
 
 def result_of(call: Call, change: Change) -> object:
     """Return the result of an operation with changed arguments; None if it does not take them.
 
+    It has a graph in torch's grad mode, but not inside of an observed operation.
     Nothing of the script's changes: neither the inputs of an operation that writes in place nor random numbers.
     """
-    with without_modes(), torch.no_grad(), _unchanged_generators(call):
+    with without_modes(), _unchanged_generators(call):
         changed = Call(call.function, *mapped(change, (call.arguments, call.keywords)))
         if call.function._schema.is_mutable:
-            changed = copied(changed)
+            changed = Call(call.function, *mapped(_cloned, (changed.arguments, changed.keywords)))
         try:
             result: object = changed.function(*changed.arguments, **changed.keywords)
         except (RuntimeError, TypeError, ValueError):  # two dtypes in a product, a dtype without this operation
             return None
         return result
+
+
+def _cloned(argument: object) -> object:
+    return argument.clone() if isinstance(argument, Tensor) else argument
 
 
 @contextlib.contextmanager

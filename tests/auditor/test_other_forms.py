@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, kl_div, l1_loss, mse_loss
 
 from funcamp.__main__ import main
-from funcamp._audit.audit import Auditor
+from funcamp._audit.audit import Auditor, Finding
 from tests.auditor.loops.parts import batches, model_and_optimizer, one_process, scaler_of
+from tests.auditor.scripts import LOOPS, watch
 
 
 def names(auditor: Auditor) -> list[str]:
@@ -291,3 +293,94 @@ def test_a_mistake_is_named_although_torch_raises_before_the_first_pass(
     with pytest.raises(RuntimeError, match="without overflow"):
         main(["report", "--out", str(tmp_path / "out"), str(script)])
     assert "constant-beyond-float16" in capsys.readouterr().out
+
+
+def skipping(*, applied: int, skipped: int, init_scale: float) -> Auditor:
+    """A loop whose last passes take the root of 0."""
+    auditor = Auditor()
+    with auditor.watching():
+        model, optimizer = model_and_optimizer()
+        scaler = scaler_of(init_scale)
+        for number, (x, _) in enumerate(batches(applied + skipped)):
+            optimizer.zero_grad()
+            outputs = model(x)
+            scaler.scale(
+                (outputs - outputs.detach() * (number >= applied)).norm(dim=1).square().sqrt().mean()
+            ).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    return auditor
+
+
+def test_steps_that_are_all_skipped_have_their_scale_a_parameter_and_the_operation() -> None:
+    (finding,) = skipping(applied=1, skipped=8, init_scale=2.0**10).findings()
+    assert finding.detail == (
+        "the last 8 steps; the scale fell from 1024 to 8; the gradient of 0.weight is not finite; the loss is finite; "
+        "SqrtBackward0 makes the first inf or NaN"
+    )
+
+
+def test_skipped_steps_are_no_finding_if_they_are_few_or_the_first_scale_may_be_too_high() -> None:
+    assert names(skipping(applied=1, skipped=7, init_scale=2.0**10)) == []
+    assert names(skipping(applied=0, skipped=10, init_scale=2.0**10)) == []
+    assert names(skipping(applied=0, skipped=12, init_scale=2.0**10)) == ["each-step-skipped"]
+
+
+def finding_of(name: str) -> Finding:
+    """The finding of the loop with a mistake."""
+    (finding,) = watch(LOOPS[name], raises=True).findings()
+    return finding
+
+
+@pytest.mark.parametrize("name", ["optimizer-not-unscaled", "optimizer-not-stepped"])
+def test_a_finding_on_one_of_several_optimizers_names_it(name: str) -> None:
+    assert re.fullmatch(r"SGD, made at .*parts.py:\d+", finding_of(name).detail)
+
+
+def clipped(clip: Callable[[nn.Module], object], *, after_division: bool = False) -> Finding:
+    """The finding of a loop that clips before scaler.step."""
+    auditor = Auditor()
+    with auditor.watching():
+        model, optimizer = model_and_optimizer()
+        scaler = scaler_of()
+        for x, y in batches():
+            optimizer.zero_grad()
+            scaler.scale(mse_loss(model(x), y)).backward()
+            for parameter in model.parameters() if after_division else ():
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad / scaler.get_scale()
+            clip(model)
+            scaler.step(optimizer)
+            scaler.update()
+    (finding,) = auditor.findings()
+    assert finding.rule.name == "clip-before-unscale"
+    return finding
+
+
+def test_clipping_by_value_is_not_called_a_norm() -> None:
+    assert "norm" in clipped(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0)).effect
+    finding = clipped(lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0))
+    assert "norm" not in finding.effect
+    assert "values are times the scale" in finding.effect
+
+
+def test_gradients_that_the_loop_has_divided_are_to_be_unscaled_in_place_of_that() -> None:
+    finding = clipped(lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0), after_division=True)
+    assert finding.change == "scaler.unscale_(optimizer)  # in place of the loop's own division by the scale"
+
+
+def test_unscale_is_not_proposed_inside_of_a_hook() -> None:
+    auditor = Auditor()
+    with auditor.watching():
+        model, optimizer = model_and_optimizer()
+        scaler = scaler_of()
+        for parameter in model.parameters():
+            parameter.register_hook(lambda gradient: gradient.nan_to_num())
+        for x, y in batches():
+            optimizer.zero_grad()
+            scaler.scale(mse_loss(model(x), y)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    (finding,) = auditor.findings()
+    assert finding.rule.name == "overflow-replaced"
+    assert finding.change == "scaler.unscale_(optimizer)  # after backward, then this, in the loop and not in a hook"

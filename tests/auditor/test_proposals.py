@@ -15,7 +15,7 @@ import funcamp
 from funcamp._audit.audit import Auditor, Finding
 from funcamp._audit.proposals import propose_for_epsilon
 from funcamp._audit.render import rows, text
-from funcamp._audit.reruns import Call, Change, in_float32
+from funcamp._audit.reruns import Call, Change
 
 X = torch.tensor([[1.0, -2.0, 3.0, -4.0]], dtype=torch.float16)
 
@@ -118,28 +118,49 @@ def zeros_over(x: Tensor, epsilon: float) -> Tensor:
 def test_for_a_division_by_a_lost_epsilon_the_smallest_epsilon_that_helps_is_proposed() -> None:
     lost, division = findings(lambda x: zeros_over(x, 1e-9))
     assert lost.rule.name == "epsilon-below-float16"
-    assert lost.proposal is None
     assert division.rule.name == "float16-overflow"
     assert division.detail == f"div of numbers from -4 to 3; the epsilon of 1e-09 at {lost.line} is zero in float16"
-    assert division.change == "an epsilon of 1e-07 in place of 1e-09"
+    assert division.change == "an epsilon of 0.001 in place of 1e-09"
     assert division.proposal is not None
-    assert "is finite: from -1.158e+04 to 8688" in division.proposal.proof
+    assert "is finite: from -126.5 to 94.88; its gradients for a gradient of 1 too" in division.proposal.proof
+    assert lost.proposal == division.proposal
+
+
+def test_without_a_gradient_an_epsilon_only_has_to_keep_the_result_finite() -> None:
+    def compute(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            zeros_over(x, 1e-9)
+        return x
+
+    _, division = findings(compute)
+    assert division.change == "an epsilon of 1e-07 in place of 1e-09"
+
+
+def test_if_a_gradient_is_beyond_float16_all_that_leads_to_the_division_is_to_be_float32() -> None:
+    _, division = findings(lambda x: 1e3 * x / (0 * x + 1e-8))
+    assert division.change == "x.float() + 1e-08  # and in float32 what computes x, and the division"
+    assert division.proposal is not None
+    assert "its gradient for a gradient of 1 is beyond float16" in division.proposal.proof
 
 
 def test_an_epsilon_too_small_to_divide_by_is_not_proposed() -> None:
-    _, division = findings(lambda x: (0 * x + 1e-8).reciprocal())
+    _, division = findings(lambda x: x * (0 * x.detach() + 1e-8).reciprocal())
     assert division.change == "an epsilon of 0.0001 in place of 1e-08"
 
 
 def test_if_no_epsilon_helps_the_division_in_float32_is_proposed() -> None:
-    _, division = findings(lambda x: 1e3 * x / (0 * x + 1e-8))
+    _, division = findings(lambda x: x + 1e3 * x.detach() / (0 * x.detach() + 1e-8))
     assert division.change == "x.float() + 1e-08  # and the division in float32"
+
+
+def is_in_float32(change: Change) -> bool:
+    return change(torch.float16) is torch.float32
 
 
 @pytest.mark.parametrize("runs_in_float32", [True, False])
 def test_an_epsilon_with_which_the_operation_does_not_run_is_not_proposed(runs_in_float32: bool) -> None:
     def run(epsilon: float, change: Change) -> object:
-        return torch.ones(1) if runs_in_float32 and change is in_float32 else None
+        return torch.ones(1) if runs_in_float32 and is_in_float32(change) else None
 
     division = Call(torch.ops.aten.div.Tensor, (X, 0 * X.abs()), {})
     proposal = propose_for_epsilon(division, run, 1e-8)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from funcamp._audit.events import (
     AddedToGradients,
+    Cleared,
     Clipped,
     Ended,
     OptimizerEvent,
@@ -13,9 +14,17 @@ from funcamp._audit.events import (
     StepCalled,
     Unscaled,
 )
-from funcamp._audit.lines import Line
+from funcamp._audit.lines import UNKNOWN, Line
 from funcamp._audit.loop import Condition, Gradient, Loop, Mixture
-from funcamp._audit.rules.rule import rule
+from funcamp._audit.rules.rule import Found, rule
+
+_EFFECT_BY_VALUE = "the values are times the scale, so almost each is clipped, to the bound / scale after the step"
+_EFFECT_ON_VALUES_OF_ONE = (
+    "its values are times the scale, so almost each is clipped, to the bound / scale after the step"
+)
+#: For gradients that the loop has divided by the scale itself.
+_EFFECT_OF_DIVISION = "scaler.step divides the gradients by the scale again: the step has almost no length"
+_CHANGE_OF_DIVISION = "scaler.unscale_(optimizer)  # in place of the loop's own division by the scale"
 
 
 @rule(
@@ -25,7 +34,7 @@ from funcamp._audit.rules.rule import rule
     effect="the norm is times the scale, so almost every gradient is clipped, to max_norm / scale after the step",
     change="scaler.unscale_(optimizer)  # before the clipping",
 )
-def clip_before_unscale(event: Clipped | OptimizerEvent, loop: Loop) -> Iterator[Line]:
+def clip_before_unscale(event: Clipped | OptimizerEvent, loop: Loop) -> Iterator[Found]:
     """Clipped, and no gradient is unscaled.
 
     If the loop itself multiplied the gradients, it may have unscaled them. Then the mistake is certain only when the
@@ -35,12 +44,26 @@ def clip_before_unscale(event: Clipped | OptimizerEvent, loop: Loop) -> Iterator
         if event.scaler is None or not event.has_enabled_scaler:
             return
         if event.optimizer not in loop.scaler(event.scaler).unscaled:
-            gradients = loop.gradients_of(event.parameters)
-            yield from {gradient.clipped_line for gradient in gradients if gradient.clipped_line is not None}
+            gradients = [one for one in loop.gradients_of(event.parameters) if one.divided_line is None]
+            change = _CHANGE_OF_DIVISION if loop.has_scale_factor else ""
+            for line in {gradient.clipped_line for gradient in gradients if gradient.clipped_line is not None}:
+                yield Found(line, effect=_EFFECT_OF_DIVISION if change else "", change=change)
         return
     conditions = loop.conditions(event.parameters)
     if Condition.SCALED in conditions and Condition.UNSCALED not in conditions and not loop.has_scale_factor:
-        yield event.line
+        yield Found(event.line, effect=_EFFECT_BY_VALUE if event.is_by_value else "")
+
+
+@rule(
+    Cleared,
+    mistake="gradients are clipped after the step that used them, and then cleared",
+    effect="the clipping has no effect: the step takes gradients of any length",
+    change="scaler.unscale_(optimizer); clip_grad_norm_(parameters, max_norm)  # before scaler.step(optimizer)",
+)
+def clip_after_step(event: Cleared, loop: Loop) -> Iterator[Line]:
+    """Cleared, and only used and then clipped. Not if they were clipped before the step too: a second clip may log."""
+    used = [one for one in loop.gradients_of(event.parameters) if one.condition is Condition.USED]
+    yield from {gradient.late_clip_line for gradient in used if gradient.late_clip_line is not None}
 
 
 @rule(
@@ -49,10 +72,13 @@ def clip_before_unscale(event: Clipped | OptimizerEvent, loop: Loop) -> Iterator
     effect="its gradients are times the scale and dominate the norm, so the others are clipped to almost zero",
     change="scaler.unscale_(other_optimizer)  # for each optimizer, before the clipping",
 )
-def optimizer_not_unscaled(event: Clipped, loop: Loop) -> Iterator[Line]:
+def optimizer_not_unscaled(event: Clipped, loop: Loop) -> Iterator[Found]:
     """Clipped, and only some gradients are unscaled."""
     if loop.conditions(event.parameters) >= {Condition.SCALED, Condition.UNSCALED}:
-        yield event.line
+        scaled = {one for one in event.parameters if loop.gradient(one).condition is Condition.SCALED}
+        optimizers = [str(one) for one in loop.optimizers.values() if scaled.intersection(one.parameters)]
+        effect = _EFFECT_ON_VALUES_OF_ONE if event.is_by_value else ""
+        yield Found(event.line, "; ".join(optimizers), effect)
 
 
 @rule(
@@ -79,6 +105,21 @@ def read_before_unscale(_event: OptimizerEvent | Ended, loop: Loop) -> Iterator[
 def normalized_before_unscale(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
     """About to be divided by the scale, and the loop gave the gradients a fixed length while they were scaled."""
     yield from {one.normalized_line for one in _divided_now(event, loop) if one.normalized_line is not None}
+
+
+@rule(
+    OptimizerEvent,
+    mistake="the loop divides gradients by the scale itself, and scaler.step divides them again",
+    effect=_EFFECT_OF_DIVISION,
+    change=_CHANGE_OF_DIVISION,
+)
+def divided_twice(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
+    """About to be divided by the scale; the loop has divided the gradients by that number, and wrote nothing since.
+
+    It may multiply them by the scale again before the step. If it has not read the scale, the number is another one.
+    """
+    if event.scaler is not None and loop.scaler(event.scaler).last_read_line != UNKNOWN:
+        yield from {one.divided_line for one in _divided_now(event, loop) if one.divided_line is not None}
 
 
 @rule(
@@ -165,7 +206,8 @@ def optimizer_step_after_unscale(event: StepCalled, loop: Loop) -> Iterator[Line
     Not if the loop computes something from the unscaled gradients or from their norm: it may look for inf itself.
     """
     is_unscaled = any(event.optimizer in scaler.unscaled for scaler in loop.scalers.values())
-    if event.scaler is None and is_unscaled and not loop.is_checked:
+    is_second = loop.optimizer(event.optimizer).stepped_line is not None  # another mistake
+    if event.scaler is None and is_unscaled and not loop.is_checked and not is_second:
         yield event.line
 
 

@@ -11,8 +11,19 @@ from funcamp._audit.loop import Loop
 
 _E = TypeVar("_E", bound=Event)
 
+
+class Found(NamedTuple):
+    """A line of a mistake, with texts in place of the rule's; an empty one stays the rule's."""
+
+    line: Line
+    detail: str = ""
+    """In place of the event's."""
+    effect: str = ""
+    change: str = ""
+
+
 #: Yields the lines of the mistake, from an event and from the state of the loop before that event.
-Check = Callable[[_E, Loop], Iterable[Line]]
+Check = Callable[[_E, Loop], "Iterable[Line | Found]"]
 
 
 class Rule(NamedTuple):
@@ -31,10 +42,11 @@ class Rule(NamedTuple):
     """The kinds of events at which it is checked."""
     check: Check[Any]
 
-    def lines(self, event: Event, loop: Loop) -> Iterator[Line]:
-        """Yield the lines of the mistake at an event."""
+    def find(self, event: Event, loop: Loop) -> Iterator[Found]:
+        """Yield the lines of the mistake at an event, with the texts that differ from the rule's."""
         if isinstance(event, self.events):
-            yield from self.check(event, loop)
+            for found in self.check(event, loop):
+                yield found if isinstance(found, Found) else Found(found)
 
 
 #: All rules, in the order of their files.

@@ -26,7 +26,7 @@ def constant_beyond_float16(event: ConstantUsed, _loop: Loop) -> Iterator[Line]:
     ConstantUsed,
     mistake="an epsilon below 3e-8 is added to a float16 tensor, or bounds it",
     effect="the epsilon is zero in float16: a division by it makes inf and NaN",
-    change="x.float() + epsilon  # or an epsilon of 1e-4",
+    change="x.float() + epsilon  # and in float32 what follows it, up to the division",
 )
 def epsilon_below_float16(event: ConstantUsed, _loop: Loop) -> Iterator[Line]:
     """The constant is too small for float16, not too large."""

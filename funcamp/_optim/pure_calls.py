@@ -47,6 +47,8 @@ _COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"} | {"__eq__", "__ne__", "__lt
 #: Functions that raise for infinite and NaN arguments, which a step has that is skipped, and a path that is not taken.
 _DECOMPOSITIONS = {"eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "pca_lowrank", "svd_lowrank", "lstsq"}
 _DECOMPOSITIONS |= {"pinv", "cholesky", "cond"}
+#: Functions that make a tensor of one number, such as a counter of shape (1,).
+_FILLED = {"zeros", "ones", "empty", "full"}
 #: Functions whose result has as many elements as values decide.
 _OF_UNKNOWN_SIZE = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
 #: Functions that raise for a probability or a rate that is no number.
@@ -104,7 +106,8 @@ class PureCalls(TorchFunctionMode):
         if not isinstance(result, Tensor):
             return result
         is_new = not any(isinstance(arg, Tensor) for arg in args)
-        if is_new and self._has_no_values and result.dim() and "device" not in (kwargs or {}):
+        is_filled = getattr(func, "__name__", "") in _FILLED and "device" not in (kwargs or {})
+        if is_filled and self._has_no_values and result.dim():
             result = result.to("meta")  # on the CPU, as parameters may be that stand behind those without values
         if is_new and self._batched:
             result = batched_like(self._batched, result)  # a new counter

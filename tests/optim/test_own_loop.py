@@ -821,7 +821,7 @@ class KeepsCounterOfOneElement(Descends):
 
 
 class CountsOnCpu(Descends):
-    """Makes a counter and a table without a device."""
+    """Makes a counter without a device."""
 
     def move(self, group: dict[str, Any], rate: Any) -> None:
         for p in group["params"]:
@@ -829,7 +829,8 @@ class CountsOnCpu(Descends):
             if not state:
                 state["step"] = torch.zeros(1)
             state["step"] += 1
-            weight = torch.tensor([1.0, 0.5, 0.25]).index_select(0, torch.tensor([group["t"] % 3]))
+            table = torch.tensor([1.0, 0.5, 0.25], device=p.device)
+            weight = table.index_select(0, torch.tensor([group["t"] % 3], device=p.device))
             p.sub_((p.grad / state["step"] * weight).view_as(p), alpha=rate)
 
 

@@ -233,6 +233,17 @@ def zero_of(entry: Entry, like: Tensor) -> Tensor:
     return torch.zeros((), dtype=_dtype(entry.kind, like), device=like.device)
 
 
+def zeros_of(entries: Mapping[str, Entry], like: Tensor) -> Entries:
+    """Return tensors of zeros for entries."""
+    return {name: zero_of(entry, like) for name, entry in entries.items()}
+
+
+def zero_state(form: Form, params: list[Tensor]) -> ClassState:
+    """Return a state of zeros that parameters may have after a step."""
+    per_param = [zeros_of(form.param_entries(index), param) for index, param in enumerate(params)]
+    return ClassState(per_param, zeros_of(entries_in(form.shared), params[0]))
+
+
 def _dtype(kind: Kind, like: Tensor) -> torch.dtype:
     dtype = _DTYPES.get(kind, torch.float64)
     return torch.float32 if dtype == torch.float64 and like.device.type == "mps" else dtype

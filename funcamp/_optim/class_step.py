@@ -40,8 +40,8 @@ STAGE_ENTRY = "funcamp_stage"
 
 #: For each parameter its gradient, or None: the class sees such a parameter, and does not change it.
 Grads: TypeAlias = Sequence[Tensor | None]
-#: What decides how a class stores the state of parameters: their shapes and dtypes.
-_FormKey: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
+#: The shapes and dtypes of parameters, which decide how a class stores their state.
+_Kinds: TypeAlias = tuple[tuple[tuple[int, ...], torch.dtype], ...]
 
 
 class Stepped(NamedTuple):
@@ -85,8 +85,8 @@ class ClassStep:
     """Whether it writes into gradients (Muon does)."""
     wide_counters: bool = True
     """Whether step counters are float64 inside, on a CPU."""
-    _forms: dict[_FormKey, Form] = field(default_factory=dict, compare=False)
-    _ignoring_positions: dict[_FormKey, bool] = field(default_factory=dict, compare=False)
+    _forms: dict[_Kinds, Form] = field(default_factory=dict, compare=False)
+    _ignoring_positions: dict[_Kinds, bool] = field(default_factory=dict, compare=False)
 
     @property
     def are_starts_known(self) -> bool:
@@ -156,7 +156,7 @@ class ClassStep:
 
     def form(self, params: list[Tensor]) -> Form:
         """Return how the class stores the state of such parameters."""
-        key = tuple((param.shape, param.dtype) for param in params)
+        key = _kinds_of(params)
         if key not in self._forms:
             self._forms[key] = find_form(self, params)
         return self._forms[key]
@@ -195,10 +195,9 @@ class ClassStep:
 
     def is_separable(self, params: list[Tensor]) -> bool:
         """Return whether the step of each parameter depends on no other. A class may treat some shapes together."""
-        kinds = tuple((param.shape, param.dtype) for param in params)
-        return self.separable and self.form(params).is_separable and self.ignores_positions(kinds)
+        return self.separable and self.form(params).is_separable and self.ignores_positions(_kinds_of(params))
 
-    def ignores_positions(self, kinds: _FormKey) -> bool:
+    def ignores_positions(self, kinds: _Kinds) -> bool:
         """Return whether the step of each of such parameters is the same wherever it stands among the others."""
         if len(kinds) < 2 or is_torchs(self.cls):
             return True
@@ -350,6 +349,10 @@ class ClassStep:
         except ChangedConstantError as error:
             raise TypeError(f"stateless: {self.cls.__name__} cannot be made pure: {error}") from error
         return Stepped(step_run.params, ClassState(new_entries, shared), tuple(begun))
+
+
+def _kinds_of(params: Sequence[Tensor]) -> _Kinds:
+    return tuple((param.shape, param.dtype) for param in params)
 
 
 def _integer(value: int, like: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._optim.arguments import is_torchs
-from funcamp._optim.class_state import ClassState, Entries, Entry, Form, entries_in, form_of, zero_of
+from funcamp._optim.class_state import ClassState, Entries, Form, entries_in, form_of, zero_state, zeros_of
 from funcamp._optim.containers import leaves_of
 from funcamp._optim.dataflow import Dataflow, followed
 from funcamp._optim.decisions import Decisions, OtherAnswers, results_of_paths
@@ -68,9 +67,8 @@ def _is_separable_later(step: ClassStep, form: Form, empty: list[Tensor]) -> boo
     """
     form, empty = _two_of_each(form, empty)
     grads = [torch.empty_like(param) for param in empty]
-    per_param = [_examples(form.param_entries(index), param) for index, param in enumerate(empty)]
-    state = ClassState(per_param, _examples(entries_in(form.shared), empty[0]))
-    groups = [[param, grad, *entries.values()] for param, grad, entries in zip(empty, grads, per_param)]
+    state = zero_state(form, empty)
+    groups = [[param, grad, *entries.values()] for param, grad, entries in zip(empty, grads, state.per_param)]
     hyper = step.examples("meta")
 
     def is_separable(decisions: Decisions) -> bool:
@@ -96,7 +94,7 @@ def _is_separable_later(step: ClassStep, form: Form, empty: list[Tensor]) -> boo
 def _with_later_forms(step: ClassStep, form: Form, empty: list[Tensor]) -> Form:
     """Return a form with those that the state of each parameter has after later steps, along every path."""
     hyper = step.examples("meta")
-    shared = _examples(entries_in(form.shared), empty[0])
+    shared = zeros_of(entries_in(form.shared), empty[0])
 
     def with_forms_after(form: Form, before: Form, per_param: list[Entries]) -> Form:
         def run(decisions: Decisions) -> Form:
@@ -114,7 +112,7 @@ def _with_later_forms(step: ClassStep, form: Form, empty: list[Tensor]) -> Form:
     stage = 0
     while stage < form.stage_count:
         before = form.at(stage)
-        per_param = [_examples(entries_in(contents), param) for contents, param in zip(before.per_param, empty)]
+        per_param = [zeros_of(entries_in(contents), param) for contents, param in zip(before.per_param, empty)]
         form = with_forms_after(form, before, per_param)
         if form.stage_count > LARGEST_STAGE_COUNT:
             raise TypeError(
@@ -143,11 +141,6 @@ def _is_separable(flow: Dataflow, step_run: StepRun) -> bool:
     """Return whether each parameter and its state depend on no other parameter after a run."""
     states = [_tree.tensors_in(list(leaves_of(contents).values())) for contents in step_run.state.per_param]
     return flow.is_separable([[param, *state] for param, state in zip(step_run.params, states)])
-
-
-def _examples(entries: Mapping[str, Entry], like: Tensor) -> Entries:
-    """Return tensors for entries."""
-    return {name: zero_of(entry, like) for name, entry in entries.items()}
 
 
 def _with_forms(form: Form, after: Form) -> Form:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -18,6 +18,7 @@ from funcamp._optim.dataflow import Dataflow, followed
 from funcamp._optim.decisions import Answers, Decisions, OtherAnswers, Question
 from funcamp._optim.hyperparameters import Hyper
 from funcamp._optim.modes import generators_put_back, without_modes
+from funcamp._optim.record import grads_of_step
 from funcamp._optim.trial import is_equal
 from funcamp._trace.host_generators import host_generators, states_of
 
@@ -56,19 +57,19 @@ class _FollowedRun(NamedTuple):
         return self.flow.is_separable(groups) and not any(map(self.flow.sources, state.shared.values()))
 
 
-def independence_of(step: ClassStep, params: list[Tensor], grads_of_steps: Sequence[list[Tensor]]) -> Independence:
+def independence_of(step: ClassStep, params: list[Tensor]) -> Independence:
     """Return what a step on such parameters computes independently of what.
 
-    Two steps are followed, with the first two lists of gradients, the second also along each other side of its
-    questions.
+    Two steps are followed, the second also along each other side of its questions.
 
     Raises:
         TypeError: the step draws random numbers and branches.
     """
     step = replace(step, writes_grads=False)
     hyper = step.examples("cpu")
-    first = _truthful(step, params, grads_of_steps[0], None, hyper)
-    params, grads, state = first.stepped.params, grads_of_steps[1], first.stepped.state
+    first_grads, grads = (grads_of_step(params, number) for number in range(2))
+    first = _truthful(step, params, first_grads, None, hyper)
+    params, state = first.stepped.params, first.stepped.state
     second = _truthful(step, params, grads, state, hyper)
     if len(second.questions) > _LARGEST_COUNT_OF_QUESTIONS:
         return _NOTHING_IS_KNOWN

@@ -30,7 +30,7 @@ from funcamp._optim.long_trial import (
 )
 from funcamp._optim.modes import generators_put_back, without_modes
 from funcamp._optim.python_names import names_for_numbers
-from funcamp._optim.record import grads_of_step, numbers_like
+from funcamp._optim.record import numbers_like
 from funcamp._trace.as_compiled import as_eager
 
 if TYPE_CHECKING:
@@ -166,8 +166,7 @@ def _is_pointwise_in(traits: Traits, dtype: torch.dtype) -> bool:
     steps = _followed_steps(traits, trial, f"in {dtype}")
     if not steps:
         return traits.pointwise  # the class takes no parameters of this dtype, and says so in its first step
-    first_grads = [grads_of_step(trial.params, number) for number in range(2)]
-    is_pointwise = independence_of(step, trial.params, first_grads).is_pointwise
+    is_pointwise = independence_of(step, trial.params).is_pointwise
     return traits.pointwise and is_pointwise and follows_joined(traits, trial, steps)
 
 
@@ -178,8 +177,7 @@ def _try_shape(traits: Traits, first_trial: LoopTrial, kind: Kind) -> None:
     counts = Counts([*first_trial.counts.per_param[:_OTHERS], {}], first_trial.counts.shared)
     trial = first_trial._replace(params=params, counts=counts)
     if _followed_steps(traits, trial, f"for a parameter of shape {kind.shape} in {kind.dtype}"):
-        first_grads = [grads_of_step(params[-1:], number) for number in range(2)]
-        independence_of(traits.step, params[-1:], first_grads)  # refuses a class that draws and branches
+        independence_of(traits.step, params[-1:])  # refuses a class that draws and branches
 
 
 def _in_dtype(params: list[Tensor], dtype: torch.dtype) -> list[Tensor]:

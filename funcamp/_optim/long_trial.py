@@ -86,6 +86,7 @@ def followed_in_loop(traits: Traits, record: Record, thresholds: Iterable[int]) 
     # torch's classes change at no late count.
     trial = LoopTrial(record.params, counts, [] if is_torchs(step.cls) else _thresholds(counts, thresholds))
     steps = loop_steps(step, trial, step.dynamic)
+    assert steps, f"{step.cls.__name__} took no step"  # the record has some with the same numbers
 
     def is_followed(step: ClassStep, steps: Sequence[LoopStep]) -> bool:
         return follows(step, trial.params, steps, counts, starts_at_zero=traits.starts_at_zero)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch import Tensor
 
-from funcamp._optim.class_state import ClassState, Form, entries_in, zero_of
+from funcamp._optim.class_state import zero_state
 from funcamp._optim.dataflow import OperationCall, followed
 from funcamp._optim.decisions import Instruction
 from funcamp._optim.modes import without_modes
@@ -64,7 +64,7 @@ def _calls_on(step: ClassStep, params: list[Tensor]) -> dict[Hashable, _Calls] |
         with without_modes():
             flow, _ = followed(groups, lambda: step.run(params, params, None, hyper, step.decisions()))
             calls: dict[Hashable, _Calls] = {"first": collections.Counter(flow.operations)}
-            state = _state_without_values(form, params)
+            state = zero_state(form, params)
             waiting: list[Instruction | None] = [None]
             while waiting:
                 flipped = waiting.pop()
@@ -83,11 +83,3 @@ def _calls_on(step: ClassStep, params: list[Tensor]) -> dict[Hashable, _Calls] |
     except Exception:
         return None
     return calls
-
-
-def _state_without_values(form: Form, params: list[Tensor]) -> ClassState:
-    per_param = []
-    for index, param in enumerate(params):
-        entries = form.param_entries(index)
-        per_param.append({name: zero_of(entry, param) for name, entry in entries.items()})
-    return ClassState(per_param, {name: zero_of(entry, params[0]) for name, entry in entries_in(form.shared).items()})

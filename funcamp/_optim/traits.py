@@ -207,7 +207,7 @@ def _probe(
         refuse_identity_of_flags(cls, step.changing)
         # How its steps can be taken.
         step = without_needless_questions(step)
-        independence = independence_of(step, record.params, record.grads)
+        independence = independence_of(step, record.params)
         step = _with_independence(step, independence)
         step, starts_at_zero = _with_first_step(step, record)
         if step.changing.form_changes:  # two steps do not show what it does in later ones

@@ -30,8 +30,8 @@ from funcamp._autograd.scaled_grad import Engine, pair
 from funcamp._autograd.tensor_swap import Holder, TensorSwap
 from funcamp._autograd.ties import check_ties, find_ties
 from funcamp._storage.params import expand
+from funcamp._trace.python_reads import own_flags
 from funcamp._trace.python_state import survey
-from funcamp._trace.training_flags import own_flags
 from funcamp._types import Tree
 
 _Returned = TypeVar("_Returned")

@@ -60,7 +60,7 @@ class Described:
         return repr(self.value)
 
 
-class _ByIdentity:
+class ByIdentity:
     """Compares an object by identity, and keeps it, so that no other gets its address."""
 
     __slots__ = ("value",)
@@ -69,7 +69,7 @@ class _ByIdentity:
         self.value = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _ByIdentity) and self.value is other.value
+        return isinstance(other, ByIdentity) and self.value is other.value
 
     def __hash__(self) -> int:
         return id(self.value)
@@ -141,13 +141,13 @@ class _Describer:
         if kind in _COMPARED_AS_TEXT:
             return kind, repr(value)
         if isinstance(value, _COMPARED_BY_IDENTITY):
-            return kind, _ByIdentity(value)
+            return kind, ByIdentity(value)
         if isinstance(value, _BOUND_FUNCTIONS):
             return kind, value
         self._part_count += 1
         for depth, outer in enumerate(self._outer_objects):
             if outer is value:
-                return _ByIdentity, depth  # an object that contains itself
+                return ByIdentity, depth  # an object that contains itself
         if isinstance(value, Tensor):
             raise IndescribableError(_tree.describe(value))
         if self._part_count > _MAX_PARTS or len(self._outer_objects) == _MAX_DEPTH:
@@ -179,7 +179,7 @@ class _Describer:
         except Exception as error:
             raise IndescribableError(_tree.brief(value)) from error
         if isinstance(reduced, str):  # a name in a module
-            return _ByIdentity(value)
+            return ByIdentity(value)
         make, arguments, *optional = reduced
         # After these three follows only what sets the state.
         state, items, pairs = [*optional, None, None, None][:3]

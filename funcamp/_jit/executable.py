@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, fx
 
 from funcamp import _tree
 from funcamp._jit.compile import check_compiler, compile_graph, one_by_one_instead, target_of
 from funcamp._jit.compiler_error import reason_of
+from funcamp._jit.constants import IndescribableError, constant_key, structure_key
 from funcamp._jit.cuda_graph import Captured
 from funcamp._jit.donation import Layouts, OwnedState, arranged, layouts_for
 from funcamp._jit.kinds import check_like
@@ -21,6 +22,7 @@ from funcamp._jit.state_memory import StateMemory
 from funcamp._jit.unroll import check_steps
 from funcamp._jit.written_inputs import WrittenInputs, writes_state, written_inputs
 from funcamp._trace.carried_state import CarriedState
+from funcamp._trace.description import description_of
 from funcamp._trace.interface import Outputs
 from funcamp._trace.open_shapes import is_open
 from funcamp._trace.trace import Graph, trace
@@ -68,6 +70,10 @@ class Executable(NamedTuple):
     """Those of them whose memory no state may have."""
     written: WrittenInputs | None
     """The inputs that it writes, besides giving the state its new values; None for most."""
+    description: Hashable
+    """What it computes: an equal one is the same program."""
+    has_branches: bool
+    """Whether it has inner graphs, such as the branches of torch.cond."""
 
 
 class CompiledLater:
@@ -109,9 +115,13 @@ def make_executable(
     carried: CarriedState,
     session: CompileSession,
     *,
+    known: Iterable[Executable],
+    before_compile: Callable[[], None],
     compile_at_once: bool,
 ) -> Executable:
     """Trace a step and compile it; with CUDA graphs, capture it. The program does not run.
+
+    If the trace is that of a known program, return that.
 
     Args:
         step: the step.
@@ -120,6 +130,8 @@ def make_executable(
         arguments: of the call that it is made for.
         carried: the state that the step's Python keeps from call to call.
         session: the surroundings.
+        known: the programs for the same batch and other values in Python.
+        before_compile: called before a program that is not known is compiled; may raise.
         compile_at_once: whether not to wait for `compile_after` calls.
 
     Raises:
@@ -147,6 +159,12 @@ def make_executable(
         carried,
         in_cuda_graph=graphs is not None,
     )
+    description = _description_of(graph)
+    for executable in known:
+        if executable.description == description:
+            return executable
+    before_compile()
+    has_branches = any(isinstance(inner, fx.GraphModule) for inner in graph.module.children())
     written = written_inputs(graph)
     if written is not None:
         is_current = memory.current.tree is arguments.state
@@ -162,7 +180,17 @@ def make_executable(
         # Not `state_leaves`: the state may have been moved away since.
         run = Captured(graphs, run, memory.current.leaves, inputs, written)
         memory.pin()
-    return Executable(run, graph.outputs, layouts, graph.captured, outside_state, written)
+    return Executable(run, graph.outputs, layouts, graph.captured, outside_state, written, description, has_branches)
+
+
+def _description_of(graph: Graph) -> Hashable:
+    """Return what a program of a traced step computes, reads and returns."""
+    captured_ids = tuple(map(id, graph.captured))
+    try:
+        constants = tuple(map(constant_key, graph.outputs.constants))
+        return description_of(graph), captured_ids, structure_key(graph.outputs.structure), constants
+    except IndescribableError:  # no other program is the same
+        return object()
 
 
 def trace_step(

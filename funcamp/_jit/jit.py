@@ -32,10 +32,12 @@ def jit(
     """Compile a pure step with a donated state; on a GPU replay it as one CUDA graph.
 
     The step is traced at the first call for each batch signature: structure, shapes, dtypes, devices, the values of
-    leaves that are not tensors, and the autocast and the default dtype around the call. Everything else that it reads
-    is fixed then: Python values for good, tensors by reference. Anything that changes must be a leaf of the
-    state or of the batch, or a tensor that is written in place. If a tensor that the model, the criterion or a
-    function of yours reads is replaced by another (`model.table = new`), the step is compiled again. While a step is
+    leaves that are not tensors, and the autocast and the default dtype around the call. Its Python runs then, and not
+    again. The tensors that it reads are read at every call. If a value that it reads in Python changes (`model.beta`,
+    a global), it is traced again, and each combination of values that computes something else is a program. If a
+    tensor that the model, the criterion or a function of yours reads is replaced by another (`model.table = new`), all
+    programs are made again. So anything that changes often must be a leaf of the state or of the batch, or a tensor
+    that is written in place. While a step is
     traced no other thread may use torch's default generator. Threads that call one jitted step take turns. No sync,
     except at the first call for a signature.
 
@@ -64,8 +66,8 @@ def jit(
             program at its first call: choose it if a batch has a Python bool for a part of the step that does not
             run every time (a delayed update), because the program of each value is called often. A captured step always
             compiles at once, with one graph per signature.
-        max_signatures: maximum number of batch signatures; one more raises, because a loop that traces at every step is
-            a mistake.
+        max_signatures: maximum number of programs, for signatures of batches and for values that the step reads in
+            Python; one more raises, because a loop that traces at every step is a mistake.
         without: names of passes, of Inductor's options, and of corrections of torch to leave out, to find the one that
             makes a number wrong or a step slow. The environment variable FUNCAMP_WITHOUT has further ones, separated by
             commas. Without a correction numbers may be wrong where torch is.

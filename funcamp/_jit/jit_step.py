@@ -20,10 +20,10 @@ from funcamp._jit.donation import OwnedState, arranged
 from funcamp._jit.executable import Arguments, Executable, Options, make_executable
 from funcamp._jit.jit import check_step
 from funcamp._jit.known_calls import KnownCalls
+from funcamp._jit.python_values import PythonValues
 from funcamp._jit.session import CompileSession
-from funcamp._jit.signature import Key, difference, flattened, frame_of, key_of, padding, shapes
+from funcamp._jit.signature import ONE_PROGRAM, Key, difference, flattened, frame_of, key_of, padding, shapes
 from funcamp._jit.state_memory import StateMemory
-from funcamp._jit.training_modes import TrainingModes
 from funcamp._trace.carried_state import CarriedState
 from funcamp._trace.tracing import running
 from funcamp._types import Step, Tree
@@ -66,7 +66,11 @@ class JitStep(Fixed):
         #: The checks that a TrainStep makes of its arguments; it returns the state.
         self._check_call = getattr(step, "check_call", None)
         self._carried = CarriedState(_python_parts(step))
-        self._modes = TrainingModes()
+        self._python_values = PythonValues()
+        self._traces_in_vain = 0
+        """How often a value in Python changed, and the trace was that of a known program."""
+        self._has_told_of_numbers = False
+        """Whether the log has said that each value of a number needs a program."""
         self._last: Executable | None = None
         """That of the last call."""
         self._replacements = 0
@@ -88,8 +92,8 @@ class JitStep(Fixed):
 
     @property
     def programs(self) -> int:
-        """Return the number of batch signatures traced so far."""
-        return len(self._executables)
+        """Return the number of programs made so far: one for each batch signature and values that its Python reads."""
+        return len({id(executable) for executable in self._executables.values()})
 
     def __call__(self, state: Tree, batch: Tree, *more: NoReturn) -> tuple[Tree, Tree]:
         """Take one step, or `unroll` steps. Compiles at the first call for a batch signature. No sync.
@@ -184,9 +188,7 @@ class JitStep(Fixed):
         structure, leaves = flattened(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         try:
-            if not self._executables:
-                self._modes.watch_scripted(_python_parts(self._step))
-            frame = frame_of(structure, leaves, tensors, self._modes.number())
+            frame = frame_of(structure, leaves, tensors, self._python_values.number())
             executable = known_program = self._known_calls.find(frame, tensors)
             if executable is None:
                 executable = self._executables.get(key_of(frame, leaves))
@@ -283,35 +285,91 @@ class JitStep(Fixed):
         options = self._options
         owned = memory.current
         assert owned is not None
-        if len(self._executables) >= options.max_signatures:
-            last_key = self._last_key
-            raise ValueError(
-                f"jit: batch must have at most {options.max_signatures} signatures in all (max_signatures); "
-                f"{difference(arguments.batch, last_key, key)}{padding(last_key, key)}"
-            )
+        alike = self._programs_of_other_values(key)
+        if not alike:
+            self._check_count(arguments.batch, key)
         try:
             needs_compiler = options.backend == "inductor" and _on_cpu(owned)
-            with CompileSession(self._task(arguments.batch, key), headers_ahead=needs_compiler) as session:
+            with (
+                CompileSession(self._task(arguments.batch, key), headers_ahead=needs_compiler) as session,
+                self._python_values.followed(self._step, _python_parts(self._step)) as followed,
+            ):
                 executable = make_executable(
-                    self._modes.recorded(self._step),
+                    followed,
                     options,
                     memory,
                     arguments,
                     self._carried,
                     session,
+                    known=alike,
+                    before_compile=lambda: self._check_count(arguments.batch, key),
                     compile_at_once=not self._executables,
                 )
+                followed.has_branches = executable.has_branches
                 assert memory.current is not None
                 inputs = arranged(arguments.tensors, executable.layouts, memory.current.memory)
                 results = _run(executable, memory.current, arguments.tensors, inputs)
         except RuntimeError as error:
             advise("jit", error)
             raise
+        if alike:
+            self._tell_of_values(key, is_new=executable not in alike)
         self._captured.add(executable.captured, executable.outside_state)
         memory.captured.add(self._captured)
         self._sharing.memory = memory
         self._executables[key] = executable
         return executable, results, inputs
+
+    def _programs_of_other_values(self, key: Key) -> list[Executable]:
+        """Return the programs for a signature that differs in nothing but values in Python."""
+        return [executable for known_key, executable in self._executables.items() if known_key[:-1] == key[:-1]]
+
+    def _check_count(self, batch: Tree, key: Key) -> None:
+        """Raise ValueError if there is no program left for a new signature."""
+        if self.programs >= self._options.max_signatures:
+            raise ValueError(
+                f"jit: batch must have at most {self._options.max_signatures} signatures in all (max_signatures); "
+                f"{self._difference(batch, key)}{self._fix(key)}"
+            )
+
+    def _difference(self, batch: Tree, key: Key) -> str:
+        """Return how a signature differs from that of the last call."""
+        text = difference(batch, self._last_key, key)
+        return text or self._python_values.change(self._last_key[-1], key[-1])
+
+    def _fix(self, key: Key) -> str:
+        """Return what to do so that a signature unlike that of the last call needs no program."""
+        former = self._last_key
+        if former[:-1] != key[:-1]:
+            return padding(former, key)
+        is_number = self._python_values.is_of_numbers(former[-1], key[-1])
+        return f": {ONE_PROGRAM}" if is_number else ": raise max_signatures"
+
+    def _tell_of_values(self, key: Key, *, is_new: bool) -> None:
+        """Log what values in Python cost that change: a program for each, or a trace that finds nothing new.
+
+        Args:
+            key: the signature.
+            is_new: whether it needed another program.
+        """
+        change = self._python_values.change(self._last_key[-1], key[-1])
+        if is_new and self._python_values.is_of_numbers(self._last_key[-1], key[-1]) and not self._has_told_of_numbers:
+            self._has_told_of_numbers = True
+            _log.warning(
+                "jit: %s, so that another program is made, as for each further value, at most %d in all "
+                "(max_signatures); %s",
+                change,
+                self._options.max_signatures,
+                ONE_PROGRAM,
+            )
+        self._traces_in_vain += not is_new
+        if not is_new and self._traces_in_vain == self._options.max_signatures:
+            _log.warning(
+                "jit: %s; %d times now the step was traced again because a value in Python changed, and computes the "
+                "same: if this is at every call, it is slow; read the value outside of the step",
+                change,
+                self._traces_in_vain,
+            )
 
     def _task(self, batch: Tree, key: Key) -> str:
         """Return what is compiled, for the report of the progress: for a later signature, with what changed."""
@@ -319,12 +377,12 @@ class JitStep(Fixed):
         task = f"{name} for a batch of {shapes(batch)}"
         if not self._executables:
             return task
-        return f"{task}; {difference(batch, self._last_key, key)}"
+        return f"{task}; {self._difference(batch, key)}"
 
     @property
     def _last_key(self) -> Key:
         """Return the fields of the signature of the last call."""
-        return next(key for key, executable in self._executables.items() if executable is self._last)
+        return next(key for key, executable in reversed(self._executables.items()) if executable is self._last)
 
     def _begin_again(self, path: str) -> None:
         """Drop all programs, because a tensor that they read besides their arguments was replaced, or what it is in.
@@ -352,6 +410,7 @@ class JitStep(Fixed):
         self._known_calls = KnownCalls()
         self._captured = CapturedTensors()
         self._carried.forget()
+        self._python_values = PythonValues()
 
     def _follow_captured(self, memory: StateMemory) -> None:
         """Adopt captured tensors that were given other memory.

@@ -36,8 +36,6 @@ class Signature(NamedTuple):
     - tensors that the step reads besides its arguments: they are read at every call (`CapturedTensors`), and if one is
       replaced by another, all programs are made again (`CarriedState.find_replaced`);
     - grad mode, inference mode and the state of random number generators.
-
-    Not in it either, and fixed at the first call: Python values that the step reads, except those below.
     """
 
     structure: Hashable
@@ -48,8 +46,8 @@ class Signature(NamedTuple):
     """The regions of autocast around the call."""
     default_dtype: torch.dtype
     """torch's, around the call."""
-    modes: int
-    """The number of the combination of the modules' training flags (`TrainingModes`)."""
+    python_values: int
+    """The number of the combination of values that the step's Python reads (`PythonValues`)."""
 
 
 def flattened(batch: Tree) -> tuple[Hashable, list[object]]:
@@ -93,14 +91,14 @@ def _structures(nodes: Collection[object], leaves: list[object]) -> tuple[Hashab
     return tuple(structures)
 
 
-def frame_of(structure: Hashable, leaves: list[object], tensors: list[Tensor], modes: int) -> Frame:
+def frame_of(structure: Hashable, leaves: list[object], tensors: list[Tensor], python_values: int) -> Frame:
     """Return what the signature of a call has now besides its tensors.
 
     Args:
         structure: of the batch.
         leaves: the batch's.
         tensors: those among its leaves.
-        modes: the number of the modules' training flags.
+        python_values: the number of the values that the step's Python reads.
 
     Raises:
         Exception: a constant of the batch cannot be described.
@@ -108,7 +106,7 @@ def frame_of(structure: Hashable, leaves: list[object], tensors: list[Tensor], m
     constants: tuple[Hashable, ...] = ()
     if len(tensors) < len(leaves):
         constants = tuple([None if isinstance(leaf, Tensor) else constant_key(leaf) for leaf in leaves])
-    return structure, constants, autocast_regions(), torch.get_default_dtype(), modes
+    return structure, constants, autocast_regions(), torch.get_default_dtype(), python_values
 
 
 def key_of(frame: Frame, leaves: list[object]) -> Key:
@@ -149,7 +147,7 @@ def shapes(batch: Tree) -> str:
 
 
 def difference(batch: Tree, before: Key, now: Key) -> str:
-    """Return how the signature of a call with this batch differs from another one."""
+    """Return how the signature of a call with this batch differs from another one; "" if in values of Python only."""
     former = Signature._make(before)
     current = Signature._make(now)
     if former.structure != current.structure:
@@ -165,9 +163,7 @@ def difference(batch: Tree, before: Key, now: Key) -> str:
         )
     if former.default_dtype != current.default_dtype:
         return f"torch's default dtype changed from {former.default_dtype} to {current.default_dtype}"
-    if former.modes != current.modes:
-        return "modules changed between training and eval mode"
-    return "it went back to an old one"
+    return ""
 
 
 def padding(before: Key, now: Key) -> str:
@@ -187,6 +183,8 @@ _NUMBER_FIX = (
     "make it a tensor, torch.as_tensor(...), as a Python number is a constant of the program, and each new one "
     "compiles again"
 )
+#: What to do if a number outside of the batch changes.
+ONE_PROGRAM = "keep it in a tensor that you change in place (fill_), or pass it in the batch as one, for one program"
 
 
 def _shown(leaf: tuple[Any, ...]) -> str:

@@ -9,7 +9,6 @@ error that names it.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -17,10 +16,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from funcamp import _tree
-from funcamp._trace.aliases import Aliases
+from funcamp._trace.description import description_of, live_nodes
 from funcamp._trace.kept_tensors import join_first, log_kept
 from funcamp._trace.python_state import NUMBERS, Form, Slot, survey
 from funcamp._trace.tracing import HostError, NodeOf
@@ -342,21 +341,12 @@ class CarriedState:
 
 def _computes_the_same(one: Graph, other: Graph) -> bool:
     """Return whether two graphs return and write the same values."""
-    return [node.format_node() for node in _live_nodes(one)] == [node.format_node() for node in _live_nodes(other)]
-
-
-def _live_nodes(graph: Graph) -> dict[fx.Node, None]:
-    """Return the nodes that a result or a written input depends on, in their order."""
-    nodes = graph.module.graph
-    aliases = Aliases(nodes)
-    writers_of_inputs = [writers for memory, writers in aliases.writers.items() if memory.op != "call_function"]
-    live = aliases.nodes_behind(nodes.output_node(), *itertools.chain.from_iterable(writers_of_inputs))
-    return dict.fromkeys(node for node in nodes.nodes if node in live)
+    return description_of(one) == description_of(other)
 
 
 def _ids_of_read(graph: Graph) -> set[int]:
     """Return the ids of the captured tensors on which a result or a written input depends."""
-    live = _live_nodes(graph)
+    live = live_nodes(graph)
     inputs = graph.module.graph.find_nodes(op="placeholder")[-len(graph.captured) :]
     return {id(tensor) for tensor, node in zip(graph.captured, inputs) if node in live}
 

@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from funcamp import _tree
 from funcamp._types import Tree
 
 
@@ -26,6 +27,10 @@ class Outputs(NamedTuple):
     """The number of leaves of the next state; 0 if the program writes them into the memory of the state."""
     build_metrics: Callable[[Iterator[Tensor]], Tree]
     """Takes the metrics' tensors from an iterator, and returns the metrics."""
+    structure: _tree.TreeSpec
+    """That of the metrics."""
+    constants: list[object]
+    """The leaves of the metrics that are not tensors, and None for each that is."""
 
     def state_of(self, results: list[Tensor]) -> list[Tensor]:
         """Return the leaves of the next state."""

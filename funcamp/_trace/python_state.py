@@ -16,6 +16,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
+import dis
 import functools
 import gc
 import operator
@@ -49,11 +50,13 @@ _LIBRARIES = frozenset({"torch", "funcamp", "numpy", *sys.stdlib_module_names}) 
 _WITHOUT_STATE = frozenset(("logging", "threading", "_thread", "typing", "enum", "weakref"))
 #: What torch.fx sets on the function that takes the place of one that `torch.fx.wrap` registered, while it traces.
 _PATCHED_BY_FX = "_Patcher__fx_already_patched"
+#: Instructions of Python that read or write a global; the second is in the body of a class.
+_OF_GLOBALS = frozenset(("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL"))
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-#: What every module has and a forward pass may change, or what may keep something: hooks.
-_CHANGEABLE_OF_EVERY_MODULE = frozenset(
-    ("training", "_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-)
+#: The dicts of hooks that every module has.
+HOOKS = frozenset(("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"))
+#: What every module has and a forward pass may change, or what may keep something.
+_CHANGEABLE_OF_EVERY_MODULE = HOOKS | {"training"}
 
 
 class Slot(NamedTuple):
@@ -232,7 +235,7 @@ def _is_plain_object(value: object) -> bool:
     return _package(type(value).__module__) not in _LIBRARIES
 
 
-def _is_users(module: str | None) -> bool:
+def is_users(module: str | None) -> bool:
     """Return whether a module is no installed package: only there classes and globals are looked at."""
     file = getattr(sys.modules.get(module or ""), "__file__", None) or ""
     is_installed = "site-packages" in file or "dist-packages" in file
@@ -370,7 +373,7 @@ def _slots_of_module(path: str, module: nn.Module) -> Iterator[Slot]:
 def _slots_of_class(path: str, kind: type) -> Iterator[Slot]:
     """Yield the variables of classes that a user wrote, and of their functions."""
     for base in kind.__mro__:
-        if not _is_users(base.__module__):
+        if not is_users(base.__module__):
             continue
         for name, item in list(vars(base).items()):
             if name.startswith("__") and name != "__call__":
@@ -395,20 +398,38 @@ def _slots_of_function(path: str, function: object) -> Iterator[Slot]:
     for name, item in (function.__kwdefaults__ or {}).items():
         yield Slot(f"{path}.{name}", function.__kwdefaults__, name, item)
     yield from _slots_of_attributes(path, function)
-    if _is_users(function.__module__):
-        yield from _slots_of_globals(path, function.__globals__, frozenset(_names_in(function.__code__)))
+    if is_users(function.__module__):
+        yield from _slots_of_globals(path, function)
 
 
-def _slots_of_globals(path: str, namespace: dict[str, Any], names: frozenset[str]) -> Iterator[Slot]:
-    """Yield the variables with these names in a namespace, and in a user's modules that they name there."""
-    for name in names & namespace.keys():
-        item = namespace[name]
-        if hasattr(item, _PATCHED_BY_FX):
-            item = item.__wrapped__
-        if not isinstance(item, types.ModuleType):
-            yield Slot(f"{path}.{name}", namespace, name, item)
-        elif _is_users(item.__name__):
-            yield from _slots_of_globals(f"{path}.{name}", vars(item), names - {name})
+def _slots_of_globals(path: str, function: types.FunctionType) -> Iterator[Slot]:
+    """Yield the globals that a function reads, and in a user's modules among them the variables that it names."""
+    names = frozenset(_names_in(function.__code__))
+    for name in dict.fromkeys(_globals_in(function.__code__)):
+        if name in function.__globals__:
+            yield from _slots_of_global(f"{path}.{name}", function.__globals__, name, names)
+
+
+def _slots_of_global(path: str, namespace: dict[str, Any], name: str, names: frozenset[str]) -> Iterator[Slot]:
+    """Yield a global; for a user's module, the variables with these names in it."""
+    item = namespace[name]
+    if hasattr(item, _PATCHED_BY_FX):
+        item = item.__wrapped__
+    if not isinstance(item, types.ModuleType):
+        yield Slot(path, namespace, name, item)
+    elif is_users(item.__name__):
+        for inner_name in names.intersection(vars(item)):
+            yield from _slots_of_global(f"{path}.{inner_name}", vars(item), inner_name, names - {name})
+
+
+def _globals_in(code: types.CodeType) -> Iterator[str]:
+    """Yield the names of the globals that a function, and those that it defines, read or write."""
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in _OF_GLOBALS:
+            yield instruction.argval
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _globals_in(constant)
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from funcamp import jit, make_train_step, module_loss, stateless
-from funcamp._trace.training_flags import recorded_flags
+from funcamp._trace.python_reads import recorded_reads
 from tests.support.helpers import assert_same, clone
 
 X, Y = torch.randn(16, 4), torch.randn(16, 1)
@@ -204,7 +204,8 @@ def test_only_flags_that_are_read_are_looked_at() -> None:
     step = make_train_step(module_loss(model, F.mse_loss), SGD)
     run = jit(step, backend="eager")
     run(step.init(), (X, Y))
-    assert len(run._modes._attributes) == 2  # of the dropout, and of the model: a step in eval mode says so
+    flags = [place.path for place in run._python_values._places.values() if place.key == "training"]
+    assert len(flags) == 2  # of the dropout, and of the model: a step in eval mode says so
     assert "training" not in vars(nn.Module)
 
 
@@ -213,20 +214,20 @@ def test_threads_that_trace_at_the_same_time_record_their_own() -> None:
     began, ended = threading.Event(), threading.Event()
 
     def other() -> None:
-        with recorded_flags() as modules:
+        with recorded_reads() as reads:
             began.set()
             ended.wait()
             second(torch.ones(2))
-        found.append(list(modules.values()))
+        found.append(list(reads.modules.values()))
 
     found: list[list[nn.Module]] = []
-    with recorded_flags() as modules:
+    with recorded_reads() as reads:
         thread = threading.Thread(target=other)
         thread.start()
         began.wait()
         first(torch.ones(2))
     ended.set()
     thread.join()
-    assert list(modules.values()) == [first]
+    assert list(reads.modules.values()) == [first]
     assert found == [[second]]
     assert "training" not in vars(nn.Module)

@@ -1,0 +1,295 @@
+"""The Python values that a step reads while it is traced: other values need another program.
+
+They are in attributes of modules and other objects, in their classes, in dicts and lists, in variables of closures, and
+in globals. `PythonValues` looks at each of those places at every call, and numbers the combinations of values that it
+meets. What is not followed: a value that the step's own Python changes; new attributes, keys and items; what a scripted
+module reads, except its training flag.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import itertools
+import operator
+import types
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from funcamp import _tree
+from funcamp._jit.constants import ATOMS, ByIdentity, IndescribableError, constant_key, describe
+from funcamp._trace.python_reads import Reads, recorded_reads
+from funcamp._trace.python_state import CONTAINERS, HOOKS, NUMBERS, Slot, is_users, survey
+from funcamp._types import Step, Tree
+
+#: The largest number of items of a container that are looked at.
+_MAX_ITEMS = 256
+#: Stands for the value of a place that does not exist.
+_MISSING = object()
+_GONE = (KeyError, IndexError, AttributeError, ValueError)
+#: What is compared by its parts, besides `ATOMS`: it cannot be changed in place, or is made anew at each read.
+_COMPARED_BY_PARTS = (tuple, frozenset, functools.partial, types.MethodType, types.BuiltinFunctionType)
+
+
+class _Place(NamedTuple):
+    """Where a value is."""
+
+    path: str
+    holder: Any
+    """What holds it: the dict of an object, a dict or list, a variable of a closure, an object or a class."""
+    key: Any
+    """An item's key, or the name of an attribute."""
+
+    @property
+    def identity(self) -> tuple[int, Hashable]:
+        """Return what is the same for one place under two paths."""
+        return id(self.holder), self.key
+
+    @property
+    def is_item(self) -> bool:
+        """Return whether it is `holder[key]`; else it is an attribute of the holder."""
+        return isinstance(self.holder, CONTAINERS)
+
+    def value(self) -> object:
+        """Return the value that is there now; `_MISSING` if the place is gone."""
+        try:
+            return self.holder[self.key] if self.is_item else getattr(self.holder, self.key)
+        except _GONE:
+            return _MISSING
+
+
+class Followed:
+    """A step whose trace is watched for what its Python reads.
+
+    Args:
+        step: the step.
+        slots: where Python values are that it may read.
+    """
+
+    def __init__(self, step: Step, slots: Mapping[str, Slot]) -> None:
+        self._step = step
+        self._slots = slots
+        self._reads: list[Reads] = []
+        self.has_branches = False
+        """Whether torch.compile has traced a part of it, a branch of torch.cond, where reads are not seen."""
+
+    def __call__(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
+        """Take one step."""
+        with recorded_reads(_recordable(self._slots)) as reads:
+            self._reads.append(reads)
+            return self._step(state, batch)
+
+    def read_places(self) -> Iterator[tuple[_Place, object]]:
+        """Yield the places that it has read, or may have read, with what was there before it."""
+        for reads in self._reads:
+            yield from _read_places(self._slots, reads, sees_all=not self.has_branches)
+
+
+class PythonValues:
+    """The places whose values traces have read, and a number for each combination of their values."""
+
+    def __init__(self) -> None:
+        self._places: dict[tuple[int, Hashable], _Place] = {}
+        """By their identity."""
+        self._excluded: dict[tuple[int, Hashable], _Place] = {}
+        """Those that the step's own Python changes."""
+        self._numbers: dict[tuple[Hashable, ...], int] = {}
+        """The combinations that were met, each with its number."""
+        self._new_numbers = itertools.count()
+        self._number = 0
+        """That of the combination at the last call."""
+        # What every call compares, in lists because that takes a third of the time: the places of items, and their
+        # values; the same of attributes.
+        self._containers: list[Any] = []
+        self._keys: list[Any] = []
+        self._items: list[object] = []
+        self._owners: list[Any] = []
+        self._names: list[str] = []
+        self._attributes: list[object] = []
+        self._note()
+
+    def number(self) -> int:
+        """Return the number of the present combination of values. Called at each step: 40 ns for each place."""
+        try:
+            items = map(operator.getitem, self._containers, self._keys)
+            attributes = map(getattr, self._owners, self._names)
+            if all(map(operator.is_, items, self._items)) and all(map(operator.is_, attributes, self._attributes)):
+                return self._number
+        except _GONE:
+            pass
+        return self._note()
+
+    @contextlib.contextmanager
+    def followed(self, step: Step, roots: Mapping[str, object]) -> Iterator[Followed]:
+        """Context manager: the step, to be traced; at the end what its Python has read is looked at from then on.
+
+        Args:
+            step: the step.
+            roots: the objects that its Python reaches, by name.
+        """
+        followed = Followed(step, survey(roots))
+        yield followed
+        self._look_at(followed.read_places())
+
+    def change(self, former: int, current: int) -> str:
+        """Return in which place two combinations differ, and from what to what."""
+        change = self._first_change(former, current)
+        if change is None:
+            return "it went back to an old one"
+        place, before, after = change
+        if place.key == "training":
+            return "modules changed between training and eval mode"
+        return f"{place.path} changed from {_shown(before)} to {_shown(after)}"
+
+    def is_of_numbers(self, former: int, current: int) -> bool:
+        """Return whether a number changed to another one."""
+        change = self._first_change(former, current)
+        return change is not None and all(type(value) is tuple and value[0] in (int, float) for value in change[1:])
+
+    def _first_change(self, former: int, current: int) -> tuple[_Place, Hashable, Hashable] | None:
+        """Return a place in which two combinations differ, with what was there and is there now."""
+        combinations = {number: values for values, number in self._numbers.items()}
+        changes = zip(self._places.values(), combinations.get(former, ()), combinations.get(current, ()))
+        return next((change for change in changes if change[1] != change[2]), None)
+
+    def _look_at(self, read_places: Iterable[tuple[_Place, object]]) -> None:
+        """Look at further places from now on. What was traced before depends on none of them.
+
+        Args:
+            read_places: the places that a trace has read, and what was there before it.
+        """
+        former_count = len(self._places)
+        for place, before in read_places:
+            if _key_of(place.value()) != _key_of(before):
+                self._excluded[place.identity] = place
+            elif place.identity not in self._excluded:
+                self._places.setdefault(place.identity, place)
+        kept = [index for index, identity in enumerate(self._places) if identity not in self._excluded]
+        added = [_key_of(place.value()) for place in [*self._places.values()][former_count:]]
+        numbers: dict[tuple[Hashable, ...], int] = {}
+        for keys, number in self._numbers.items():
+            extended = [*keys, *added]
+            numbers.setdefault(tuple([extended[index] for index in kept]), number)
+        self._numbers = numbers
+        self._places = {key: place for key, place in self._places.items() if key not in self._excluded}
+        self._note()
+
+    def _note(self) -> int:
+        """Note the present values; return the number of their combination."""
+        values = [(place, place.value()) for place in self._places.values()]
+        items = [(place, value) for place, value in values if place.is_item]
+        attributes = [(place, value) for place, value in values if not place.is_item]
+        self._containers = [place.holder for place, _ in items]
+        self._keys = [place.key for place, _ in items]
+        self._items = [value for _, value in items]
+        self._owners = [place.holder for place, _ in attributes]
+        self._names = [place.key for place, _ in attributes]
+        self._attributes = [value for _, value in attributes]
+        combination = tuple([_key_of(value) for _, value in values])
+        if combination not in self._numbers:
+            self._numbers[combination] = next(self._new_numbers)
+        self._number = self._numbers[combination]
+        return self._number
+
+
+def _recordable(slots: Mapping[str, Slot]) -> Iterator[tuple[type, str]]:
+    """Yield the classes of the objects that have attributes among these, and the names of the attributes."""
+    for slot in slots.values():
+        is_of_every_object = slot.key in (*HOOKS, "training") or str(slot.key).startswith("__")
+        if _is_in_dict_of_object(slot, slots) and not is_of_every_object:
+            yield type(slots[slot.parent or ""].value), slot.key
+
+
+def _is_in_dict_of_object(slot: Slot, slots: Mapping[str, Slot]) -> bool:
+    """Return whether a slot is an attribute in the dict of an object."""
+    if slot.parent is None or slot.parent not in slots:
+        return False
+    owner = slots[slot.parent].value
+    return slot.owner is getattr(owner, "__dict__", None) and not isinstance(owner, (type, types.FunctionType))
+
+
+def _read_places(slots: Mapping[str, Slot], reads: Reads, *, sees_all: bool) -> Iterator[tuple[_Place, object]]:
+    """Yield the places among these slots that a trace has read, or may have read, with what was there before it.
+
+    Args:
+        slots: the slots before it, by path.
+        reads: what it has read.
+        sees_all: whether it has read nothing else.
+    """
+    reached: dict[str, bool] = {}
+    for path, slot in slots.items():  # an outer one comes before its contents
+        parent = slots.get(slot.parent or "")
+        owner = None if parent is None else parent.value
+        is_known = sees_all and _is_in_dict_of_object(slot, slots) and reads.can_tell(owner, slot.key)
+        is_in_reach = parent is None or reached[parent.path]
+        reached[path] = reads.has_found(slot.value) if is_known else is_in_reach or reads.has_found(slot.value)
+        is_read = reads.has_read(owner, slot.key) if is_known else is_in_reach
+        if not is_read:
+            continue
+        if isinstance(slot.value, nn.Parameter):
+            yield _Place(f"{path}.requires_grad", slot.value, "requires_grad"), slot.value.requires_grad
+        elif _can_be_followed(slot, owner):
+            yield _place_of(slot, owner), slot.value
+        if isinstance(slot.value, torch.jit.ScriptModule):  # it reads its flag in C++
+            yield _Place(f"{path}.training", slot.value, "training"), slot.value.training
+    for module in reads.modules.values():
+        yield _Place("a module's training", vars(module), "training"), module.training
+
+
+def _place_of(slot: Slot, owner: object) -> _Place:
+    """Return the place of a slot.
+
+    owner: the object that it is in.
+    """
+    if isinstance(slot.owner, types.CellType):
+        return _Place(slot.path, slot.owner, "cell_contents")
+    if isinstance(slot.owner, type):  # the object may get a value besides that of its class
+        return _Place(slot.path, owner, slot.key)
+    return _Place(slot.path, slot.owner, slot.key)
+
+
+def _can_be_followed(slot: Slot, owner: object) -> bool:
+    """Return whether the value in a slot is one that a step's Python may read, and that others may replace."""
+    if slot.owner is None or isinstance(slot.value, (Tensor, types.ModuleType)):
+        return False
+    if hasattr(type(slot.owner), "__missing__"):  # a look at a missing key adds it, as in a defaultdict
+        return False
+    if isinstance(owner, (types.FunctionType, types.MethodType)) and not is_users(owner.__module__):
+        return False
+    if isinstance(owner, (torch.jit.ScriptModule, enum.Enum)):
+        return False
+    if isinstance(slot.owner, type):
+        return type(slot.value) in ATOMS or isinstance(slot.value, CONTAINERS)
+    if slot.key in (*HOOKS, "training") and isinstance(owner, nn.Module):  # a flag is followed if it is read
+        return False
+    if isinstance(owner, nn.Module) and slot.owner is not vars(owner):
+        return isinstance(slot.value, nn.Module)
+    if isinstance(owner, CONTAINERS):
+        return len(owner) <= _MAX_ITEMS
+    return True
+
+
+def _key_of(value: object) -> Hashable:
+    """Return what a value is compared by: a constant by its type and its value, other objects by identity."""
+    if type(value) in ATOMS:
+        return constant_key(value)
+    if isinstance(value, (*NUMBERS, *_COMPARED_BY_PARTS)):
+        with contextlib.suppress(IndescribableError):
+            return describe(value)
+    return ByIdentity(value)
+
+
+def _shown(key: Any) -> str:
+    """Return the key of a value as a text."""
+    if isinstance(key, ByIdentity):
+        return "nothing" if key.value is _MISSING else _tree.brief(key.value)
+    kind, value = key
+    if kind is tuple:
+        return f"({', '.join(map(_shown, value))})"
+    if kind not in ATOMS:
+        return f"another {kind.__name__}"
+    return str(value) if kind in (float, complex) else repr(value)

@@ -1,0 +1,62 @@
+"""What a graph computes, as a value: two traces of one step with equal descriptions are one program."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, fx
+
+from funcamp._trace.aliases import Aliases
+
+if TYPE_CHECKING:
+    from funcamp._trace.trace import Graph
+
+
+def description_of(graph: Graph) -> bytes:
+    """Return a description of what a graph returns and writes; not of the tensors that it reads besides its arguments.
+
+    Operations of which nothing depends on are not in it.
+    """
+    text = hashlib.sha256()
+    for part in _described(graph.module, live_nodes(graph)):
+        text.update(part)
+    return text.digest()
+
+
+def live_nodes(graph: Graph) -> dict[fx.Node, None]:
+    """Return the nodes that a result or a written input depends on, in their order."""
+    nodes = graph.module.graph
+    aliases = Aliases(nodes)
+    writers_of_inputs = [writers for memory, writers in aliases.writers.items() if memory.op != "call_function"]
+    live = aliases.nodes_behind(nodes.output_node(), *itertools.chain.from_iterable(writers_of_inputs))
+    return dict.fromkeys(node for node in nodes.nodes if node in live)
+
+
+def _described(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> Iterator[bytes]:
+    """Yield each node as a text, and what is behind the names of constants and of inner graphs.
+
+    A node has its number in place of its name, which follows from operations that are left out, too.
+    """
+    numbers: dict[fx.Node, str] = {}
+    for node in nodes:
+        numbers[node] = f"%{len(numbers)}"
+        inputs = fx.map_arg((node.args, node.kwargs), lambda argument: numbers.get(argument, argument.name))
+        yield f"{node.op} {node.target} {inputs}\n".encode()
+        if node.op != "get_attr":
+            continue
+        value = getattr(module, str(node.target), None)
+        if isinstance(value, fx.GraphModule):
+            yield from _described(value, value.graph.nodes)
+        elif isinstance(value, Tensor):
+            yield _bytes_of(value)
+
+
+def _bytes_of(constant: Tensor) -> bytes:
+    """Return the dtype, shape and contents of a constant, such as that of `torch.tensor([1.0, 2.0])`."""
+    header = f"{constant.dtype}{tuple(constant.shape)}".encode()
+    contents = constant.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return header + contents.numpy().tobytes()

@@ -1,0 +1,189 @@
+"""Which attributes Python reads while a step is traced: a program has what followed from their values then.
+
+A descriptor in a class comes before what is in an object's dict, so every read in Python is seen, also one of torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import Counter
+from collections.abc import Iterable, Iterator, Set
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+_TRAINING = (nn.Module, "training")
+#: Stands for what does not exist.
+_MISSING = object()
+
+
+class Reads:
+    """What one thread has read in a trace.
+
+    It keeps no value alive: a tensor that lives on after a trace is one that the step's Python keeps. Ask about objects
+    that live since before the trace.
+
+    Args:
+        recorded: the classes, and the names of the attributes, whose reads are noted.
+    """
+
+    def __init__(self, recorded: Set[tuple[type, str]]) -> None:
+        self._recorded = recorded
+        self._places: set[tuple[int, str]] = set()
+        """The ids of the objects whose attributes were read, and the names of the attributes."""
+        self._value_ids: set[int] = set()
+        """The ids of what was read."""
+        self.modules: dict[int, nn.Module] = {}
+        """The modules whose training flags were read, by id; not those that a scripted module reads."""
+
+    def note(self, owner: object, name: str, value: object) -> None:
+        """Note that an attribute was read."""
+        if name == "training" and isinstance(owner, nn.Module):
+            self.modules[id(owner)] = owner
+        else:
+            self._places.add((id(owner), name))
+            self._value_ids.add(id(value))
+
+    def can_tell(self, owner: object, name: str) -> bool:
+        """Return whether the reads of an attribute are noted."""
+        return (type(owner), name) in self._recorded
+
+    def has_read(self, owner: object, name: str) -> bool:
+        """Return whether an attribute was read."""
+        return (id(owner), name) in self._places
+
+    def has_found(self, value: object) -> bool:
+        """Return whether an object was the value of an attribute that was read."""
+        return id(value) in self._value_ids
+
+
+_lock = threading.Lock()
+#: For each thread that records, what it has read. Without any, the classes are as they were.
+_reads_in_thread: dict[int, Reads] = {}
+#: How many of the threads record an attribute of a class.
+_recorders: Counter[tuple[type, str]] = Counter()
+
+
+@contextlib.contextmanager
+def recorded_reads(attributes: Iterable[tuple[type, str]] = ()) -> Iterator[Reads]:
+    """Context manager: what this thread reads of objects of these classes, and the training flags of all modules.
+
+    Args:
+        attributes: classes, and names of what their objects have in their dicts.
+    """
+    thread = threading.get_ident()
+    recorded: set[tuple[type, str]] = set()
+    reads = Reads(recorded)
+    with _lock:
+        for attribute in {_TRAINING, *attributes}:
+            if _recorders[attribute] or _install(*attribute):
+                _recorders[attribute] += 1
+                recorded.add(attribute)
+        _reads_in_thread[thread] = reads
+    try:
+        yield reads
+    finally:
+        with _lock:
+            del _reads_in_thread[thread]
+            for attribute in recorded:
+                _recorders[attribute] -= 1
+                if not _recorders[attribute]:
+                    _uninstall(*attribute)
+
+
+@contextlib.contextmanager
+def own_flags() -> Iterator[None]:
+    """Context manager: the step itself sets the training flags, so that nothing follows from what they were before."""
+    if torch.compiler.is_dynamo_compiling():  # it knows no threads; nothing is recorded there
+        yield
+        return
+    reads = _reads_in_thread.get(threading.get_ident())
+    known = {} if reads is None else dict(reads.modules)
+    try:
+        yield
+    finally:
+        if reads is not None:
+            reads.modules = known
+
+
+class _Recorded:
+    """An attribute of a class that is in the dicts of its objects, and notes that it was read.
+
+    Args:
+        name: of the attribute.
+        default: what the class has under that name, or inherits; `_MISSING` if nothing.
+        own: the same without what it inherits.
+    """
+
+    def __init__(self, name: str, default: Any, own: object) -> None:
+        self.name = name
+        self.default = default
+        self.own = own
+
+    def __get__(self, owner: Any, kind: type) -> object:
+        """Return the value of an object, or for the class itself its default."""
+        if owner is None or self.name not in owner.__dict__:
+            return self._default_of(owner, kind)
+        value: object = owner.__dict__[self.name]
+        if torch.compiler.is_dynamo_compiling():  # of a branch of torch.cond
+            return value
+        reads = _reads_in_thread.get(threading.get_ident())
+        # Such as the body of a scan, whose tensors have no values.
+        is_made_by_trace = type(owner) is nn.Module or isinstance(owner, fx.GraphModule)
+        if reads is not None and not is_made_by_trace:
+            reads.note(owner, self.name, value)
+        return value
+
+    def __set__(self, owner: Any, value: object) -> None:
+        owner.__dict__[self.name] = value
+
+    def __delete__(self, owner: Any) -> None:
+        if self.name not in owner.__dict__:
+            raise AttributeError(self.name)
+        del owner.__dict__[self.name]
+
+    def _default_of(self, owner: object, kind: type) -> object:
+        """Return what there would be without this.
+
+        Raises:
+            AttributeError: nothing. Python then asks the `__getattr__` of the class.
+        """
+        if self.default is _MISSING:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}")
+        if hasattr(type(self.default), "__get__"):  # a function
+            return self.default.__get__(owner, kind)
+        return self.default
+
+
+def _install(kind: type, name: str) -> bool:
+    """Record the reads of an attribute of a class; return False if it cannot be."""
+    default = _found_in_class(kind, name)
+    if hasattr(type(default), "__set__"):  # a property, or a slot: it is not in the object's dict
+        return False
+    try:
+        setattr(kind, name, _Recorded(name, default, vars(kind).get(name, _MISSING)))
+    except (TypeError, AttributeError):  # a class in C, or whose own class forbids it
+        return False
+    return True
+
+
+def _uninstall(kind: type, name: str) -> None:
+    """Leave a class as it was."""
+    own = vars(kind)[name].own
+    if own is _MISSING:
+        delattr(kind, name)
+    else:
+        setattr(kind, name, own)
+
+
+def _found_in_class(kind: type, name: str) -> object:
+    """Return what a class or one that it inherits from has under a name, as it is there; `_MISSING` if nothing."""
+    for base in kind.__mro__:
+        found = vars(base).get(name, _MISSING)
+        if isinstance(found, _Recorded):
+            found = found.default
+        if found is not _MISSING:
+            return found
+    return _MISSING

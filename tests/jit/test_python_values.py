@@ -1,0 +1,406 @@
+"""A Python value that the step reads may change between calls: the next call computes with the new one."""
+
+from __future__ import annotations
+
+import enum
+import functools
+import logging
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from funcamp import jit, loss, make_train_step, module_loss, stateless
+from tests.support.helpers import assert_same, clone
+
+X, Y = torch.randn(16, 4), torch.randn(16, 1)
+SGD = stateless(torch.optim.SGD, lr=0.1)
+
+#: What the functions below read as globals.
+WEIGHT = 1.0
+
+
+def penalty(out: Tensor) -> Tensor:
+    return out.square().mean()
+
+
+class Kind(enum.Enum):
+    SQUARE = 1
+    ABSOLUTE = 2
+
+
+@dataclass
+class Config:
+    factor: float
+    unread: int = 0
+
+
+class Doubled(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 2
+
+
+class Slotted:
+    __slots__ = ("factor",)
+
+    def __init__(self) -> None:
+        self.factor = 1.0
+
+
+class WithClassAttribute(nn.Module):
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.mul(self.linear(x), self.factor)
+
+
+class Model(nn.Module):
+    """Reads values of many kinds in many places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.activation: nn.Module = nn.Identity()
+        self.dropout = nn.Dropout(0.5)
+        self.factor = 1.0
+        self.stage = "first"
+        self.mask_ratio: float | None = None
+        self.is_halved = False
+        self.kind = Kind.SQUARE
+        self.function: Callable[[Tensor], Tensor] = torch.sin
+        self.weights = (0.5, 0.5)
+        self.items = [1.0, 1.0]
+        self.options: dict[str, Any] = {"factor": 2.0, "inner": {"power": 1}}
+        self.config = Config(1.0)
+        self.namespace = types.SimpleNamespace(factor=1.0)
+        self.slotted = Slotted()
+        self.steps_done = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.activation(self.dropout(self.linear(x))) * self.factor
+        out = out + (1 if self.stage == "first" else 2)
+        out = out if self.mask_ratio is None else out * self.mask_ratio
+        out = out / 2 if self.is_halved else out
+        out = out.square() if self.kind is Kind.SQUARE else out.abs()
+        out = self.function(out) * self.weights[0] + self.weights[1]
+        out = out * self.items[1] * self.options["factor"] ** self.options["inner"]["power"]
+        out = out * self.config.factor * self.namespace.factor * self.slotted.factor
+        return torch.add(out, penalty(out), alpha=WEIGHT)
+
+
+def set_global(name: str, value: object) -> None:
+    globals()[name] = value
+
+
+#: What is changed, and how.
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a number": lambda model: setattr(model, "factor", 2.0),
+    "the number of a layer": lambda model: setattr(model.dropout, "p", 0.1),
+    "a text": lambda model: setattr(model, "stage", "second"),
+    "None": lambda model: setattr(model, "mask_ratio", 0.25),
+    "a flag": lambda model: setattr(model, "is_halved", True),
+    "an enum's member": lambda model: setattr(model, "kind", Kind.ABSOLUTE),
+    "a function": lambda model: setattr(model, "function", torch.cos),
+    "a layer without parameters": lambda model: setattr(model, "activation", nn.Tanh()),
+    "a layer": lambda model: setattr(model, "linear", Doubled(4, 1)),
+    "a tuple": lambda model: setattr(model, "weights", (0.1, 0.9)),
+    "an item of a list": lambda model: model.items.__setitem__(1, 3.0),
+    "a list": lambda model: setattr(model, "items", [1.0, 3.0]),
+    "an item of a dict": lambda model: model.options.update(factor=3.0),
+    "an item of an inner dict": lambda model: model.options["inner"].update(power=0),
+    "a field of a dataclass": lambda model: setattr(model.config, "factor", 3.0),
+    "another dataclass": lambda model: setattr(model, "config", Config(3.0)),
+    "a field of a namespace": lambda model: setattr(model.namespace, "factor", 3.0),
+    "an attribute in slots": lambda model: setattr(model.slotted, "factor", 3.0),
+    "a global": lambda _: set_global("WEIGHT", 3.0),
+    "a global function": lambda _: set_global("penalty", lambda out: out.abs().sum()),
+}
+
+
+@pytest.mark.thorough(keep=4)
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_new_value_is_computed_with(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "WEIGHT", WEIGHT)  # put back afterwards
+    monkeypatch.setitem(globals(), "penalty", penalty)
+    model = Model()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, start = jit(step, backend="eager", donate=False), step.init()
+
+    def both() -> Any:
+        torch.manual_seed(1)
+        actual = run(start, (X, Y))
+        torch.manual_seed(1)
+        assert_same(actual, step(clone(start), (X, Y)))
+        return actual[1].loss
+
+    before = both()
+    assert_same(both(), before)
+    assert run.programs == 1
+    CHANGES[name](model)
+    after = both()
+    assert not torch.equal(before, after)
+    assert_same(both(), after)
+    assert run.programs == 2
+
+
+def test_an_old_value_has_its_program() -> None:
+    model = Model()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, state = jit(step, backend="eager"), step.init()
+    for factor in (1.0, 2.0, 1.0, 2.0, 1.0):
+        model.factor = factor
+        state, _ = run(state, (X, Y))
+    assert run.programs == 2
+
+
+def test_a_new_object_of_an_equal_value_is_no_change() -> None:
+    model = Model()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, state = jit(step, backend="eager"), step.init()
+    model.factor = np.float64(0.3)
+    for text in ("0.3", "0.3", "0.3"):
+        model.factor = np.float64(text)
+        model.weights = (float(text), float(text))
+        model.function = functools.partial(torch.mul, other=float(text))
+        state, _ = run(state, (X, Y))
+    assert run.programs == 1
+    assert len(run._executables) == 1
+
+
+def test_numbers_that_are_equal_and_of_two_types_are_two() -> None:
+    counts = {"factor": 2}
+
+    def step(state: Tensor, batch: Tensor) -> Any:
+        return state, batch * counts["factor"]
+
+    run = jit(step, backend="eager")
+    assert run(torch.zeros(1), torch.arange(3))[1].dtype == torch.int64
+    counts["factor"] = 2.0  # type: ignore[assignment]
+    assert run(torch.zeros(1), torch.arange(3))[1].dtype == torch.float32
+
+
+def test_the_variable_of_a_closure_is_followed() -> None:
+    beta = 1.0
+
+    def error(params: Any, batch: Any) -> Tensor:
+        x, y = batch
+        return torch.mul((x @ params - y).square().mean(), beta)
+
+    step = make_train_step(loss(error), SGD)
+    run, state = jit(step, backend="eager"), step.init(torch.zeros(4, 1))
+    _, first = run(clone(state), (X, Y))
+    beta = 3.0
+    _, second = run(clone(state), (X, Y))
+    assert_same(second.loss, first.loss * 3)
+
+
+def test_a_class_attribute_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = WithClassAttribute()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, start = jit(step, backend="eager", donate=False), step.init()
+    run(start, (X, Y))
+    monkeypatch.setattr(WithClassAttribute, "factor", 2.0)
+    assert_same(run(start, (X, Y)), step(clone(start), (X, Y)))
+    model.factor = 3.0
+    assert_same(run(start, (X, Y)), step(clone(start), (X, Y)))
+    assert run.programs == 3
+
+
+def test_a_value_that_is_not_read_may_change() -> None:
+    model: Any = Model()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, state = jit(step, backend="eager", max_signatures=1), step.init()
+    for index in range(12):
+        model.steps_done = index
+        model.dropout.inplace_count = index  # a new attribute
+        state, _ = run(state, (X, Y))
+    assert run.programs == 1
+
+
+class Logs(nn.Module):
+    """Reads a count for its log only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+        self.epoch = 0
+        self.lines: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.epoch % 5 == 0:
+            logging.getLogger("tests").info("epoch %d", self.epoch)
+        out: Tensor = self.linear(x)
+        return out * 2 if self.epoch >= 30 else out
+
+
+def test_a_value_that_changes_nothing_needs_no_program(caplog: pytest.LogCaptureFixture) -> None:
+    model = Logs()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, start = jit(step, backend="eager", max_signatures=2, donate=False), step.init()
+    for epoch in range(32):
+        model.epoch = epoch
+        assert_same(run(start, (X, Y)), step(clone(start), (X, Y)))
+        assert run.programs == (1 if epoch < 30 else 2)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 2
+    assert "model.epoch changed from 1 to 2; 2 times now the step was traced again" in warnings[0]
+    assert "model.epoch changed from 29 to 30, so that another program is made" in warnings[1]
+
+
+def test_too_many_values_are_an_error_that_names_the_place() -> None:
+    model = Model()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, state = jit(step, backend="eager", max_signatures=3), step.init()
+    for factor in (1.0, 2.0, 3.0):
+        model.factor = factor
+        state, _ = run(state, (X, Y))
+    model.factor = 4.0
+    with pytest.raises(ValueError, match=r"model\.factor changed from 3\.0 to 4\.0.*tensor"):
+        run(state, (X, Y))
+    model.factor = 3.0
+    run(state, (X, Y))
+
+
+def test_what_the_step_itself_counts_is_not_followed(caplog: pytest.LogCaptureFixture) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            out: Tensor = self.linear(x)
+            return out
+
+    model = Counts()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, state = jit(step, backend="eager"), step.init()
+    for rows in (16, 8, 16, 8, 16):
+        state, _ = run(state, (X[:rows], Y[:rows]))
+    assert run.programs == 2
+
+
+def test_a_parameter_that_is_frozen_is_noticed() -> None:
+    model = Model()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, state = jit(step, backend="eager"), step.init()
+    state, _ = run(state, (X, Y))
+    model.linear.bias.requires_grad_(False)
+    with pytest.raises(ValueError, match="bias' was a trainable parameter and is a frozen parameter"):
+        step(state, (X, Y))
+    with pytest.raises(ValueError, match="bias' was a trainable parameter and is a frozen parameter"):
+        run(state, (X, Y))
+    model.linear.bias.requires_grad_(True)
+    run(state, (X, Y))
+
+
+@pytest.mark.parametrize("way", ["scalar", "vector", "as_tensor"])
+def test_a_count_in_a_constant_is_refused(way: str) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+            self.calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            count = float(self.calls)
+            constants = {"scalar": torch.tensor(count), "vector": torch.tensor([count])}
+            out: Tensor = self.linear(x)
+            return out * constants.get(way, torch.as_tensor(count))
+
+    step = make_train_step(module_loss(Counts(), F.mse_loss), SGD)
+    with pytest.raises(RuntimeError, match=r"model\.calls changed from 0 to 1"):
+        jit(step, backend="eager")(step.init(), (X, Y))
+
+
+def test_values_in_a_captured_constant_are_two() -> None:
+    model = nn.Linear(4, 1)
+    settings = {"factor": 1.0}
+
+    def scaled_error(out: Tensor, y: Tensor) -> Tensor:
+        return F.mse_loss(out, y) * torch.tensor([settings["factor"]]).sum()
+
+    step = make_train_step(module_loss(model, scaled_error), SGD)
+    run, start = jit(step, backend="eager", donate=False), step.init()
+    for factor in (1.0, 2.0, 1.0):
+        settings["factor"] = factor
+        assert_same(run(start, (X, Y)), step(clone(start), (X, Y)))
+    assert run.programs == 2
+
+
+def test_a_constant_among_the_metrics_makes_another_program() -> None:
+    settings = {"epoch": 0}
+
+    def step(state: Tensor, batch: Tensor) -> Any:
+        return state + batch, {"epoch": settings["epoch"]}
+
+    run = jit(step, backend="eager")
+    state, metrics = run(torch.zeros(1), torch.ones(1))
+    assert metrics == {"epoch": 0}
+    settings["epoch"] = 1
+    _, metrics = run(state, torch.ones(1))
+    assert metrics == {"epoch": 1}
+
+
+def test_a_value_in_a_branch_of_cond_is_followed() -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.factor = 2.0
+
+        def forward(self, x: Tensor) -> Any:
+            return torch.cond(x.sum() > 0, lambda y: y * self.factor, lambda y: y * 1.0, (x,))
+
+    model = Branches()
+    run = jit(lambda state, batch: (state, model(batch)), backend="eager")
+    state, before = run(torch.zeros(1), torch.ones(2))
+    model.factor = 3.0
+    _, after = run(state, torch.ones(2))
+    assert before.tolist() == [2.0, 2.0]
+    assert after.tolist() == [3.0, 3.0]
+
+
+def test_classes_are_as_before_after_a_trace() -> None:
+    model = Model()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    before = {kind: dict(vars(kind)) for kind in (Model, nn.Dropout, nn.Module, Config, Slotted)}
+    jit(step, backend="eager")(step.init(), (X, Y))
+    assert all(dict(vars(kind)) == attributes for kind, attributes in before.items())
+
+
+def test_an_attribute_can_be_set_and_deleted_in_a_trace() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+            self.temporary = 1.0
+            self.weight_scale: Any = 2.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            del self.temporary
+            assert not hasattr(self, "temporary")
+            self.temporary = 1.0
+            assert getattr(self, "absent", None) is None
+            self.weight_scale, former = 3.0, self.weight_scale
+            self.weight_scale = former
+            return torch.mul(self.linear(x), self.temporary * self.weight_scale)
+
+    model = Writes()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, start = jit(step, backend="eager", donate=False), step.init()
+    for scale in (2.0, 4.0):
+        model.weight_scale = scale
+        assert_same(run(start, (X, Y)), step(clone(start), (X, Y)))
+    assert vars(model)["temporary"] == 1.0

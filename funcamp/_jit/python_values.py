@@ -2,8 +2,8 @@
 
 They are in attributes of modules and other objects, in their classes, in dicts and lists, in variables of closures, and
 in globals. `PythonValues` looks at each of those places at every call, and numbers the combinations of values that it
-meets. What is not followed: a value that the step's own Python changes; new attributes, keys and items; what a scripted
-module reads, except its training flag.
+meets. Hooks count as a value of their module or parameter. What is not followed: a value that the step's own Python
+changes; new attributes, keys and items; what a scripted module reads, except its training flag.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from funcamp import _tree
 from funcamp._jit.constants import ATOMS, ByIdentity, IndescribableError, constant_key, describe
@@ -30,6 +31,10 @@ from funcamp._types import Step, Tree
 _MAX_ITEMS = 256
 #: Stands for the value of a place that does not exist.
 _MISSING = object()
+#: Stands for the key of hooks.
+_HOOKS = object()
+#: The dicts with the hooks on a module, or on a parameter.
+_HOOK_DICTS = (*sorted(HOOKS), "_post_accumulate_grad_hooks")
 _GONE = (KeyError, IndexError, AttributeError, ValueError)
 #: What is compared by its parts, besides `ATOMS`: it cannot be changed in place, or is made anew at each read.
 _COMPARED_BY_PARTS = (tuple, frozenset, functools.partial, types.MethodType, types.BuiltinFunctionType)
@@ -42,7 +47,7 @@ class _Place(NamedTuple):
     holder: Any
     """What holds it: the dict of an object, a dict or list, a variable of a closure, an object or a class."""
     key: Any
-    """An item's key, or the name of an attribute."""
+    """An item's key, or the name of an attribute; `_HOOKS` for the numbers of the hooks on a module or a parameter."""
 
     @property
     def identity(self) -> tuple[int, Hashable]:
@@ -56,6 +61,8 @@ class _Place(NamedTuple):
 
     def value(self) -> object:
         """Return the value that is there now; `_MISSING` if the place is gone."""
+        if self.key is _HOOKS:
+            return tuple([number for name in _HOOK_DICTS for number in getattr(self.holder, name, None) or ()])
         try:
             return self.holder[self.key] if self.is_item else getattr(self.holder, self.key)
         except _GONE:
@@ -110,6 +117,8 @@ class PythonValues:
         self._owners: list[Any] = []
         self._names: list[str] = []
         self._attributes: list[object] = []
+        self._next_hook = 0
+        """The number of torch's next hook: another one if any was registered since."""
         self._note()
 
     def number(self) -> int:
@@ -117,7 +126,11 @@ class PythonValues:
         try:
             items = map(operator.getitem, self._containers, self._keys)
             attributes = map(getattr, self._owners, self._names)
-            if all(map(operator.is_, items, self._items)) and all(map(operator.is_, attributes, self._attributes)):
+            if (
+                all(map(operator.is_, items, self._items))
+                and all(map(operator.is_, attributes, self._attributes))
+                and RemovableHandle.next_id == self._next_hook
+            ):
                 return self._number
         except _GONE:
             pass
@@ -131,9 +144,11 @@ class PythonValues:
             step: the step.
             roots: the objects that its Python reaches, by name.
         """
-        followed = Followed(step, survey(roots))
+        slots = survey(roots)
+        followed = Followed(step, slots)
+        hook_places = [(place, place.value()) for place in _hook_places(slots)]
         yield followed
-        self._look_at(followed.read_places())
+        self._look_at([*followed.read_places(), *hook_places])
 
     def change(self, former: int, current: int) -> str:
         """Return in which place two combinations differ, and from what to what."""
@@ -143,6 +158,8 @@ class PythonValues:
         place, before, after = change
         if place.key == "training":
             return "modules changed between training and eval mode"
+        if place.key is _HOOKS:
+            return f"hooks of {place.path} were registered or removed"
         return f"{place.path} changed from {_shown(before)} to {_shown(after)}"
 
     def is_of_numbers(self, former: int, current: int) -> bool:
@@ -182,18 +199,26 @@ class PythonValues:
         """Note the present values; return the number of their combination."""
         values = [(place, place.value()) for place in self._places.values()]
         items = [(place, value) for place, value in values if place.is_item]
-        attributes = [(place, value) for place, value in values if not place.is_item]
+        attributes = [(place, value) for place, value in values if not place.is_item and place.key is not _HOOKS]
         self._containers = [place.holder for place, _ in items]
         self._keys = [place.key for place, _ in items]
         self._items = [value for _, value in items]
         self._owners = [place.holder for place, _ in attributes]
         self._names = [place.key for place, _ in attributes]
         self._attributes = [value for _, value in attributes]
+        self._next_hook = RemovableHandle.next_id
         combination = tuple([_key_of(value) for _, value in values])
         if combination not in self._numbers:
             self._numbers[combination] = next(self._new_numbers)
         self._number = self._numbers[combination]
         return self._number
+
+
+def _hook_places(slots: Mapping[str, Slot]) -> Iterator[_Place]:
+    """Yield the places of the hooks on modules and parameters."""
+    for path, slot in slots.items():
+        if isinstance(slot.value, (nn.Module, nn.Parameter)):
+            yield _Place(path, slot.value, _HOOKS)
 
 
 def _recordable(slots: Mapping[str, Slot]) -> Iterator[tuple[type, str]]:

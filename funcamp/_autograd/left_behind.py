@@ -1,4 +1,4 @@
-"""Warn once if a module is evaluated outside of a step after steps have changed the state and not the module."""
+"""Warn once if a module is evaluated or saved outside of a step after steps have changed the state and not it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from torch import nn
 
 from funcamp._autograd.module_walk import TensorSlot
 
-#: What to do if the module is called outside of a step, and inside of the step of another module.
+#: What to do if the module is called outside of a step, if it is saved, and if the step of another module calls it.
 _FIX_OUTSIDE = (
     "validate with step.loss(state, batch), or call "
+    "model.load_state_dict(loss_fn.state_dict(state.params, state.buffers)) first"
+)
+_FIX_SAVING = (
+    "save step.state_dict(state), or what torch's loop would save, step.to_torch(state), or call "
     "model.load_state_dict(loss_fn.state_dict(state.params, state.buffers)) first"
 )
 _FIX_IN_OTHER_STEP = (
@@ -42,7 +46,7 @@ def in_step_of(trained: object) -> Iterator[None]:
 
 
 class LeftBehind:
-    """A forward pre-hook of a module that `init` made a state of.
+    """The hooks before a forward pass and a `state_dict()` of a module that `init` made a state of.
 
     It is silent while a module that shares the state's memory follows a donated step, which counts as a write into its
     parameters, and after the caller has written other values into them. A copy of the module does not get it.
@@ -59,7 +63,10 @@ class LeftBehind:
         self._parameter = parameter
         self._version = parameter._version
         self.a_step_was_taken = False
-        self._handle = module.register_forward_pre_hook(self)
+        self._before_forward = module.register_forward_pre_hook(self)
+        self._before_saving = module.register_state_dict_pre_hook(self.saved)
+        self._is_over = False
+        """Whether it has warned, or the module has the caller's values."""
         module.register_load_state_dict_post_hook(self.loaded)  # type: ignore[no-untyped-call]
 
     def __call__(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
@@ -73,13 +80,24 @@ class LeftBehind:
         if not in_other_step and _is_trained_itself(module):
             return
         self.remove()
-        # The version counts writes: the caller may have put other values there.
+        self._warn(module, _FIX_IN_OTHER_STEP if in_other_step else _FIX_OUTSIDE)
+
+    def saved(self, module: nn.Module, *_: object) -> None:
+        """Warn as for a forward pass, before the caller gets a `state_dict()` of the module."""
+        if torch.compiler.is_dynamo_compiling() or not self.a_step_was_taken or self._is_over:
+            return
+        if _this_thread.trained is None and not self._has_other_values():
+            self._is_over = True
+            self._before_forward.remove()  # not that of saving, over which torch iterates now
+            self._warn(module, _FIX_SAVING)
+
+    def _warn(self, module: nn.Module, fix: str) -> None:
+        """Warn, unless the caller has put other values into the module, which the version counts."""
         if self._parameter._version == self._version:
-            fix = _FIX_IN_OTHER_STEP if in_other_step else _FIX_OUTSIDE
             warnings.warn(
                 f"module_loss: {type(module).__name__} has the values that it had at init, as the steps changed the "
                 f"state and not the module: {fix}",
-                stacklevel=2,
+                stacklevel=3,
             )
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -90,8 +108,10 @@ class LeftBehind:
         return self._slot.tensor() is not self._parameter
 
     def remove(self) -> None:
-        """Take the hook off the module. That of `load_state_dict` stays: torch may be iterating over its kind."""
-        self._handle.remove()
+        """Take the hooks off the module. That of `load_state_dict` stays: torch may be iterating over its kind."""
+        self._is_over = True
+        self._before_forward.remove()
+        self._before_saving.remove()
 
     def loaded(self, *_: object) -> None:
         """Follow `load_state_dict`, after which the module has the caller's values."""
@@ -110,6 +130,9 @@ class _OfACopy:
     a_step_was_taken = False
 
     def __call__(self, *_: object) -> None:
+        pass
+
+    def saved(self, *_: object) -> None:
         pass
 
     def remove(self) -> None:

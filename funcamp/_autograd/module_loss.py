@@ -373,7 +373,8 @@ class ModuleLoss(Loss):
         if buffers is not None:
             for name, stored_name in self.tensors.buffer_names.items():
                 values[name] = buffers[stored_name]
-        return state_dict_with(self.made_of, values)
+        with in_step_of(self.made_of):  # `LeftBehind` is silent there
+            return state_dict_with(self.made_of, values)
 
 
 def module_loss(

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from funcamp import _tree
 from funcamp._jit.constants import ATOMS, ByIdentity, IndescribableError, constant_key, describe
 from funcamp._trace.python_reads import Reads, recorded_reads
-from funcamp._trace.python_state import CONTAINERS, HOOKS, NUMBERS, Slot, is_users, survey
+from funcamp._trace.python_state import CONTAINERS, HOOKS, NUMBERS, Slot, is_users, module_of, survey
 from funcamp._types import Step, Tree
 
 #: The largest number of items of a container that are looked at.
@@ -283,7 +283,7 @@ def _can_be_followed(slot: Slot, owner: object) -> bool:
         return False
     if hasattr(type(slot.owner), "__missing__"):  # a look at a missing key adds it, as in a defaultdict
         return False
-    if isinstance(owner, (types.FunctionType, types.MethodType)) and not is_users(owner.__module__):
+    if isinstance(owner, (types.FunctionType, types.MethodType)) and not is_users(module_of(owner)):
         return False
     if isinstance(owner, (torch.jit.ScriptModule, enum.Enum)):
         return False

@@ -243,6 +243,11 @@ def is_users(module: str | None) -> bool:
     return not (is_installed or is_pythons_own or _package(module) in _LIBRARIES)
 
 
+def module_of(function: types.FunctionType | types.MethodType) -> str:
+    """Return the name of the module of a function; `__main__` for one of a program without a name, given to `exec`."""
+    return "__main__" if function.__module__ == "builtins" else function.__module__
+
+
 def _package(module: str | None) -> str:
     """Return the name of the package that a module is in."""
     return (module or "builtins").partition(".")[0]
@@ -386,7 +391,7 @@ def _slots_of_class(path: str, kind: type) -> Iterator[Slot]:
 
 def _slots_of_function(path: str, function: object) -> Iterator[Slot]:
     """Yield the variables of a function: closure, defaults, attributes, and the globals that it names."""
-    if not isinstance(function, types.FunctionType) or _package(function.__module__) in _LIBRARIES:
+    if not isinstance(function, types.FunctionType) or _package(module_of(function)) in _LIBRARIES:
         return
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or ()):
         try:
@@ -398,7 +403,7 @@ def _slots_of_function(path: str, function: object) -> Iterator[Slot]:
     for name, item in (function.__kwdefaults__ or {}).items():
         yield Slot(f"{path}.{name}", function.__kwdefaults__, name, item)
     yield from _slots_of_attributes(path, function)
-    if is_users(function.__module__):
+    if is_users(module_of(function)):
         yield from _slots_of_globals(path, function)
 
 

@@ -51,6 +51,35 @@ def test_the_first_call_warns(how: dict[str, Any]) -> None:
     module(X)  # once
 
 
+@pytest.mark.parametrize("jitted", [False, True])
+def test_saving_the_module_warns_once(jitted: bool) -> None:
+    module = model()
+    step, state = taken(module, jitted=jitted)
+    with assert_silent():
+        step.loss_fn.state_dict(state.params, state.buffers)
+        step.to_torch(state)
+        step.state_dict(state)
+    whole = nn.ModuleDict({"part": module})
+    with pytest.warns(UserWarning, match=r"Sequential has the values that it had at init.*step.to_torch\(state\)"):
+        whole.state_dict()
+    with assert_silent(), torch.no_grad():
+        module.state_dict()
+        module(X)
+
+
+def test_saving_a_module_that_follows_is_silent() -> None:
+    for how in ({"steps": 0}, {"consume": True, "jitted": True}):
+        module = model()
+        taken(module, **how)  # type: ignore[arg-type]
+        with assert_silent():
+            module.state_dict()
+    module = model()
+    step, state = taken(module)
+    module.load_state_dict(step.loss_fn.state_dict(state.params, state.buffers))
+    with assert_silent():
+        module.state_dict()
+
+
 def test_a_module_that_follows_is_silent() -> None:
     module = model()
     step, state = taken(module, consume=True, jitted=True)
@@ -89,8 +118,9 @@ def test_copies_are_silent_and_can_be_saved() -> None:
         file.seek(0)
         loaded = torch.load(file, weights_only=False)
         outputs = [copied(X), pickled(X), loaded(X)]
-        copied.load_state_dict(module.state_dict())
-        loaded.load_state_dict(module.state_dict())
+        saved = pickled.state_dict()
+        copied.load_state_dict(saved)
+        loaded.load_state_dict(saved)
     with pytest.warns(UserWarning, match=BEHIND):
         expected = module(X)
     assert_same(outputs, [expected] * 3)

@@ -244,8 +244,8 @@ def is_users(module: str | None) -> bool:
 
 
 def module_of(function: types.FunctionType | types.MethodType) -> str:
-    """Return the name of the module of a function; `__main__` for one of a program without a name, given to `exec`."""
-    return "__main__" if function.__module__ == "builtins" else function.__module__
+    """Return the name of the module of a function; "" for one of a program without a name, given to `exec`."""
+    return "" if function.__module__ == "builtins" else function.__module__
 
 
 def _package(module: str | None) -> str:

@@ -46,6 +46,10 @@ NO_LEAVES = Defect((2, 11), (2, 12))
 #: `_upstream/bugs/lost_order.py`, `_jit/passes/convolutions.py`.
 #: https://github.com/pytorch/pytorch/issues/177631
 LOST_ORDER = Defect((2, 11), (2, 12))
+#: It loses there that memory was written in place since, such as dropout's mask on a CPU:
+#: `_upstream/bugs/lost_order.py`. Fixed in 2.14 or 2.15.
+#: https://github.com/pytorch/pytorch/issues/185509
+LOST_WRITES = Defect((2, 11), (2, 15))
 #: Inductor reads a rounded value back unrounded, even with emulate_precision_casts:
 #: `_upstream/bugs/unrounded.py`.
 #: https://github.com/pytorch/pytorch/issues/185337

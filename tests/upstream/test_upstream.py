@@ -155,6 +155,26 @@ def test_inductor_forgets_that_a_write_comes_after_a_read() -> None:
 
 
 @pytest.mark.inductor
+def test_inductor_reads_memory_before_it_is_written_in_place() -> None:
+    def dropped(x: Tensor, first: Tensor, bias: Tensor, scale: Tensor, shift: Tensor, last: Tensor) -> Tensor:
+        hidden = torch.nn.functional.layer_norm(x @ first.t() + bias, (16,), scale, shift)
+        hidden = torch.nn.functional.gelu(hidden)
+        mask = torch.bernoulli(torch.empty_like(hidden), 0.9) / 0.9
+        kept = hidden * mask
+        out = kept @ last.t()
+        upper = 2 * out / 8
+        first_gradient = (upper @ last * mask).t() @ x
+        last_gradient = upper.t() @ kept
+        first.copy_(first - 0.01 * first_gradient)
+        last.copy_(last - 0.01 * last_gradient)
+        return out.square().mean()
+
+    sizes = [(8, 6), (16, 6), (16,), (16,), (16,), (1, 16)]
+    arguments = [torch.randn(size) for size in sizes]
+    assert torch.compile(dropped, fullgraph=True)(*arguments).isnan() == _upstream.LOST_WRITES.present
+
+
+@pytest.mark.inductor
 def test_inductor_reads_back_an_unrounded_value() -> None:
     options: Any = {"emulate_precision_casts": True}
     there_and_back = torch.compile(lambda x: x.half().float(), fullgraph=True, options=options)

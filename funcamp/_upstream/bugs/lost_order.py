@@ -1,6 +1,8 @@
-"""Inductor loses the order of a write after a read when it fuses loops of different ranges (torch 2.11).
+"""Inductor loses the order of reads and writes when it fuses loops of different ranges.
 
-A metric, or a leaf of the state, would get a new value instead of an old one.
+It computes anew what a loop reads, and forgets two things that are not in the loop's body: that it must come after
+another operation (torch 2.11), and that the memory it reads was written since by an operation that works in place
+(before torch 2.15). On a CPU that is dropout's draw: the loop would read the mask before it is drawn, which is NaN.
 """
 
 from __future__ import annotations
@@ -24,17 +26,17 @@ def _changed() -> AbstractContextManager[None]:
         # Dependencies without an index. The call computes all anew from the loop's body, and would drop these.
         order = OrderedSet(dep for dep in node.read_writes.reads if isinstance(dep, (WeakDep, StarDep)))
         recompute(node, *args, **kwargs)
-        if order:
-            reads_and_writes = node.read_writes.with_read(order)
-            node.set_read_writes(reads_and_writes.rename(node.mutation_renames))
+        reads_and_writes = node.read_writes.with_read(order) if order else node.read_writes
+        # The present name of each buffer that was written in place: without it the loop would not wait for the write.
+        node.set_read_writes(reads_and_writes.rename(node.mutation_renames))
 
     return replaced(SchedulerNode, recompute_size_and_body=recompute_and_keep_order)
 
 
 BUG = Bug(
     "lost_order",
-    "Inductor loses the order of a write after a read when it fuses loops of different ranges",
-    "https://github.com/pytorch/pytorch/issues/177631",
-    _upstream.LOST_ORDER,
+    "Inductor loses the order of a write and a read, such as that of dropout's mask, when it fuses different loops",
+    "https://github.com/pytorch/pytorch/issues/177631, https://github.com/pytorch/pytorch/issues/185509",
+    _upstream.LOST_WRITES,
     _changed,
 )

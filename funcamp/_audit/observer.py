@@ -126,7 +126,6 @@ class Observer:
         """The scaling of a tensor without a graph: the loop multiplies losses by it."""
         self._passes = 0
         """The number of backward passes, without those inside another one."""
-        self._first_loss_is_finite = True
         self._has_taken_overflow = False
         """Whether `torch.autograd.grad` of a scaled loss made inf or NaN before the first pass."""
         self._loss_is_finite = True
@@ -269,8 +268,6 @@ class Observer:
     def _scale(self, function: _Function, scaler: GradScaler, outputs: object) -> object:
         if isinstance(outputs, Tensor):
             self._loss_is_finite = all_finite(outputs)
-            if not self._passes:
-                self._first_loss_is_finite = self._loss_is_finite
         if isinstance(outputs, Tensor) and scaler.is_enabled():
             power = self._tracked.power_of(outputs)
             grows = power is not None and power.degree > 0
@@ -593,7 +590,7 @@ class Observer:
         if self._has_taken_overflow:
             return ""
         # The product with the scale may overflow, so a scaled loss was checked before.
-        is_finite = all(map(all_finite, outputs)) if scaling is None else self._first_loss_is_finite
+        is_finite = all(map(all_finite, outputs)) if scaling is None else self._loss_is_finite
         return "" if is_finite else "loss"
 
     # Gradients.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import singledispatchmethod
@@ -41,14 +42,17 @@ from funcamp._audit.events import (
 from funcamp._audit.known import Condition, Discarded, Gradient, Optimizer, Scaler
 from funcamp._audit.lines import UNKNOWN, Line
 
+#: A parameter has none before the first backward pass, and after it was cleared.
+_NO_GRADIENT = Gradient()
+
 
 class Loop:
     """What is known about a loop. `follow` changes it to the state after an event."""
 
     def __init__(self) -> None:
         self.gradients: dict[Key, Gradient] = {}
-        self.scalers: dict[Key, Scaler] = {}
-        self.optimizers: dict[Key, Optimizer] = {}
+        self.scalers: dict[Key, Scaler] = defaultdict(Scaler)
+        self.optimizers: dict[Key, Optimizer] = defaultdict(Optimizer)
         self.passes = 0
         self.steps = 0
         self.clears = 0
@@ -85,7 +89,7 @@ class Loop:
 
     def gradient(self, parameter: Key) -> Gradient:
         """Return what is known about a parameter's gradient."""
-        return self.gradients.get(parameter, Gradient())
+        return self.gradients.get(parameter, _NO_GRADIENT)
 
     def gradients_of(self, parameters: tuple[Key, ...]) -> list[Gradient]:
         """Return the gradients of the parameters that have one."""
@@ -98,11 +102,11 @@ class Loop:
 
     def scaler(self, key: Key) -> Scaler:
         """Return what is known about a scaler."""
-        return self.scalers.setdefault(key, Scaler())
+        return self.scalers[key]
 
     def optimizer(self, key: Key) -> Optimizer:
         """Return what is known about an optimizer."""
-        return self.optimizers.setdefault(key, Optimizer())
+        return self.optimizers[key]
 
     def updates_of(self, scaler: Key | None) -> int:
         """Return how many updates a scaler has had; 0 for None."""
@@ -129,7 +133,7 @@ class Loop:
             self.scaler(event.scaler).passes += 1
         updates = self.updates_of(event.scaler)
         for parameter in event.parameters:
-            before = Gradient() if parameter in event.empty else self.gradient(parameter)
+            before = _NO_GRADIENT if parameter in event.empty else self.gradient(parameter)
             after = before.after(event, updates)
             if parameter in event.unsynced:
                 after = replace(after, unsynced_line=event.line)

@@ -72,7 +72,8 @@ def all_finite(tensor: Tensor) -> bool:
     if not is_plain(tensor) or not tensor.is_floating_point():
         return True
     with without_modes(), torch.no_grad():
-        return bool(torch.isfinite(tensor).all())
+        values = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # float8 has no product
+        return float((values * 0).sum()) == 0  # inf and NaN times 0 are NaN; `isfinite` takes several times as long
 
 
 def is_zero(gradient: Tensor | None) -> bool:

@@ -9,8 +9,9 @@ import torch
 
 from funcamp._audit import events
 from funcamp._audit.events import Backward, Event, Reduction
+from funcamp._audit.known import Condition, Mixture
 from funcamp._audit.lines import Line, Place
-from funcamp._audit.loop import Condition, Loop, Mixture
+from funcamp._audit.loop import Loop
 
 PARAMETER, OPTIMIZER, SCALER, OTHER = 1, 2, 3, 4
 HERE = Line("train.py", 1)

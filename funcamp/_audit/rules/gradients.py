@@ -14,8 +14,9 @@ from funcamp._audit.events import (
     StepCalled,
     Unscaled,
 )
+from funcamp._audit.known import Condition, Gradient, Mixture
 from funcamp._audit.lines import UNKNOWN, Line
-from funcamp._audit.loop import Condition, Gradient, Loop, Mixture
+from funcamp._audit.loop import Loop
 from funcamp._audit.rules.rule import Found, rule
 
 _EFFECT_BY_VALUE = "the values are times the scale, so almost each is clipped, to the bound / scale after the step"

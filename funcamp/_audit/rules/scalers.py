@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import torch
 
 from funcamp._audit.events import Backward, Ended, LossScaled, OptimizerEvent, ScaledLossRead, ScaleRead, StepCalled
+from funcamp._audit.known import Condition
 from funcamp._audit.lines import UNKNOWN, Line
-from funcamp._audit.loop import Condition, Loop
+from funcamp._audit.loop import Loop
 from funcamp._audit.rules.rule import rule
 
 #: From this many reads on, a line reads the scale regularly.

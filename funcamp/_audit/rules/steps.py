@@ -6,8 +6,9 @@ import itertools
 from collections.abc import Iterator
 
 from funcamp._audit.events import Ended, OptimizerEvent, Reduction, SchedulerStepped, StepCalled, Updated
+from funcamp._audit.known import Condition
 from funcamp._audit.lines import Line, are_in_one_loop
-from funcamp._audit.loop import Condition, Loop
+from funcamp._audit.loop import Loop
 from funcamp._audit.rules.rule import Found, rule
 
 #: From this many on, passes, steps or cleared gradients are a pattern. Fewer may be the beginning of a window of

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from funcamp._audit.events import Backward, Reduction, StepCalled
+from funcamp._audit.known import Condition, Mixture
 from funcamp._audit.lines import Line, are_in_one_loop, goes_over_parts
-from funcamp._audit.loop import Condition, Loop, Mixture
+from funcamp._audit.loop import Loop
 from funcamp._audit.rules.rule import rule
 
 

@@ -64,7 +64,7 @@ class LeftBehind:
         self._version = parameter._version
         self.a_step_was_taken = False
         self._before_forward = module.register_forward_pre_hook(self)
-        self._before_saving = module.register_state_dict_pre_hook(self.saved)
+        self._before_saving = module.register_state_dict_pre_hook(self.saved)  # type: ignore[no-untyped-call]
         self._is_over = False
         """Whether it has warned, or the module has the caller's values."""
         module.register_load_state_dict_post_hook(self.loaded)  # type: ignore[no-untyped-call]

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger("funcamp")
 #: Stands for the value of a place that does not exist.
 _MISSING = object()
+#: The largest number of runs in which tensors are followed that move from place to place.
+_MAX_MOVES = 8
 #: What reading a place raises if it no longer exists.
 _GONE = (KeyError, IndexError, AttributeError, ValueError)
 _FIX = (
@@ -55,6 +57,8 @@ class _Changes:
     """Tensors that were replaced by one of the same kind: the former ones, which the program writes."""
     other_tensors: list[Tensor] = field(default_factory=list)
     """Other tensors that the run made: caches, and what was kept of the batch."""
+    other_places: dict[str, _Change] = field(default_factory=dict)
+    """Where there is another tensor now that is not carried: one that this run or an earlier one made."""
 
 
 class CarriedState:
@@ -169,9 +173,14 @@ class CarriedState:
         new_values: list[Tensor] = []
         for path, slot in slots_now.items():
             before = self._value_before(path)
-            if isinstance(slot.value, Tensor) and self._is_carried(path, before, slot.value, node_of):
+            if not isinstance(slot.value, Tensor) or slot.value is before:
+                continue
+            if self._is_carried(path, before, slot.value, node_of):
                 self._changes.carried[path] = before
                 new_values.append(slot.value)
+            else:
+                self._changes.other_places[path] = _Change(before, slot.value)
+        self._refuse_other_kinds(slots_now)
         self._note_changed_values(slots_now)
         with torch.no_grad():
             copies = [value.detach().clone() for value in new_values]  # all of them before the first write
@@ -179,6 +188,28 @@ class CarriedState:
                 former_tensor.copy_(copy)
         for path in self._changes.carried:
             self._put_back(path)
+
+    def _refuse_other_kinds(self, slots_now: Mapping[str, Slot]) -> None:
+        """Raise HostError if a container is put back for a tensor that it carries, and has one that is not carried."""
+        put_back: set[str] = set()
+        for path in self._changes.carried:
+            parents = self._parents_of(path)
+            put_back |= {parent for parent in parents if slots_now[parent].value is not self._before[parent].value}
+        for path, change in self._changes.other_places.items():
+            if path in self._before and put_back.intersection(self._parents_of(path)):
+                raise HostError(
+                    f"not keep a tensor of another shape or dtype in {path} than was there; it changed "
+                    f"{_describe_change(change)} in the first call: begin with a tensor of the kind that it gets"
+                )
+
+    def _parents_of(self, path: str) -> list[str]:
+        """Return the paths of the objects that a value was in before this run."""
+        parents: list[str] = []
+        parent = self._before[path].parent
+        while parent is not None:
+            parents.append(parent)
+            parent = self._before[parent].parent
+        return parents
 
     def _value_before(self, path: str) -> Any:
         """Return what was in a place before this run; `_MISSING` if there was no such place."""
@@ -337,6 +368,26 @@ class CarriedState:
                 raise HostError(_count_error(name, change))
         if repeated:  # a count for a log, or of what is done every so often
             _warn_of_counts(repeated)
+        self._follow_moves(second_graph, trace_once, {*first_changes.other_places})
+
+    def _follow_moves(self, graph: Graph, trace_once: Callable[[], Graph], known_places: set[str]) -> None:
+        """Trace on while a tensor that an earlier run made moves to another place, where a later run may read it.
+
+        Args:
+            graph: of the last run.
+            trace_once: runs the step.
+            known_places: those that had such a tensor before.
+
+        Raises:
+            HostError: a run reads one.
+        """
+        for _ in range(_MAX_MOVES):
+            earlier_ids = set(map(id, self._earlier_tensors))
+            moved_to = {path for path, change in self._changes.other_places.items() if id(change.after) in earlier_ids}
+            if moved_to <= known_places:
+                return
+            known_places |= moved_to
+            graph = self._trace_again(graph, trace_once)
 
 
 def _computes_the_same(one: Graph, other: Graph) -> bool:

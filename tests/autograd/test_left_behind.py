@@ -70,7 +70,7 @@ def test_saving_the_module_warns_once(jitted: bool) -> None:
 def test_saving_a_module_that_follows_is_silent() -> None:
     for how in ({"steps": 0}, {"consume": True, "jitted": True}):
         module = model()
-        taken(module, **how)  # type: ignore[arg-type]
+        taken(module, **how)
         with assert_silent():
             module.state_dict()
     module = model()

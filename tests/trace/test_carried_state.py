@@ -455,3 +455,61 @@ def test_a_tensor_of_state_is_not_taken_for_one_that_died_before_it(caplog: pyte
         step = make_train_step(module_loss(_KeepsAnObject(), F.mse_loss), stateless(torch.optim.SGD, lr=0.1))
         jit(step, backend="eager")(step.init(), batch)
     assert "Python keeps tensors" not in caplog.text
+
+
+class Delayed(nn.Module):
+    """Reads what it kept two or three calls before."""
+
+    def __init__(self, how: str, delay: int) -> None:
+        super().__init__()
+        self.linear, self.how, self.delay = nn.Linear(4, 1), how, delay
+        self.kept: list[Tensor | None] = [None] * delay
+
+    def forward(self, x: Tensor) -> Tensor:
+        oldest = self.kept[0]
+        if self.how == "a new list":
+            self.kept = [*self.kept[1:], x.detach().mean(0)]
+        else:
+            self.kept.append(x.detach().mean(0))
+            self.kept.pop(0)
+        out: Tensor = self.linear(x if oldest is None else x + oldest)
+        return out
+
+
+@pytest.mark.parametrize("how", ["a new list", "in place"])
+@pytest.mark.parametrize("delay", [1, 2, 3])
+def test_a_tensor_that_is_read_some_calls_later_is_refused(how: str, delay: int) -> None:
+    step = make_train_step(module_loss(Delayed(how, delay), F.mse_loss), SGD)
+    with pytest.raises(RuntimeError, match=r"must not keep a tensor in Python from call to call.*model\.kept\[0\]"):
+        jit(step, backend="eager")(step.init(), (torch.randn(5, 4), torch.randn(5, 1)))
+
+
+def test_a_tensor_of_another_dtype_beside_one_that_is_carried_is_refused() -> None:
+    class Window(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.head = nn.Linear(4, 4), nn.Linear(4, 1)
+            self.means = [torch.zeros(4), torch.zeros(4)]
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.linear(x)
+            self.means = [self.means[1], hidden.detach().mean(0)]
+            out: Tensor = self.head(hidden - self.means[0])
+            return out
+
+    batch = torch.randn(5, 4), torch.randn(5, 1)
+    step = make_train_step(module_loss(Window(), F.mse_loss), SGD, policy="bfloat16")
+    with pytest.raises(
+        RuntimeError, match=r"model\.means\[1\] than was there; it changed from .*float32.* to .*bfloat16"
+    ):
+        jit(step, backend="eager")(step.init(), batch)
+
+    def states(*, jitted: bool) -> list[Any]:
+        torch.manual_seed(0)
+        step = make_train_step(module_loss(Window(), F.mse_loss), SGD)
+        run, found = jit(step, backend="eager", donate=False) if jitted else step, [step.init()]
+        for _ in range(4):
+            found.append(run(found[-1], batch)[0])
+        return found
+
+    assert_same(states(jitted=True), states(jitted=False))

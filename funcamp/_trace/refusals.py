@@ -57,6 +57,16 @@ def refuse_offset(func: Operation, args: Args, kwargs: Kwargs, slice_storages: S
         )
 
 
+def refuse_packing(func: Operation) -> None:
+    """Raise HostError for `pack_padded_sequence`: what it returns has the sequences' lengths as its shape."""
+    if func is _aten._pack_padded_sequence.default:
+        raise HostError(
+            f"not pack sequences, whose lengths are values; {line_in_stack()} does: give the layer the padded tensor, "
+            "and take the output at the end of each sequence with gather, or mask what is beyond it; a layer that "
+            "reads backwards needs its sequences reversed each by itself"
+        )
+
+
 def refuse_draw_on_host(result: object, home: Set[str]) -> None:
     """Raise HostError if torch drew on the CPU what a CUDA graph would repeat at every replay."""
     for tensor in fake_tensors_of(result):

@@ -29,6 +29,7 @@ from funcamp._trace.refusals import (
     refuse_draw_on_host,
     refuse_move,
     refuse_offset,
+    refuse_packing,
     refuse_python_branches,
 )
 from funcamp._trace.torch_draws import TraceDraws
@@ -117,6 +118,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             raise nested_tensor_error(line_in_stack())
         refuse_python_branches(func, args)
         refuse_offset(func, args, kwargs, self._slice_storages)
+        refuse_packing(func)
         args, kwargs = self._with_fakes(func, args, kwargs)
         func = of_known_shape(func, args)
         if func is _ITEM and self._is_anomaly_check(args[0]):

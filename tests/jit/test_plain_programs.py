@@ -187,6 +187,27 @@ def test_nested_tensors_are_refused_by_jit() -> None:
         jit(step, backend="eager")(step.init(), torch.ones(3, 4))
 
 
+class Packed(nn.Module):
+    """A recurrent layer over sequences of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.GRU(4, 4, batch_first=True)
+
+    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+        return self.layer(packed)[1].square().mean()  # type: ignore[no-any-return]
+
+
+def test_packed_sequences_are_refused_by_jit() -> None:
+    step = make_train_step(module_loss(Packed()), stateless(torch.optim.SGD, lr=0.1))
+    batch = torch.ones(2, 3, 4), torch.tensor([2, 3])
+    step(step.init(), batch)
+    refused = r"jit: step must not pack sequences, whose lengths are values; .*test_plain_programs\.py.*: give the layer"
+    with pytest.raises(RuntimeError, match=refused):
+        jit(step, backend="eager")(step.init(), batch)
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize("script", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(3, 4))])
 def test_scripted_modules_are_torchs(script: Callable[[nn.Module], nn.Module]) -> None:

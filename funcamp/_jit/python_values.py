@@ -226,14 +226,17 @@ def _recordable(slots: Mapping[str, Slot]) -> Iterator[tuple[type, str]]:
     for slot in slots.values():
         is_of_every_object = slot.key in (*HOOKS, "training") or str(slot.key).startswith("__")
         if _is_in_dict_of_object(slot, slots) and not is_of_every_object:
-            yield type(slots[slot.parent or ""].value), slot.key
+            yield type(_owner_of(slot, slots)), slot.key
+
+
+def _owner_of(slot: Slot, slots: Mapping[str, Slot]) -> object:
+    """Return the object that a slot is in; None for a root."""
+    return None if slot.parent is None else slots[slot.parent].value
 
 
 def _is_in_dict_of_object(slot: Slot, slots: Mapping[str, Slot]) -> bool:
     """Return whether a slot is an attribute in the dict of an object."""
-    if slot.parent is None or slot.parent not in slots:
-        return False
-    owner = slots[slot.parent].value
+    owner = _owner_of(slot, slots)
     return slot.owner is getattr(owner, "__dict__", None) and not isinstance(owner, (type, types.FunctionType))
 
 
@@ -245,16 +248,24 @@ def _read_places(slots: Mapping[str, Slot], reads: Reads, *, sees_all: bool) -> 
         reads: what it has read.
         sees_all: whether it has read nothing else.
     """
-    reached: dict[str, bool] = {}
-    for path, slot in slots.items():  # an outer one comes before its contents
-        parent = slots.get(slot.parent or "")
-        owner = None if parent is None else parent.value
-        is_known = sees_all and _is_in_dict_of_object(slot, slots) and reads.can_tell(owner, slot.key)
-        is_in_reach = parent is None or reached[parent.path]
-        reached[path] = reads.has_found(slot.value) if is_known else is_in_reach or reads.has_found(slot.value)
-        is_read = reads.has_read(owner, slot.key) if is_known else is_in_reach
-        if not is_read:
+
+    def may_have_read(slot: Slot) -> bool:
+        """Return whether the trace has read what is in a slot, or may have: it has found the object around it."""
+        owner = _owner_of(slot, slots)
+        if sees_all and _is_in_dict_of_object(slot, slots) and reads.can_tell(owner, slot.key):
+            return reads.has_read(owner, slot.key)
+        return slot.parent is None or id(owner) in found_ids
+
+    # An object may be in several places, of which only one was read: so until no further one is found.
+    found_ids: set[int] = set()
+    former_count = -1
+    while former_count < len(found_ids):
+        former_count = len(found_ids)
+        found_ids |= {id(slot.value) for slot in slots.values() if may_have_read(slot)}
+    for path, slot in slots.items():
+        if not may_have_read(slot):
             continue
+        owner = _owner_of(slot, slots)
         if isinstance(slot.value, nn.Parameter):
             yield _Place(f"{path}.requires_grad", slot.value, "requires_grad"), slot.value.requires_grad
         elif _can_be_followed(slot, owner):

@@ -22,8 +22,8 @@ _MISSING = object()
 class Reads:
     """What one thread has read in a trace.
 
-    It keeps no value alive: a tensor that lives on after a trace is one that the step's Python keeps. Ask about objects
-    that live since before the trace.
+    It keeps no object alive, because a tensor that lives on after a trace is one that the step's Python keeps. Ask
+    about objects that live since before the trace.
 
     Args:
         recorded: the classes, and the names of the attributes, whose reads are noted.
@@ -33,18 +33,15 @@ class Reads:
         self._recorded = recorded
         self._places: set[tuple[int, str]] = set()
         """The ids of the objects whose attributes were read, and the names of the attributes."""
-        self._value_ids: set[int] = set()
-        """The ids of what was read."""
         self.modules: dict[int, nn.Module] = {}
         """The modules whose training flags were read, by id; not those that a scripted module reads."""
 
-    def note(self, owner: object, name: str, value: object) -> None:
+    def note(self, owner: object, name: str) -> None:
         """Note that an attribute was read."""
         if name == "training" and isinstance(owner, nn.Module):
             self.modules[id(owner)] = owner
         else:
             self._places.add((id(owner), name))
-            self._value_ids.add(id(value))
 
     def can_tell(self, owner: object, name: str) -> bool:
         """Return whether the reads of an attribute are noted."""
@@ -53,10 +50,6 @@ class Reads:
     def has_read(self, owner: object, name: str) -> bool:
         """Return whether an attribute was read."""
         return (id(owner), name) in self._places
-
-    def has_found(self, value: object) -> bool:
-        """Return whether an object was the value of an attribute that was read."""
-        return id(value) in self._value_ids
 
 
 _lock = threading.Lock()
@@ -133,7 +126,7 @@ class _Recorded:
         # Such as the body of a scan, whose tensors have no values.
         is_made_by_trace = type(owner) is nn.Module or isinstance(owner, fx.GraphModule)
         if reads is not None and not is_made_by_trace:
-            reads.note(owner, self.name, value)
+            reads.note(owner, self.name)
         return value
 
     def __set__(self, owner: Any, value: object) -> None:

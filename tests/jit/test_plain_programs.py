@@ -203,7 +203,9 @@ def test_packed_sequences_are_refused_by_jit() -> None:
     step = make_train_step(module_loss(Packed()), stateless(torch.optim.SGD, lr=0.1))
     batch = torch.ones(2, 3, 4), torch.tensor([2, 3])
     step(step.init(), batch)
-    refused = r"jit: step must not pack sequences, whose lengths are values; .*test_plain_programs\.py.*: give the layer"
+    refused = (
+        r"jit: step must not pack sequences, whose lengths are values; .*test_plain_programs\.py.*: give the layer"
+    )
     with pytest.raises(RuntimeError, match=refused):
         jit(step, backend="eager")(step.init(), batch)
 

@@ -224,6 +224,22 @@ def test_the_variable_of_a_closure_is_followed() -> None:
     assert_same(second.loss, first.loss * 3)
 
 
+def test_a_dict_that_the_model_keeps_and_another_function_reads_is_followed() -> None:
+    settings = {"beta": 1.0}
+    model: Any = nn.Linear(4, 1)
+    model.settings = settings  # found first, and not read there
+
+    def weighted(out: Tensor, y: Tensor) -> Tensor:
+        return torch.mul(F.mse_loss(out, y), settings["beta"])
+
+    step = make_train_step(module_loss(model, weighted), SGD)
+    run, start = jit(step, backend="eager", donate=False), step.init()
+    _, first = run(start, (X, Y))
+    settings["beta"] = 2.0
+    _, second = run(start, (X, Y))
+    assert_same(second.loss, first.loss * 2)
+
+
 def test_a_class_attribute_is_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     model = WithClassAttribute()
     step = make_train_step(module_loss(model, F.mse_loss), SGD)

@@ -69,6 +69,26 @@ def test_a_thousand_steps_with_logging_do_not_sync() -> None:
     assert all(isinstance(row.loss, float) for row in rows)
 
 
+def test_a_changed_python_value_is_captured_again() -> None:
+    task = mlp()
+    settings = {"factor": 1.0}
+
+    def weighted(output: Tensor, target: Tensor) -> Tensor:
+        return torch.mul(task.criterion(output, target), settings["factor"])
+
+    loss_fn = module_loss(task.model.cuda(), weighted)
+    step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.0), policy="float16")
+    run, current = jit(step), step.init()
+    losses = []
+    for factor in (1.0, 2.0, 1.0):
+        settings["factor"] = factor
+        current, metrics = run(current, batch_of(task, 0))
+        losses.append(metrics.loss)
+    assert run.programs == 2
+    assert_same(losses[2], losses[0])
+    assert torch.allclose(losses[1], losses[0] * 2)
+
+
 @pytest.mark.parametrize("name", PATTERNS)
 def test_pattern_is_the_eager_step(name: str) -> None:
     step = step_of(PATTERNS[name])

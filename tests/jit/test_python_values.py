@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from funcamp import jit, loss, make_train_step, module_loss, stateless
+from funcamp._jit import cuda_graph
 from tests.support.helpers import assert_same, clone
+from tests.support.stand_in import StandIn
 
 X, Y = torch.randn(16, 4), torch.randn(16, 1)
 SGD = stateless(torch.optim.SGD, lr=0.1)
@@ -173,13 +175,18 @@ def test_a_hook_can_be_removed() -> None:
     assert run.programs == 2
 
 
-def test_an_old_value_has_its_program() -> None:
-    model = Model()
+@pytest.mark.parametrize("captured", [False, True])
+def test_an_old_value_has_its_program(captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if captured:
+        monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
+    model = Model().eval()
     step = make_train_step(module_loss(model, F.mse_loss), SGD)
-    run, state = jit(step, backend="eager"), step.init()
+    run, state, expected = jit(step, backend="eager"), step.init(), step.init()
     for factor in (1.0, 2.0, 1.0, 2.0, 1.0):
         model.factor = factor
         state, _ = run(state, (X, Y))
+        expected, _ = step(expected, (X, Y))
+    assert_same(state, expected)
     assert run.programs == 2
 
 

@@ -21,12 +21,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._jit.constants import ATOMS, ByIdentity, IndescribableError, constant_key, describe
-from funcamp._trace.python_reads import Reads, recorded_reads
+from funcamp._trace.python_reads import Reads, recorded_reads, stop_recording
 from funcamp._trace.python_state import CONTAINERS, HOOKS, NUMBERS, Slot, is_users, module_of, survey
 from funcamp._types import Step, Tree
 
+_dynamo_callbacks: Any = _upstream.find("torch._dynamo.callback.callback_handler")
 #: The largest number of items of a container that are looked at.
 _MAX_ITEMS = 256
 #: Stands for the value of a place that does not exist.
@@ -69,6 +70,24 @@ class _Place(NamedTuple):
             return _MISSING
 
 
+@contextlib.contextmanager
+def _stopping_for_dynamo() -> Iterator[None]:
+    """Context manager: no reads are recorded once Dynamo compiles, as torch 2.11's cannot read what is recorded."""
+
+    def stop(_: object) -> None:
+        stop_recording()
+
+    if not _upstream.usable(_dynamo_callbacks):
+        yield
+        return
+    _dynamo_callbacks.register_start_callback(stop)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # torch._dynamo.reset() has removed it
+            _dynamo_callbacks.remove_start_callback(stop)
+
+
 class Followed:
     """A step whose trace is watched for what its Python reads.
 
@@ -86,7 +105,7 @@ class Followed:
 
     def __call__(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         """Take one step."""
-        with recorded_reads(_recordable(self._slots)) as reads:
+        with recorded_reads(_recordable(self._slots)) as reads, _stopping_for_dynamo():
             self._reads.append(reads)
             return self._step(state, batch)
 
@@ -222,11 +241,21 @@ def _hook_places(slots: Mapping[str, Slot]) -> Iterator[_Place]:
 
 
 def _recordable(slots: Mapping[str, Slot]) -> Iterator[tuple[type, str]]:
-    """Yield the classes of the objects that have attributes among these, and the names of the attributes."""
+    """Yield the classes that have attributes or methods among these, or whose objects have, and the names."""
     for slot in slots.values():
+        kind = _recorded_class(slot, slots)
         is_of_every_object = slot.key in (*HOOKS, "training") or str(slot.key).startswith("__")
-        if _is_in_dict_of_object(slot, slots) and not is_of_every_object:
-            yield type(_owner_of(slot, slots)), slot.key
+        if kind is not None and not is_of_every_object:
+            yield kind, slot.key
+
+
+def _recorded_class(slot: Slot, slots: Mapping[str, Slot]) -> type | None:
+    """Return the class in which the reads of a slot can be noted; None if there is none."""
+    if _is_in_dict_of_object(slot, slots):
+        return type(_owner_of(slot, slots))
+    # Not an optimizer, whose code `stateless` looks at.
+    is_class = isinstance(slot.owner, type) and not issubclass(slot.owner, (enum.Enum, torch.optim.Optimizer))
+    return slot.owner if is_class else None  # type: ignore[return-value]
 
 
 def _owner_of(slot: Slot, slots: Mapping[str, Slot]) -> object:
@@ -251,9 +280,10 @@ def _read_places(slots: Mapping[str, Slot], reads: Reads, *, sees_all: bool) -> 
 
     def may_have_read(slot: Slot) -> bool:
         """Return whether the trace has read what is in a slot, or may have: it has found the object around it."""
+        kind = _recorded_class(slot, slots)
         owner = _owner_of(slot, slots)
-        if sees_all and _is_in_dict_of_object(slot, slots) and reads.can_tell(owner, slot.key):
-            return reads.has_read(owner, slot.key)
+        if sees_all and kind is not None and reads.can_tell(kind, slot.key):
+            return reads.has_read(kind if slot.owner is kind else owner, slot.key)
         return slot.parent is None or id(owner) in found_ids
 
     # An object may be in several places, of which only one was read: so until no further one is found.
@@ -272,7 +302,10 @@ def _read_places(slots: Mapping[str, Slot], reads: Reads, *, sees_all: bool) -> 
             yield _place_of(slot, owner), slot.value
         if isinstance(slot.value, torch.jit.ScriptModule):  # it reads its flag in C++
             yield _Place(f"{path}.training", slot.value, "training"), slot.value.training
-    for module in reads.modules.values():
+    flagged = dict(reads.modules)
+    if not sees_all or not reads.can_tell(nn.Module, "training"):
+        flagged |= {id(slot.value): slot.value for slot in slots.values() if isinstance(slot.value, nn.Module)}
+    for module in flagged.values():
         yield _Place("a module's training", vars(module), "training"), module.training
 
 

@@ -11,11 +11,15 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from funcamp import _upstream
 from funcamp._trace.host_generators import host_generators, set_states, states_of
 from funcamp._trace.user_line import line_in_stack
 from funcamp._upstream.replaced import replaced
 
 _log = logging.getLogger("funcamp")
+#: Dynamo's set of the ids of numpy's functions, which it makes once. It must not have those of functions of a trace: a
+#: later function at such an address would be one of numpy for it, for torch.cond and all of torch.compile.
+_numbers_of_numpys_functions = _upstream.find("torch._dynamo.trace_rules._numpy_function_ids", set)
 #: The functions of a module of random numbers that do not draw.
 _NOT_DRAWING = ("getstate", "setstate", "get_state", "set_state", "default_rng", "test")
 #: What errors call a module, if not by its name.
@@ -41,6 +45,7 @@ class HostDraws:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Context manager: functions that draw are noted."""
+        _numbers_of_numpys_functions()
         with contextlib.ExitStack() as stack:
             for module in self._modules:
                 noting = {name: self._noting(fn) for name, fn in vars(module).items() if _draws(name, fn)}

@@ -1,4 +1,4 @@
-"""Which attributes Python reads while a step is traced: a program has what followed from their values then.
+"""Which attributes and methods Python reads while a step is traced: a program has what followed from them then.
 
 A descriptor in a class comes before what is in an object's dict, so every read in Python is seen, also one of torch's.
 """
@@ -6,9 +6,11 @@ A descriptor in a class comes before what is in an object's dict, so every read 
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections import Counter
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -24,15 +26,13 @@ class Reads:
 
     It keeps no object alive, because a tensor that lives on after a trace is one that the step's Python keeps. Ask
     about objects that live since before the trace.
-
-    Args:
-        recorded: the classes, and the names of the attributes, whose reads are noted.
     """
 
-    def __init__(self, recorded: Set[tuple[type, str]]) -> None:
-        self._recorded = recorded
+    def __init__(self) -> None:
+        self.recorded: set[tuple[type, str]] = set()
+        """The classes, and the names of the attributes, whose reads are noted."""
         self._places: set[tuple[int, str]] = set()
-        """The ids of the objects whose attributes were read, and the names of the attributes."""
+        """The ids of the objects and classes whose attributes were read, and the names of the attributes."""
         self.modules: dict[int, nn.Module] = {}
         """The modules whose training flags were read, by id; not those that a scripted module reads."""
 
@@ -43,13 +43,13 @@ class Reads:
         else:
             self._places.add((id(owner), name))
 
-    def can_tell(self, owner: object, name: str) -> bool:
-        """Return whether the reads of an attribute are noted."""
-        return (type(owner), name) in self._recorded
+    def can_tell(self, kind: type, name: str) -> bool:
+        """Return whether the reads of an attribute of a class or of its objects are noted."""
+        return (kind, name) in self.recorded
 
-    def has_read(self, owner: object, name: str) -> bool:
-        """Return whether an attribute was read."""
-        return (id(owner), name) in self._places
+    def has_read(self, holder: object, name: str) -> bool:
+        """Return whether an attribute of an object, or of a class, was read."""
+        return (id(holder), name) in self._places
 
 
 _lock = threading.Lock()
@@ -61,29 +61,39 @@ _recorders: Counter[tuple[type, str]] = Counter()
 
 @contextlib.contextmanager
 def recorded_reads(attributes: Iterable[tuple[type, str]] = ()) -> Iterator[Reads]:
-    """Context manager: what this thread reads of objects of these classes, and the training flags of all modules.
+    """Context manager: what this thread reads of these classes and their objects, and all modules' training flags.
 
     Args:
-        attributes: classes, and names of what their objects have in their dicts.
+        attributes: classes, and names of what their objects have in their dicts, or of what they have themselves.
     """
     thread = threading.get_ident()
-    recorded: set[tuple[type, str]] = set()
-    reads = Reads(recorded)
+    reads = Reads()
     with _lock:
         for attribute in {_TRAINING, *attributes}:
-            if _recorders[attribute] or _install(*attribute):
+            if attribute in _recorders or _install(*attribute):
                 _recorders[attribute] += 1
-                recorded.add(attribute)
+                reads.recorded.add(attribute)
         _reads_in_thread[thread] = reads
     try:
         yield reads
     finally:
         with _lock:
             del _reads_in_thread[thread]
-            for attribute in recorded:
+            for attribute in reads.recorded:
                 _recorders[attribute] -= 1
                 if not _recorders[attribute]:
+                    del _recorders[attribute]
                     _uninstall(*attribute)
+
+
+def stop_recording() -> None:
+    """Leave all classes as they were: Dynamo is about to read them. From now on no trace can tell what it has read."""
+    with _lock:
+        for attribute in _recorders:
+            _uninstall(*attribute)
+        _recorders.clear()
+        for reads in _reads_in_thread.values():
+            reads.recorded.clear()
 
 
 @contextlib.contextmanager
@@ -102,32 +112,42 @@ def own_flags() -> Iterator[None]:
 
 
 class _Recorded:
-    """An attribute of a class that is in the dicts of its objects, and notes that it was read.
+    """Stands in a class for an attribute of its objects, or for a method, and notes that it was read.
 
     Args:
+        kind: the class.
         name: of the attribute.
         default: what the class has under that name, or inherits; `_MISSING` if nothing.
         own: the same without what it inherits.
     """
 
-    def __init__(self, name: str, default: Any, own: object) -> None:
+    def __init__(self, kind: type, name: str, default: Any, own: object) -> None:
+        self.kind = kind
         self.name = name
         self.default = default
         self.own = own
 
     def __get__(self, owner: Any, kind: type) -> object:
-        """Return the value of an object, or for the class itself its default."""
-        if owner is None or self.name not in owner.__dict__:
-            return self._default_of(owner, kind)
-        value: object = owner.__dict__[self.name]
-        if torch.compiler.is_dynamo_compiling():  # of a branch of torch.cond
+        """Return what is in the object's dict, or what the class has.
+
+        Raises:
+            AttributeError: nothing. Python then asks the `__getattr__` of the class.
+        """
+        is_in_object = owner is not None and self.name in owner.__dict__
+        if not torch.compiler.is_dynamo_compiling():  # a branch of torch.cond
+            self._note(owner if is_in_object else self.kind)
+        if is_in_object:
+            value: object = owner.__dict__[self.name]
             return value
-        reads = _reads_in_thread.get(threading.get_ident())
-        # Such as the body of a scan, whose tensors have no values.
-        is_made_by_trace = type(owner) is nn.Module or isinstance(owner, fx.GraphModule)
-        if reads is not None and not is_made_by_trace:
-            reads.note(owner, self.name)
-        return value
+        if self.default is _MISSING:
+            raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}")
+        if isinstance(self.default, FunctionType) and owner is not None:
+            # Dynamo cannot make a method.
+            make = functools.partial if torch.compiler.is_dynamo_compiling() else MethodType
+            return make(self.default, owner)
+        if hasattr(type(self.default), "__get__"):
+            return self.default.__get__(owner, kind)
+        return self.default
 
     def __set__(self, owner: Any, value: object) -> None:
         owner.__dict__[self.name] = value
@@ -137,17 +157,13 @@ class _Recorded:
             raise AttributeError(self.name)
         del owner.__dict__[self.name]
 
-    def _default_of(self, owner: object, kind: type) -> object:
-        """Return what there would be without this.
-
-        Raises:
-            AttributeError: nothing. Python then asks the `__getattr__` of the class.
-        """
-        if self.default is _MISSING:
-            raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}")
-        if hasattr(type(self.default), "__get__"):  # a function
-            return self.default.__get__(owner, kind)
-        return self.default
+    def _note(self, holder: object) -> None:
+        """Note that this thread has read the attribute of an object or a class."""
+        reads = _reads_in_thread.get(threading.get_ident())
+        # Such as the body of a scan, whose tensors have no values.
+        is_made_by_trace = type(holder) is nn.Module or isinstance(holder, fx.GraphModule)
+        if reads is not None and not is_made_by_trace:
+            reads.note(holder, self.name)
 
 
 def _install(kind: type, name: str) -> bool:
@@ -156,7 +172,7 @@ def _install(kind: type, name: str) -> bool:
     if hasattr(type(default), "__set__"):  # a property, or a slot: it is not in the object's dict
         return False
     try:
-        setattr(kind, name, _Recorded(name, default, vars(kind).get(name, _MISSING)))
+        setattr(kind, name, _Recorded(kind, name, default, vars(kind).get(name, _MISSING)))
     except (TypeError, AttributeError):  # a class in C, or whose own class forbids it
         return False
     return True

@@ -270,6 +270,55 @@ def test_a_value_that_is_not_read_may_change() -> None:
     assert run.programs == 1
 
 
+EPOCH = 0
+
+
+class Reports(nn.Module):
+    """Has methods that no step calls, with globals that a loop changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x) * self.factor()
+
+    def factor(self) -> float:
+        return WEIGHT
+
+    def report(self) -> str:
+        return f"{type(self).__name__} at {EPOCH}"
+
+
+def test_a_global_of_a_method_that_is_not_called_may_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Reports()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, start = jit(step, backend="eager", donate=False), step.init()
+    for epoch in range(3):
+        monkeypatch.setitem(globals(), "EPOCH", epoch)
+        _, first = run(start, (X, Y))
+    assert len(run._executables) == 1
+    monkeypatch.setitem(globals(), "WEIGHT", 2.0)
+    _, second = run(start, (X, Y))
+    assert not torch.equal(first.loss, second.loss)
+
+
+def test_a_method_in_a_branch_of_cond_can_be_called() -> None:
+    class Branches(nn.Module):
+        def forward(self, x: Tensor) -> Any:
+            return torch.cond(x.sum() > 0, self.doubled, lambda y: y * 1.0, (x,))
+
+        def doubled(self, x: Tensor) -> Tensor:
+            return x * self.factor()
+
+        def factor(self) -> float:
+            return 2.0
+
+    model = Branches()
+    run = jit(lambda state, batch: (state, model(batch)), backend="eager")
+    assert run(torch.zeros(1), torch.ones(2))[1].tolist() == [2.0, 2.0]
+
+
 class Logs(nn.Module):
     """Reads a count for its log only."""
 
@@ -401,15 +450,16 @@ def test_a_value_in_a_branch_of_cond_is_followed() -> None:
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.factor = 2.0
+            self.is_tripled = False
 
         def forward(self, x: Tensor) -> Any:
-            return torch.cond(x.sum() > 0, lambda y: y * self.factor, lambda y: y * 1.0, (x,))
+            return torch.cond(x.sum() > 0, lambda y: y * (3 if self.is_tripled else 2), lambda y: y * 1.0, (x,))
 
     model = Branches()
+    assert model(torch.ones(2)).tolist() == [2.0, 2.0]  # Dynamo knows the branches from now on
     run = jit(lambda state, batch: (state, model(batch)), backend="eager")
     state, before = run(torch.zeros(1), torch.ones(2))
-    model.factor = 3.0
+    model.is_tripled = True
     _, after = run(state, torch.ones(2))
     assert before.tolist() == [2.0, 2.0]
     assert after.tolist() == [3.0, 3.0]

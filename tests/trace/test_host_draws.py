@@ -130,3 +130,15 @@ def test_a_step_that_draws_and_then_fails_leaves_the_generator_as_it_was() -> No
     with pytest.raises(RuntimeError, match="must not read"):
         jit(step, backend="eager")(torch.zeros(()), torch.ones(()))
     assert generators() == before
+
+
+def test_dynamo_keeps_no_function_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take a later function at the same address for one of numpy."""
+    known: Any = torch._dynamo.trace_rules._numpy_function_ids  # type: ignore[attr-defined]
+    monkeypatch.setattr(known, "function_ids", None)  # as in a new process
+
+    def step(state: Tensor, batch: Tensor) -> Any:
+        return state, torch.cond(batch.sum() > 0, lambda x: x * 2, lambda x: x * 3, (batch,))
+
+    jit(step, backend="eager")(torch.zeros(()), torch.ones(2))
+    assert known() == set(known.lazy_initializer())

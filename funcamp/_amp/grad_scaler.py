@@ -67,7 +67,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_factor: multiplies the scale after `growth_interval` clean steps.
         backoff_factor: multiplies the scale after a step with a non-finite gradient.
         growth_interval: clean steps in a row after which the scale grows.
-        enabled: if False, every call except `step` does nothing.
+        enabled: if False, every call except `step` does nothing; as in torch, the setters set what the getters return.
         config: another rule, or bounds; replaces the four numbers. `state_dict` then includes the rule's counters.
         skip: "select" restores a skipped step on the device; "host" reads the flag and does not call `step` if it is
             set, as torch does. By default "select", but "host" on a CPU, where the read is free, and under Accelerate.
@@ -417,6 +417,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def _configure(self, **values: Any) -> None:
         """Change constants that torch's class lets users change; if a value is invalid, change none."""
+        if not self._enabled:  # has no configuration; as in torch, the getters return what was set
+            for name, value in values.items():
+                setattr(self, f"_{name}", value)
+            return
         growth_factor = values.get("growth_factor", self._growth_factor)
         backoff_factor = values.get("backoff_factor", self._backoff_factor)
         growth_interval = values.get("growth_interval", self._growth_interval)

@@ -263,6 +263,28 @@ def test_disabled_does_nothing() -> None:
     assert not pickle.loads(pickle.dumps(scaler)).is_enabled()
 
 
+def _numbers(scaler: Any) -> list[object]:
+    """Return what the getters return or raise."""
+    numbers: list[object] = []
+    for get in (scaler.get_growth_factor, scaler.get_backoff_factor, scaler.get_growth_interval):
+        try:
+            numbers.append(get())
+        except AttributeError:
+            numbers.append(AttributeError)
+    return numbers
+
+
+def test_setters_of_a_disabled_one_are_torchs() -> None:
+    disabled = [cls("cpu", enabled=False) for cls in (GradScaler, torch.amp.GradScaler)]
+    assert _numbers(disabled[0]) == _numbers(disabled[1]) == [AttributeError] * 3
+    for scaler in disabled:
+        scaler.set_growth_factor(4.0)
+        scaler.set_backoff_factor(0.25)
+        scaler.set_growth_interval(100)
+        assert _numbers(scaler) == _numbers(pickle.loads(pickle.dumps(scaler))) == [4.0, 0.25, 100]
+        assert (scaler.state_dict(), scaler.get_scale()) == ({}, 1.0)
+
+
 # saving
 
 

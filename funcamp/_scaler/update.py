@@ -33,7 +33,7 @@ def update(
         state: the state after `unscale_and_check`.
         config: the configuration the state was made with.
         new_scale: sets the scale instead of the rule and keeps the tracker, as in torch; a positive Python number, or a
-            float32 tensor of one element, whose value is not checked. The configuration's bounds still apply.
+            float32 tensor of one element, which is copied and whose value is not checked. The bounds still apply.
 
     Returns:
         The next state, with `found_inf` 0.
@@ -78,7 +78,7 @@ def _new_scale(state: ScalerState, value: object) -> Tensor:
                 "update: new_scale must have one element, not require grad, and lie on the state's type of device; "
                 f"got {_tree.describe(value)}, requires_grad={value.requires_grad}"
             )
-        return value.reshape(()).to(state.scale.device, non_blocking=True)
+        return value.reshape(()).to(state.scale.device, non_blocking=True, copy=True)
     number = real("update", "new_scale", value, "a float32 tensor or a number")
     if not 0.0 < number <= torch.finfo(torch.float32).max:
         raise ValueError(f"update: new_scale must be positive and finite in float32; got {value}")

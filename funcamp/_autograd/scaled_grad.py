@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 
 from funcamp import _tree, _upstream
 from funcamp._autograd.checkpointing import allow_hooks, same_parameters
+from funcamp._check import boolean
 from funcamp._scaler.scale import scale, unscale_and_check
 from funcamp._scaler.state import ScalerState, check_state
 from funcamp._types import Tree
@@ -57,8 +58,9 @@ def scaled_grad_and_value(
     Raises:
         ValueError: engine is another string; when called: the loss has a shape other than (), or does not depend on a
             parameter (detached, computed under torch.no_grad).
-        TypeError: when called: a leaf of params is an integer tensor or not a tensor, the loss is not a floating-point
-            tensor, aux contains something else than tensors, or has_aux is set and loss_fn does not return a pair.
+        TypeError: has_aux is not a bool; when called: a leaf of params is an integer tensor or not a tensor, the loss
+            is not a floating-point tensor, aux contains something else than tensors, or has_aux is set and loss_fn does
+            not return a pair.
         RuntimeError: when called: in a branch of torch.cond that torch.compile does not trace, without engine="func".
 
     Example:
@@ -70,6 +72,7 @@ def scaled_grad_and_value(
     call = "scaled_grad_and_value"
     if not callable(loss_fn):
         raise TypeError(f"{call}: loss_fn must be callable; got {loss_fn!r}")
+    boolean(call, "has_aux", has_aux)
     check_engine(call, engine)
     put_leaves_in_graphs()
 

@@ -47,7 +47,7 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor) -> tuple[Tree, Tensor]
         return grads, torch.zeros(())
     norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
     factor = coefficient(max_norm, norm)
-    return _tree.map_leaves(lambda leaf: leaf * factor.to(leaf.device), flat, spec), norm
+    return _tree.map_leaves(lambda leaf: shortened(leaf, factor.to(leaf.device)), flat, spec), norm
 
 
 def clip_grad_value(grads: Tree, max_value: float | Tensor) -> Tree:
@@ -96,6 +96,11 @@ def check_limit(call: str, name: str, limit: object) -> None:
 def coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:
     """Return the factor, at most 1, for gradients of this norm."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def shortened(leaf: Tensor, factor: Tensor) -> Tensor:
+    """Multiply one gradient by the factor, in its own dtype; the product of two tensors of shape () may be wider."""
+    return (leaf * factor).to(leaf.dtype)
 
 
 def clamp(leaf: Tensor, max_value: float | Tensor) -> Tensor:

@@ -58,6 +58,20 @@ def test_clip_grad_norm_non_finite_gradient_gives_a_non_finite_norm(bad: float) 
     assert not torch.isfinite(norm)
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_clip_grad_norm_leaves_a_gradient_that_is_not_finite_so(bad: float) -> None:
+    clipped, _ = clip_grad_norm([torch.ones(2), torch.tensor([bad])], 1.0)
+    assert not torch.isfinite(clipped[1])
+
+
+def test_clip_grad_norm_makes_zeros_of_finite_gradients_whose_norm_overflows_as_torch_does() -> None:
+    grads = [torch.tensor([1e20, -1e20])]
+    clipped, norm = clip_grad_norm(grads, 1.0)
+    assert norm.isinf()
+    assert not clipped[0].any()
+    assert_same((clipped, norm), reference(grads, 1.0))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64])
 @pytest.mark.parametrize("beside", [None, torch.float32, torch.float64])
 @pytest.mark.parametrize("max_norm", [0.3, torch.tensor(0.3, dtype=torch.float64)], ids=["number", "float64"])

@@ -257,7 +257,12 @@ class GradScaler(torch.amp.GradScaler):
     def metrics(self) -> ScalerState:
         """Return copies of the scale, the growth tracker and the last update's found_inf, as a state. No sync."""
         if not self._enabled or self._scale is None or self._growth_tracker is None:
-            return ScalerState(torch.tensor(self.get_scale()), torch.tensor(0, dtype=torch.int32), torch.tensor(0.0))
+            scale, tracker = (self._init_scale, self._init_growth_tracker) if self._enabled else (1.0, 0)
+            return ScalerState(
+                torch.tensor(scale, dtype=torch.float32),
+                torch.tensor(tracker, dtype=torch.int32),
+                torch.tensor(0.0, dtype=torch.float32),
+            )
         found_inf = torch.zeros_like(self._scale) if self._found_inf is None else self._found_inf.clone()
         return ScalerState(self._scale.clone(), self._growth_tracker.clone(), found_inf)
 

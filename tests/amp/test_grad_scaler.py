@@ -777,6 +777,20 @@ def test_metrics_are_copies_of_the_last_update() -> None:
     assert reader.ready()[0].found_inf == 0.0
 
 
+def test_metrics_before_the_first_scale_are_what_was_loaded() -> None:
+    saved = torch.amp.GradScaler("cpu").state_dict() | {"scale": 32.0, "_growth_tracker": 1500}
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict(saved)
+    torch.set_default_dtype(torch.float64)
+    try:
+        before = scaler.metrics()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    scaler.scale(torch.ones(()))
+    assert_same(before, scaler.metrics())
+    assert [leaf.item() for leaf in before] == [32.0, 1500, 0.0]
+
+
 @pytest.mark.parametrize(
     ("skip", "fused", "reads"),
     [(None, True, 1), (None, False, 2), ("host", False, 2), ("select", True, 0), ("select", False, 0)],

@@ -236,6 +236,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             AssertionError: `scale` was not called before; no optimizer was stepped; new_scale is a tensor of several
                 elements, on another type of device, or requires grad.
+            TypeError, ValueError: the rule of config is your own, and its outcome cannot be used, as in `update`.
         """
         if not self._enabled:
             return

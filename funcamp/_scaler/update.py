@@ -39,9 +39,11 @@ def update(
         The next state, with `found_inf` 0.
 
     Raises:
-        TypeError: config is not a `ScalerConfig`; new_scale is neither a number nor a float32 tensor.
+        TypeError: config is not a `ScalerConfig`; new_scale is neither a number nor a float32 tensor; an own rule
+            returns no `Outcome`, or a tensor of another dtype in it.
         ValueError: new_scale is a number that is not positive and finite, or a tensor that has several elements,
-            requires grad, or is on another type of device.
+            requires grad, or is on another type of device; an own rule returns other counters than it starts with, or a
+            tensor of another shape or device.
 
     Example:
         >>> config = ScalerConfig(init_scale=8.0)

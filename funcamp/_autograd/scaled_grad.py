@@ -37,8 +37,11 @@ def scaled_grad_and_value(
     """Turn a loss function into one that returns unscaled, checked gradients and the loss.
 
     grads = d(scale * loss)/d(params) * f32(1 / f64(scale)); found_inf as in `unscale_and_check`. The loss is returned
-    as loss_fn returned it. Pure; safe under torch.compile and vmap; no sync. The results do not require a gradient,
-    unless torch.func differentiates.
+    as loss_fn returned it. Pure; safe under torch.compile and vmap; no sync.
+
+    Start from `{name: p.detach().clone() for name, p in module.named_parameters()}`. The module's own parameters
+    require a gradient. Then engine None is "func", and the results require a gradient too, as meta-learning needs it;
+    and if you write the update yourself, `p - lr * g`, autograd records it, and the graph grows with every step.
 
     Args:
         loss_fn: `(params, *args, **kwargs) -> loss`, or `-> (loss, aux)` with has_aux; the loss is a floating-point

@@ -162,6 +162,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "skip shape": (lambda: skip_step(STATE, new=[W], old=[W[:1]]), ValueError, r"new\[0\] must have the shape.*\(2,\).*\(1,\)"),
     "skip dtype": (lambda: skip_step(STATE, new=W.half(), old=W), ValueError, "new must have the shape, dtype.*float16"),
     "skip value": (lambda: skip_step(STATE, new=[1], old=[2]), TypeError, r"new\[0\] must be a tensor in both trees, or an equal"),
+    "skip array": (lambda: skip_step(STATE, new={"k": W.numpy()}, old={"k": W.numpy().copy()}), TypeError, r"skip_step: new\['k'\] must be a tensor in both trees, or an equal value; got a ndarray against a ndarray in old: torch.as_tensor makes one"),
+    "skip array of other shape": (lambda: skip_step(STATE, new=[W.numpy()], old=[W.numpy()[:0]]), TypeError, r"skip_step: new\[0\] must be a tensor in both"),
     "skip none": (lambda: skip_step(STATE, new=[W], old=[None]), TypeError, r"new\[0\] must be a tensor in both"),
     "skip sparse": (lambda: skip_step(STATE, new=CSR, old=CSR.clone()), TypeError, "new must be strided; got layout"),
     "skip positional": (lambda: skip_step(STATE, W, W), TypeError, "positional argument"),  # type: ignore[call-arg]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections import abc, defaultdict
 from dataclasses import replace
@@ -19,7 +20,7 @@ from funcamp._amp.undo import Flags, combine_flags, is_watched, obstacle, read_a
 from funcamp._amp.undo_compiled import prepare_for_compile, select_compiled
 from funcamp._amp.unscale import by_device, unscale
 from funcamp._amp.write_scale import apply_rule, set_scale
-from funcamp._check import boolean
+from funcamp._check import boolean, integer
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.precision import reciprocal
 from funcamp._scaler.skips_in_a_row import SkipsInARow
@@ -234,8 +235,8 @@ class GradScaler(torch.amp.GradScaler):
         """Back off or grow the scale by its rule, or set it. No sync.
 
         Raises:
-            AssertionError: `scale` was not called before; no optimizer was stepped; new_scale is a tensor of several
-                elements, on another type of device, or requires grad.
+            AssertionError: `scale` was not called before; no optimizer was stepped; new_scale is neither a Python
+                number nor a tensor, or a tensor of several elements, on another type of device, or requires grad.
             TypeError, ValueError: the rule of config is your own, and its outcome cannot be used, as in `update`.
         """
         if not self._enabled:
@@ -430,6 +431,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_factor = values.get("growth_factor", self._growth_factor)
         backoff_factor = values.get("backoff_factor", self._backoff_factor)
         growth_interval = values.get("growth_interval", self._growth_interval)
+        integer("GradScaler", "growth_interval", growth_interval, least=-sys.maxsize - 1)
         # torch never grows with an interval of 0, nor with one that its counter cannot reach.
         interval_of_rule = growth_interval if 0 < growth_interval <= _INT32_MAX else _INT32_MAX
         self._config = replace(

@@ -346,6 +346,19 @@ def test_setters_take_effect_and_refuse() -> None:
         assert (mine.scaler.get_growth_interval(), mine.scaler.get_scale()) == (interval, before)
 
 
+@pytest.mark.parametrize("interval", [None, "5", 5.0, math.nan, math.inf, True], ids=str)
+def test_a_growth_interval_that_is_no_integer_is_named_wherever_it_is_set(interval: Any) -> None:
+    scaler = make(GradScaler)
+    before = scaler.state_dict()
+    with pytest.raises(TypeError, match=f"GradScaler: growth_interval must be an integer; got '?{interval}'?$"):
+        scaler.set_growth_interval(interval)
+    with pytest.raises(TypeError, match=f"GradScaler: growth_interval must be an integer; got '?{interval}'?$"):
+        scaler.load_state_dict({**before, "growth_interval": interval})
+    with pytest.raises(TypeError, match="GradScaler: growth_interval must be "):
+        GradScaler("cpu", growth_interval=interval)
+    assert scaler.state_dict() == before
+
+
 @pytest.mark.parametrize("preset", [presets.megatron, presets.flax, presets.warm_start])
 def test_another_rule_runs_and_is_saved(preset: Callable[[], ScalerConfig]) -> None:
     config = preset()
@@ -376,6 +389,15 @@ def test_new_scale_of_another_type_is_refused() -> None:
     scaler.scale(torch.zeros(()))
     with pytest.raises(AssertionError, match="new_scale should be a float"):
         scaler.update("8")  # type: ignore[arg-type]
+
+
+def test_new_scale_that_is_a_bool_is_refused() -> None:
+    """torch's class raises an AttributeError for it."""
+    scaler = make(GradScaler)
+    _stepped(scaler)
+    with pytest.raises(AssertionError, match="new_scale should be a float or a 1-element"):
+        scaler.update(True)
+    assert scaler.get_scale() == 2.0**10
 
 
 def test_the_scale_stays_within_its_bounds() -> None:

@@ -5,6 +5,7 @@ presets.torch()   presets.warm_start()   presets.static(128.0)   presets.disable
 
 from __future__ import annotations
 
+from funcamp._check import boolean
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.rules import Static
 from funcamp._scaler.warm_start import WarmStart
@@ -59,7 +60,7 @@ def torch(
     References:
         torch/amp/grad_scaler.py, PyTorch 2.13.
     """
-    if not enabled:
+    if not boolean("presets.torch", "enabled", enabled):
         return disabled()
     return ScalerConfig(init_scale, growth_factor, backoff_factor, growth_interval)
 

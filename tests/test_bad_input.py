@@ -123,6 +123,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "stop_scale": (lambda: Fairseq(stop_scale=0.0), ValueError, r"Fairseq: stop_scale must be positive and finite.*got 0\.0"),
     "rule": (lambda: ScalerConfig(rule="fast"), TypeError, "rule must be a Rule; got 'fast': funcamp.presets has"),  # type: ignore[arg-type]
     "rule class": (lambda: ScalerConfig(rule=Jmp), TypeError, r"rule must be a Rule; got .*Jmp.*: write Jmp\(\)"),  # type: ignore[arg-type]
+    "consecutive text": (lambda: presets.deepspeed(consecutive_hysteresis="false"), TypeError, "DeepSpeed: consecutive must be True or False; got 'false'"),  # type: ignore[arg-type]
+    "consecutive text of old": (lambda: presets.deepspeed_old(consecutive_hysteresis="false"), TypeError, "DeepSpeedOld: consecutive must be True or False; got 'false'"),  # type: ignore[arg-type]
+    "enabled text": (lambda: presets.torch(enabled="False"), TypeError, "presets.torch: enabled must be True or False; got 'False'"),  # type: ignore[arg-type]
     "static zero": (lambda: presets.static(0), ValueError, "init_scale must be positive"),
     # the state
     "init config": (lambda: init({"init_scale": 2}), TypeError, "init: config must be a ScalerConfig .*got a dict with 'init_scale'"),  # type: ignore[arg-type]
@@ -159,11 +162,14 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "skip shape": (lambda: skip_step(STATE, new=[W], old=[W[:1]]), ValueError, r"new\[0\] must have the shape.*\(2,\).*\(1,\)"),
     "skip dtype": (lambda: skip_step(STATE, new=W.half(), old=W), ValueError, "new must have the shape, dtype.*float16"),
     "skip value": (lambda: skip_step(STATE, new=[1], old=[2]), TypeError, r"new\[0\] must be a tensor in both trees, or an equal"),
+    "skip array": (lambda: skip_step(STATE, new={"k": W.numpy()}, old={"k": W.numpy().copy()}), TypeError, r"skip_step: new\['k'\] must be a tensor in both trees, or an equal value; got a ndarray against a ndarray in old: torch.as_tensor makes one"),
+    "skip array of other shape": (lambda: skip_step(STATE, new=[W.numpy()], old=[W.numpy()[:0]]), TypeError, r"skip_step: new\[0\] must be a tensor in both"),
     "skip none": (lambda: skip_step(STATE, new=[W], old=[None]), TypeError, r"new\[0\] must be a tensor in both"),
     "skip sparse": (lambda: skip_step(STATE, new=CSR, old=CSR.clone()), TypeError, "new must be strided; got layout"),
     "skip positional": (lambda: skip_step(STATE, W, W), TypeError, "positional argument"),  # type: ignore[call-arg]
     # scaled_grad_and_value
     "loss_fn": (lambda: scaled_grad_and_value(3), TypeError, "loss_fn must be callable; got 3"),  # type: ignore[arg-type]
+    "grad has_aux": (lambda: scaled_grad_and_value(LOSS, has_aux="no"), TypeError, "scaled_grad_and_value: has_aux must be True or False; got 'no'"),  # type: ignore[arg-type]
     "loss shape": (lambda: scaled_grad_and_value(loss_of(lambda w: w))(STATE, W), ValueError, r"a loss of shape \(\); got \(2,\)"),
     "loss number": (lambda: scaled_grad_and_value(loss_of(lambda w: 1.0))(STATE, W), TypeError, "tensor as loss; got 1.0"),
     "loss integer": (lambda: scaled_grad_and_value(loss_of(lambda w: (w > 0).sum()))(STATE, W), TypeError, "as loss; got a torch.int64"),
@@ -296,10 +302,16 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "jit array": (lambda: jit(STEP)(START, W.repeat(99).numpy()), TypeError, "batch must be a tensor, or .*; got a ndarray: torch.as_tensor makes"),
     "flat iterated": (lambda: list(ravel({"w": W})), TypeError, r"\.tree\(\) is the pytree of its tensors, and step.loss_fn.state_dict"),
     "save swapped": (lambda: save(W, {"w": W}), TypeError, "path must be a str or an os.PathLike; got a dict with 'w'"),  # type: ignore[arg-type]
+    "load strict": (lambda: STEP.load_state_dict(STEP.state_dict(START), like=START, strict="no"), TypeError, "load_state_dict: strict must be True or False; got 'no'"),  # type: ignore[arg-type]
     "load missing": (lambda: STEP.load_state_dict({}, like=START), ValueError, "it lacks 'consecutive_skips'"),
     "load unknown": (lambda: STEP.load_state_dict({**STEP.state_dict(START), "x": W}, like=START), ValueError, "has unknown 'x'"),
     "load shape": (lambda: STEP.load_state_dict({**STEP.state_dict(START), "params.w": W[:1]}, like=START), ValueError, r"saved\['params.w'\] must be like"),
     "ema tree": (lambda: ema_update({"a": W}, {"b": W}, 0.5), ValueError, "average and params must have one tree structure"),
+    "ema shape": (lambda: ema_update({"a": W[:, None]}, {"a": W}, 0.5), ValueError, r"ema_update: params\['a'\] must have the shape, dtype and device of average; got .*\(2,\) .*against .*\(2, 1\)"),
+    "ema broadcast": (lambda: ema_update([W[:1]], [W], 0.5), ValueError, r"ema_update: params\[0\] must have the shape"),
+    "ema dtype": (lambda: ema_update(W, W.bfloat16(), 0.5), ValueError, "ema_update: params must have the shape, dtype .*bfloat16 .*against a torch.float32"),
+    "ema none": (lambda: ema_update([W], [None], 0.5), TypeError, r"ema_update: params\[0\] must be a tensor in both trees, or None in both; got None against a torch.float32"),
+    "ema none in average": (lambda: ema_update([None], [W], 0.5), TypeError, r"ema_update: params\[0\] must be a tensor in both trees, or None in both; got a torch.float32 .*against None"),
     "ema decay": (lambda: ema_update(W, W, -0.1), ValueError, "decay must be from 0 to 1; got -0.1"),
     "clip value": (lambda: clip_grad_value(W, 0.0), ValueError, "max_value must be positive; got 0.0"),
     "clip value complex": (lambda: clip_grad_value([W + 1j], 1.0), TypeError, r"grads\[0\] must be real"),

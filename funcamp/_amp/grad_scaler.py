@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import warnings
 from collections import abc, defaultdict
 from dataclasses import replace
@@ -19,7 +20,7 @@ from funcamp._amp.undo import Flags, combine_flags, is_watched, obstacle, read_a
 from funcamp._amp.undo_compiled import prepare_for_compile, select_compiled
 from funcamp._amp.unscale import by_device, unscale
 from funcamp._amp.write_scale import apply_rule, set_scale
-from funcamp._check import boolean
+from funcamp._check import boolean, integer
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.precision import reciprocal
 from funcamp._scaler.skips_in_a_row import SkipsInARow
@@ -67,7 +68,7 @@ class GradScaler(torch.amp.GradScaler):
         growth_factor: multiplies the scale after `growth_interval` clean steps.
         backoff_factor: multiplies the scale after a step with a non-finite gradient.
         growth_interval: clean steps in a row after which the scale grows.
-        enabled: if False, every call except `step` does nothing.
+        enabled: if False, every call except `step` does nothing; as in torch, the setters set what the getters return.
         config: another rule, or bounds; replaces the four numbers. `state_dict` then includes the rule's counters.
         skip: "select" restores a skipped step on the device; "host" reads the flag and does not call `step` if it is
             set, as torch does. By default "select", but "host" on a CPU, where the read is free, and under Accelerate.
@@ -234,8 +235,9 @@ class GradScaler(torch.amp.GradScaler):
         """Back off or grow the scale by its rule, or set it. No sync.
 
         Raises:
-            AssertionError: `scale` was not called before; no optimizer was stepped; new_scale is a tensor of several
-                elements, on another type of device, or requires grad.
+            AssertionError: `scale` was not called before; no optimizer was stepped; new_scale is neither a Python
+                number nor a tensor, or a tensor of several elements, on another type of device, or requires grad.
+            TypeError, ValueError: the rule of config is your own, and its outcome cannot be used, as in `update`.
         """
         if not self._enabled:
             return
@@ -257,7 +259,12 @@ class GradScaler(torch.amp.GradScaler):
     def metrics(self) -> ScalerState:
         """Return copies of the scale, the growth tracker and the last update's found_inf, as a state. No sync."""
         if not self._enabled or self._scale is None or self._growth_tracker is None:
-            return ScalerState(torch.tensor(self.get_scale()), torch.tensor(0, dtype=torch.int32), torch.tensor(0.0))
+            scale, tracker = (self._init_scale, self._init_growth_tracker) if self._enabled else (1.0, 0)
+            return ScalerState(
+                torch.tensor(scale, dtype=torch.float32),
+                torch.tensor(tracker, dtype=torch.int32),
+                torch.tensor(0.0, dtype=torch.float32),
+            )
         found_inf = torch.zeros_like(self._scale) if self._found_inf is None else self._found_inf.clone()
         return ScalerState(self._scale.clone(), self._growth_tracker.clone(), found_inf)
 
@@ -417,9 +424,14 @@ class GradScaler(torch.amp.GradScaler):
 
     def _configure(self, **values: Any) -> None:
         """Change constants that torch's class lets users change; if a value is invalid, change none."""
+        if not self._enabled:  # has no configuration; as in torch, the getters return what was set
+            for name, value in values.items():
+                setattr(self, f"_{name}", value)
+            return
         growth_factor = values.get("growth_factor", self._growth_factor)
         backoff_factor = values.get("backoff_factor", self._backoff_factor)
         growth_interval = values.get("growth_interval", self._growth_interval)
+        integer("GradScaler", "growth_interval", growth_interval, least=-sys.maxsize - 1)
         # torch never grows with an interval of 0, nor with one that its counter cannot reach.
         interval_of_rule = growth_interval if 0 < growth_interval <= _INT32_MAX else _INT32_MAX
         self._config = replace(

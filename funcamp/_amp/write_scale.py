@@ -45,18 +45,21 @@ def set_scale(scale: Tensor, value: float | Tensor, device_type: str, config: Sc
     """Write a scale that the caller chooses, within the configuration's bounds.
 
     Raises:
-        AssertionError: value is a tensor of several elements, on another type of device, or requires grad.
+        AssertionError: value is neither a number nor a tensor, or a tensor of several elements, on another type of
+            device, or requires grad.
     """
-    if isinstance(value, (int, float)):
-        scale.fill_(value)
+    if isinstance(value, Tensor):
+        is_usable = value.numel() == 1 and not value.requires_grad and value.device.type == device_type
     else:
-        reason = (
+        is_usable = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_usable:
+        raise AssertionError(
             "new_scale should be a float or a 1-element torch.cuda.FloatTensor or "
             "torch.FloatTensor with requires_grad=False."
         )
-        is_scalar = isinstance(value, Tensor) and value.numel() == 1 and not value.requires_grad
-        if not is_scalar or value.device.type != device_type:
-            raise AssertionError(reason)
+    if isinstance(value, Tensor):
         scale.copy_(value.reshape(()))
+    else:
+        scale.fill_(value)
     if config.has_bounds:
         scale.clamp_(config.min_scale, config.max_scale)

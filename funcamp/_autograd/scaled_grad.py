@@ -14,6 +14,7 @@ from torch.autograd.graph import Node
 
 from funcamp import _tree, _upstream
 from funcamp._autograd.checkpointing import allow_hooks, same_parameters
+from funcamp._check import boolean
 from funcamp._scaler.scale import scale, unscale_and_check
 from funcamp._scaler.state import ScalerState, check_state
 from funcamp._types import Tree
@@ -36,8 +37,11 @@ def scaled_grad_and_value(
     """Turn a loss function into one that returns unscaled, checked gradients and the loss.
 
     grads = d(scale * loss)/d(params) * f32(1 / f64(scale)); found_inf as in `unscale_and_check`. The loss is returned
-    as loss_fn returned it. Pure; safe under torch.compile and vmap; no sync. The results do not require a gradient,
-    unless torch.func differentiates.
+    as loss_fn returned it. Pure; safe under torch.compile and vmap; no sync.
+
+    Start from `{name: p.detach().clone() for name, p in module.named_parameters()}`. The module's own parameters
+    require a gradient. Then engine None is "func", and the results require a gradient too, as meta-learning needs it;
+    and if you write the update yourself, `p - lr * g`, autograd records it, and the graph grows with every step.
 
     Args:
         loss_fn: `(params, *args, **kwargs) -> loss`, or `-> (loss, aux)` with has_aux; the loss is a floating-point
@@ -57,8 +61,9 @@ def scaled_grad_and_value(
     Raises:
         ValueError: engine is another string; when called: the loss has a shape other than (), or does not depend on a
             parameter (detached, computed under torch.no_grad).
-        TypeError: when called: a leaf of params is an integer tensor or not a tensor, the loss is not a floating-point
-            tensor, aux contains something else than tensors, or has_aux is set and loss_fn does not return a pair.
+        TypeError: has_aux is not a bool; when called: a leaf of params is an integer tensor or not a tensor, the loss
+            is not a floating-point tensor, aux contains something else than tensors, or has_aux is set and loss_fn does
+            not return a pair.
         RuntimeError: when called: in a branch of torch.cond that torch.compile does not trace, without engine="func".
 
     Example:
@@ -70,6 +75,7 @@ def scaled_grad_and_value(
     call = "scaled_grad_and_value"
     if not callable(loss_fn):
         raise TypeError(f"{call}: loss_fn must be callable; got {loss_fn!r}")
+    boolean(call, "has_aux", has_aux)
     check_engine(call, engine)
     put_leaves_in_graphs()
 

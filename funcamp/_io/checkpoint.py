@@ -128,7 +128,7 @@ def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cp
                 # copy=True, because these tensors are the mapped file: a later write to it would change them.
                 return {key: tensor.to(device, copy=True) for key, tensor in mapped.items()}
             saved = torch.load(file, map_location=device, weights_only=True, mmap=False)
-        except (OSError, MemoryError, torch.OutOfMemoryError):
+        except (OSError, MemoryError, torch.OutOfMemoryError, Warning):  # a warning, if a filter makes it an error
             raise
         except Exception as error:  # torch raises any type of error for a damaged file
             raise ValueError(f"{rule} {_reason(error)}") from error
@@ -207,12 +207,18 @@ def _write_safetensors(package: ModuleType, saved: StateDict, name: str) -> None
 
 
 def _check_readable(safetensors: ModuleType | None, name: str) -> None:
-    """Refuse what `load` would refuse, while the run still has its state. Reads the structure, no tensor's data."""
+    """Refuse what `load` would refuse, while the run still has its state.
+
+    Reads the structure, and of the data at most the indices of sparse tensors, because the file is mapped.
+    """
     try:
         if safetensors:
             safetensors.safe_open(name, framework="pt")
         else:
-            torch.load(name, map_location="meta", weights_only=True, mmap=True)
+            # Not onto "meta": torch 2.15 checks the indices of sparse tensors, which it cannot read there.
+            torch.load(name, map_location="cpu", weights_only=True, mmap=True)
+    except Warning:  # torch 2.15 warns that it checks sparse tensors; a filter may make that an error
+        raise
     except Exception as error:
         raise _unreadable(f"the file {_reason(error)}") from error
 

@@ -15,8 +15,10 @@ from funcamp._types import Tree
 def clip_grad_norm(grads: Tree, max_norm: float | Tensor) -> tuple[Tree, Tensor]:
     """Scale unscaled gradients so that their global 2-norm is at most max_norm.
 
-    norm = ||(||g_1||, ..., ||g_n||)||; grad = grad * min(1, max_norm / (norm + 1e-6)). If norm is not finite, the
-    result is not finite either; `skip_step` drops it. Pure; safe under torch.compile and vmap; no sync.
+    norm = ||(||g_1||, ..., ||g_n||)||; grad = grad * min(1, max_norm / (norm + 1e-6)). If a gradient is not finite, a
+    clipped one is not either, and `skip_step` drops them all by the flag. If gradients are finite and their norm
+    overflows (float32 from about 1e19), they become zeros, as in torch, and no flag is set. Pure; safe under
+    torch.compile and vmap; no sync.
 
     Args:
         grads: a pytree of floating-point or complex gradients on one device, after `unscale_and_check`; None passes
@@ -24,7 +26,8 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor) -> tuple[Tree, Tensor]
         max_norm: a positive Python number, or a tensor of shape ().
 
     Returns:
-        The clipped gradients and the norm before clipping, float32 or wider, shape (); 0 for an empty tree.
+        The clipped gradients in their dtypes, and the norm before clipping, float32 or wider, shape (); 0 for an empty
+        tree.
 
     Raises:
         TypeError: a leaf is an integer tensor, is sparse, or is neither a tensor nor None; max_norm is neither a
@@ -47,7 +50,7 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor) -> tuple[Tree, Tensor]
         return grads, torch.zeros(())
     norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
     factor = coefficient(max_norm, norm)
-    return _tree.map_leaves(lambda leaf: leaf * factor.to(leaf.device), flat, spec), norm
+    return _tree.map_leaves(lambda leaf: shortened(leaf, factor.to(leaf.device)), flat, spec), norm
 
 
 def clip_grad_value(grads: Tree, max_value: float | Tensor) -> Tree:
@@ -96,6 +99,11 @@ def check_limit(call: str, name: str, limit: object) -> None:
 def coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:
     """Return the factor, at most 1, for gradients of this norm."""
     return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+
+
+def shortened(leaf: Tensor, factor: Tensor) -> Tensor:
+    """Multiply one gradient by the factor, in its own dtype; the product of two tensors of shape () may be wider."""
+    return (leaf * factor).to(leaf.dtype)
 
 
 def clamp(leaf: Tensor, max_value: float | Tensor) -> Tensor:

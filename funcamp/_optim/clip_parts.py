@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._optim.clip import check_limit, clip_grad_norm, clip_grad_value, coefficient
+from funcamp._optim.clip import check_limit, clip_grad_norm, clip_grad_value, coefficient, shortened
 from funcamp._optim.part import (
     Update,
 )
@@ -31,7 +31,7 @@ class _ClipByNorm:
 
         def clip(gradient: Tensor) -> Tensor:
             is_double = gradient.dtype in (torch.float64, torch.complex128)
-            return gradient * (factor if is_double else float32_factor)
+            return shortened(gradient, factor if is_double else float32_factor)
 
         flat_gradients, spec = _tree.flatten(update.gradients)
         return update._replace(gradients=_tree.map_leaves(clip, flat_gradients, spec))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 
 import torch
+from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._check import real
@@ -18,16 +19,17 @@ def ema_update(average: Tree, params: Tree, decay: float) -> Tree:
     differentiates. Pure; safe under torch.compile and vmap; no sync.
 
     Args:
-        average: a pytree of floating-point or complex tensors; initially the parameters.
-        params: the same tree after the step, with average's shapes and dtypes.
+        average: a pytree of floating-point or complex tensors; initially the parameters. None passes through.
+        params: the same tree after the step, with average's shapes, dtypes and devices.
         decay: a Python number in [0, 1]; 0.999 averages over about a thousand steps.
 
     Returns:
         The new average.
 
     Raises:
-        TypeError: a leaf is an integer or sparse tensor, or neither a tensor nor None; decay is not a number.
-        ValueError: the trees differ in structure; decay is out of range.
+        TypeError: a leaf is an integer or sparse tensor, neither a tensor nor None, or None in one tree only; decay is
+            not a number.
+        ValueError: the trees differ in structure, or two leaves in shape, dtype or device; decay is out of range.
 
     Example:
         >>> ema_update({"w": torch.zeros(1)}, {"w": torch.ones(1)}, 0.75)
@@ -43,12 +45,26 @@ def ema_update(average: Tree, params: Tree, decay: float) -> Tree:
     weight = 1 - float(decay)
     new_average = []
     with contextlib.nullcontext() if _upstream.transforms_active() else torch.no_grad():
-        for old, param in zip(flat_average, flat_params):
-            if old is None or param is None:
-                new_average.append(old)
-            else:
-                new_average.append(torch.lerp(old, param, weight))
+        for index, (old, param) in enumerate(zip(flat_average, flat_params)):
+            _check_alike(params, index, param, old)
+            new_average.append(None if old is None or param is None else torch.lerp(old, param, weight))
     return _tree.unflatten(new_average, spec)
+
+
+def _check_alike(params: Tree, index: int, param: Tensor | None, old: Tensor | None) -> None:
+    """Raise TypeError or ValueError if torch.lerp would broadcast or refuse a parameter and its average."""
+    if param is None and old is None:
+        return
+    rule = "be a tensor in both trees, or None in both"
+    error: type[Exception] = TypeError
+    if param is not None and old is not None:
+        if param.shape == old.shape and param.dtype == old.dtype and param.device == old.device:
+            return
+        rule, error = "have the shape, dtype and device of average", ValueError
+    raise error(
+        f"ema_update: params{_tree.path_of(params, index)} must {rule}; "
+        f"got {_tree.describe(param)} against {_tree.describe(old)} in average"
+    )
 
 
 def check_decay(call: str, name: str, decay: object) -> None:

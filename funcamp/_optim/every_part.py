@@ -70,7 +70,7 @@ def _select(condition: Tensor, name: str, new: Tree, old: Tree) -> Tree:
     """Return the new tree if the condition holds, else the old one; the old one itself if the new one is the same.
 
     Raises:
-        ValueError: they differ in structure, or in a None.
+        ValueError: they differ in structure, in a None, or in a shape or dtype.
     """
     if new is old:
         return old
@@ -81,9 +81,9 @@ def _select(condition: Tensor, name: str, new: Tree, old: Tree) -> Tree:
         if new_leaf is old_leaf:
             selected.append(new_leaf)
             continue
-        if new_leaf is None or old_leaf is None or new_leaf.shape != old_leaf.shape:
+        if new_leaf is None or old_leaf is None or (new_leaf.shape, new_leaf.dtype) != (old_leaf.shape, old_leaf.dtype):
             raise ValueError(
-                f"every: the part must keep the shapes of {name}; at {_tree.path_of(new, index)} it has "
+                f"every: the part must keep the shapes and dtypes of {name}; at {_tree.path_of(new, index)} it has "
                 f"{_tree.describe(new_leaf)} for {_tree.describe(old_leaf)}"
             )
         selected.append(torch.where(condition, new_leaf, old_leaf))

@@ -28,7 +28,7 @@ def skip_step(state: ScalerState, *, new: Tree, old: Tree) -> Tree:
 
     Raises:
         ValueError: new and old differ in structure, or two leaves differ in shape, dtype or device.
-        TypeError: a leaf is a sparse tensor, or a Python value that differs between new and old.
+        TypeError: a leaf is a sparse tensor, an array of numpy, or a Python value that differs between new and old.
 
     Example:
         >>> _, state = unscale_and_check(init(), torch.tensor(float("inf")))
@@ -65,12 +65,17 @@ def _select(tree: Tree, index: int, skips: Tensor, new: object, old: object) -> 
         if old.requires_grad and not new.requires_grad and not _upstream.transforms_active():
             old = old.detach()  # else the graph would grow with the steps
         return torch.where(skips.to(new.device, non_blocking=True), old, new)
-    if isinstance(new, Tensor) or isinstance(old, Tensor) or new != old:
+    if isinstance(new, Tensor) or isinstance(old, Tensor) or _is_array(new) or _is_array(old) or new != old:
         raise TypeError(
             f"skip_step: new{_tree.path_of(tree, index)} must be a tensor in both trees, or an equal value; "
-            f"got {_tree.describe(new)} against {_tree.describe(old)} in old"
+            f"got {_tree.describe(new)} against {_tree.describe(old)} in old{_tree.as_tensor_hint(new)}"
         )
     return new
+
+
+def _is_array(leaf: object) -> bool:
+    """Return whether a leaf is an array with dimensions, whose comparison gives an array and no bool."""
+    return getattr(leaf, "shape", ()) != ()
 
 
 def _check_tensors(tree: Tree, index: int, skips: Tensor, new: Tensor, old: Tensor) -> None:

@@ -33,15 +33,17 @@ def update(
         state: the state after `unscale_and_check`.
         config: the configuration the state was made with.
         new_scale: sets the scale instead of the rule and keeps the tracker, as in torch; a positive Python number, or a
-            float32 tensor of one element, whose value is not checked. The configuration's bounds still apply.
+            float32 tensor of one element, which is copied and whose value is not checked. The bounds still apply.
 
     Returns:
         The next state, with `found_inf` 0.
 
     Raises:
-        TypeError: config is not a `ScalerConfig`; new_scale is neither a number nor a float32 tensor.
+        TypeError: config is not a `ScalerConfig`; new_scale is neither a number nor a float32 tensor; an own rule
+            returns no `Outcome`, or a tensor of another dtype in it.
         ValueError: new_scale is a number that is not positive and finite, or a tensor that has several elements,
-            requires grad, or is on another type of device.
+            requires grad, or is on another type of device; an own rule returns other counters than it starts with, or a
+            tensor of another shape or device.
 
     Example:
         >>> config = ScalerConfig(init_scale=8.0)
@@ -78,7 +80,7 @@ def _new_scale(state: ScalerState, value: object) -> Tensor:
                 "update: new_scale must have one element, not require grad, and lie on the state's type of device; "
                 f"got {_tree.describe(value)}, requires_grad={value.requires_grad}"
             )
-        return value.reshape(()).to(state.scale.device, non_blocking=True)
+        return value.reshape(()).to(state.scale.device, non_blocking=True, copy=True)
     number = real("update", "new_scale", value, "a float32 tensor or a number")
     if not 0.0 < number <= torch.finfo(torch.float32).max:
         raise ValueError(f"update: new_scale must be positive and finite in float32; got {value}")

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._check import boolean
 from funcamp._optim.average_part import Average
 from funcamp._optim.chain import is_average_state
 from funcamp._optim.stateless import OptState
@@ -102,7 +103,7 @@ def restore(
     check_train_state(call, "like", like)
     if not isinstance(saved, dict):
         raise TypeError(f"{call}: saved must be a dict, as state_dict gives it; got {_tree.brief(saved)}")
-    if not strict:
+    if not boolean(call, "strict", strict):
         saved = _filled(call, saved, like)
 
     # The full state like `like`, as the trees that were saved.

@@ -371,7 +371,7 @@ class TrainStep(Fixed):
                 memory (`init(consume=True)`) would otherwise keep like's values.
 
         Raises:
-            TypeError: like is not a `TrainState`, or saved not a dict; consume as in `init`.
+            TypeError: like is not a `TrainState`, saved not a dict, or strict not a bool; consume as in `init`.
             ValueError: a name is missing or unknown; a tensor has another shape or dtype than like's; the scale is not
                 above 0, or a count is negative; like is sharded, and parameters in one of its groups differ in their
                 step count.

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from funcamp._check import boolean
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.rule import Outcome, Rule
 from funcamp._scaler.state import ScalerState
@@ -20,11 +21,19 @@ class DeepSpeed(HysteresisRule):
     Args:
         hysteresis: number of overflows before a backoff; an integer from 1 to 2**31 - 1.
         consecutive: whether any clean step resets the count of overflows, and not only growth.
+
+    Raises:
+        TypeError: hysteresis is not an integer, or consecutive not a bool.
+        ValueError: hysteresis is out of range.
     """
 
     divides = True
 
     consecutive: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        boolean(self.name, "consecutive", self.consecutive)
 
     def outcome(self, state: ScalerState, config: ScalerConfig) -> Outcome:
         """Apply the rule of `DynamicLossScaler`."""

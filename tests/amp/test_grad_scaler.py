@@ -263,6 +263,28 @@ def test_disabled_does_nothing() -> None:
     assert not pickle.loads(pickle.dumps(scaler)).is_enabled()
 
 
+def _numbers(scaler: Any) -> list[object]:
+    """Return what the getters return or raise."""
+    numbers: list[object] = []
+    for get in (scaler.get_growth_factor, scaler.get_backoff_factor, scaler.get_growth_interval):
+        try:
+            numbers.append(get())
+        except AttributeError:
+            numbers.append(AttributeError)
+    return numbers
+
+
+def test_setters_of_a_disabled_one_are_torchs() -> None:
+    disabled = [cls("cpu", enabled=False) for cls in (GradScaler, torch.amp.GradScaler)]
+    assert _numbers(disabled[0]) == _numbers(disabled[1]) == [AttributeError] * 3
+    for scaler in disabled:
+        scaler.set_growth_factor(4.0)
+        scaler.set_backoff_factor(0.25)
+        scaler.set_growth_interval(100)
+        assert _numbers(scaler) == _numbers(pickle.loads(pickle.dumps(scaler))) == [4.0, 0.25, 100]
+        assert (scaler.state_dict(), scaler.get_scale()) == ({}, 1.0)
+
+
 # saving
 
 
@@ -324,6 +346,19 @@ def test_setters_take_effect_and_refuse() -> None:
         assert (mine.scaler.get_growth_interval(), mine.scaler.get_scale()) == (interval, before)
 
 
+@pytest.mark.parametrize("interval", [None, "5", 5.0, math.nan, math.inf, True], ids=str)
+def test_a_growth_interval_that_is_no_integer_is_named_wherever_it_is_set(interval: Any) -> None:
+    scaler = make(GradScaler)
+    before = scaler.state_dict()
+    with pytest.raises(TypeError, match=f"GradScaler: growth_interval must be an integer; got '?{interval}'?$"):
+        scaler.set_growth_interval(interval)
+    with pytest.raises(TypeError, match=f"GradScaler: growth_interval must be an integer; got '?{interval}'?$"):
+        scaler.load_state_dict({**before, "growth_interval": interval})
+    with pytest.raises(TypeError, match="GradScaler: growth_interval must be "):
+        GradScaler("cpu", growth_interval=interval)
+    assert scaler.state_dict() == before
+
+
 @pytest.mark.parametrize("preset", [presets.megatron, presets.flax, presets.warm_start])
 def test_another_rule_runs_and_is_saved(preset: Callable[[], ScalerConfig]) -> None:
     config = preset()
@@ -354,6 +389,15 @@ def test_new_scale_of_another_type_is_refused() -> None:
     scaler.scale(torch.zeros(()))
     with pytest.raises(AssertionError, match="new_scale should be a float"):
         scaler.update("8")  # type: ignore[arg-type]
+
+
+def test_new_scale_that_is_a_bool_is_refused() -> None:
+    """torch's class raises an AttributeError for it."""
+    scaler = make(GradScaler)
+    _stepped(scaler)
+    with pytest.raises(AssertionError, match="new_scale should be a float or a 1-element"):
+        scaler.update(True)
+    assert scaler.get_scale() == 2.0**10
 
 
 def test_the_scale_stays_within_its_bounds() -> None:
@@ -753,6 +797,20 @@ def test_metrics_are_copies_of_the_last_update() -> None:
     reader = funcamp.MetricReader()
     reader.put(loop.scaler.metrics())
     assert reader.ready()[0].found_inf == 0.0
+
+
+def test_metrics_before_the_first_scale_are_what_was_loaded() -> None:
+    saved = torch.amp.GradScaler("cpu").state_dict() | {"scale": 32.0, "_growth_tracker": 1500}
+    scaler = GradScaler("cpu")
+    scaler.load_state_dict(saved)
+    torch.set_default_dtype(torch.float64)
+    try:
+        before = scaler.metrics()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    scaler.scale(torch.ones(()))
+    assert_same(before, scaler.metrics())
+    assert [leaf.item() for leaf in before] == [32.0, 1500, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,30 @@ def test_state_that_requires_a_gradient_is_differentiated_by_torch_func() -> Non
     assert torch.autograd.grad(metrics.loss, leaves)[0].sum() == 4.0
 
 
+@pytest.mark.parametrize(
+    ("engine", "detached", "expected"),
+    [
+        (None, False, True),
+        ("func", False, True),
+        ("autograd", False, False),
+        (None, True, False),
+        ("func", True, False),
+    ],
+)
+def test_results_require_a_gradient_if_torch_func_gets_a_modules_parameters(
+    engine: Any, detached: bool, expected: bool
+) -> None:
+    module = nn.Linear(3, 1)
+    params = {name: value.detach() if detached else value for name, value in module.named_parameters()}
+    grad_fn = scaled_grad_and_value(
+        lambda params, x: torch.func.functional_call(module, params, x).square().mean(), engine=engine
+    )
+    (grads, _), loss = grad_fn(state_of(8.0), params, torch.ones(4, 3))
+    assert {loss.requires_grad, grads["weight"].requires_grad, grads["bias"].requires_grad} == {expected}
+    new_weight = params["weight"] - 0.1 * grads["weight"]
+    assert new_weight.requires_grad != detached
+
+
 def test_penalty_under_torch_func_says_what_to_do() -> None:
     step = make_train_step(module_loss(Penalty(), mse_loss, engine="func"), stateless(torch.optim.SGD))
     with pytest.raises(RuntimeError, match=r"take torch\.func\.grad there, or pass engine='autograd'"):

@@ -157,6 +157,29 @@ def test_any_layout_comes_back(name: str, tmp_path: Path) -> None:
         )
 
 
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+@pytest.mark.filterwarnings("ignore:Validating sparse tensor invariants")  # of torch 2.15, at each load
+def test_sparse_tensors_come_back(tmp_path: Path) -> None:
+    """A check that loads them onto "meta" would refuse them with torch 2.15."""
+    dense = torch.tensor([[0.0, 2.0], [3.0, 0.0]])
+    saved = {
+        "coo": dense.to_sparse(),
+        "repeated": torch.sparse_coo_tensor(
+            torch.tensor([[0, 0, 1], [1, 1, 0]]), torch.tensor([1.5, 0.5, 3.0]), (2, 2)
+        ),
+        "without elements": torch.zeros(2, 2).to_sparse(),
+        "csr": dense.to_sparse_csr(),
+        "csc": dense.to_sparse_csc(),
+        "bsr": dense.to_sparse_bsr((1, 1)),
+        "bsc": dense.to_sparse_bsc((1, 1)),
+    }
+    save(saved, tmp_path / "saved.pt")
+    back = load(tmp_path / "saved.pt")
+    for key, value in saved.items():
+        assert (back[key].layout, back[key].dtype) == (value.layout, value.dtype), key
+        assert torch.equal(back[key].to_dense(), value.to_dense()), key
+
+
 def test_numbers_strings_and_nesting_come_back(tmp_path: Path) -> None:
     model = torch.nn.BatchNorm1d(2)
     saved = {

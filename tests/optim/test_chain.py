@@ -354,6 +354,10 @@ def test_a_plain_tree_in_a_state_is_grouped_as_the_optimizer_does(wrap: Callable
     assert_same(state.params.tree(), {"w": -torch.ones(2), "v": -2 * torch.ones(2)})
 
 
+def doubled(update: Update) -> Update:
+    return update._replace(gradients={name: value.double() for name, value in update.gradients.items()})
+
+
 def swapped(update: Update) -> Update:
     return update._replace(gradients=dict(reversed(update.gradients.items())))
 
@@ -371,7 +375,12 @@ def swapped(update: Update) -> Update:
         (
             chain(every(2, lambda update: update._replace(gradients={"b": None, "w": update.gradients["w"]})), SGD),
             ValueError,
-            r"every: the part must keep the shapes of gradients; at \['b'\] it has None",
+            r"every: the part must keep the shapes and dtypes of gradients; at \['b'\] it has None",
+        ),
+        (
+            chain(every(2, doubled), SGD),
+            ValueError,
+            r"every: the part must keep the shapes and dtypes of gradients; at \['.'\] it has a torch.float64 tensor",
         ),
     ],
 )

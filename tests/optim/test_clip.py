@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcamp import clip_grad_norm
+from funcamp import chain, clip_by_norm, clip_grad_norm, init, skip_step, stateless
 from tests.conftest import Transform
 from tests.support.helpers import assert_same, clone
 
@@ -56,3 +56,37 @@ def test_clip_grad_norm_of_float16_is_taken_in_float32() -> None:
 def test_clip_grad_norm_non_finite_gradient_gives_a_non_finite_norm(bad: float) -> None:
     _, norm = clip_grad_norm([torch.ones(2), torch.tensor([bad])], 1.0)
     assert not torch.isfinite(norm)
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+def test_clip_grad_norm_leaves_a_gradient_that_is_not_finite_so(bad: float) -> None:
+    clipped, _ = clip_grad_norm([torch.ones(2), torch.tensor([bad])], 1.0)
+    assert not torch.isfinite(clipped[1])
+
+
+def test_clip_grad_norm_makes_zeros_of_finite_gradients_whose_norm_overflows_as_torch_does() -> None:
+    grads = [torch.tensor([1e20, -1e20])]
+    clipped, norm = clip_grad_norm(grads, 1.0)
+    assert norm.isinf()
+    assert not clipped[0].any()
+    assert_same((clipped, norm), reference(grads, 1.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64])
+@pytest.mark.parametrize("beside", [None, torch.float32, torch.float64])
+@pytest.mark.parametrize("max_norm", [0.3, torch.tensor(0.3, dtype=torch.float64)], ids=["number", "float64"])
+def test_clip_keeps_the_dtype_of_a_gradient_without_dimensions(
+    max_norm: float | Tensor, beside: torch.dtype | None, dtype: torch.dtype
+) -> None:
+    """Its product with the factor would have the wider dtype of both; torch multiplies in place."""
+    grads = [torch.tensor(2.37, dtype=dtype), torch.tensor([1.23, -4.56], dtype=dtype)]
+    if beside is not None:
+        grads.append(torch.tensor([0.7], dtype=beside))
+    clipped, norm = clip_grad_norm(grads, max_norm)
+    assert_same(clipped, [grad.clone().mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0)) for grad in grads])
+    if dtype.itemsize >= 4 and not isinstance(max_norm, Tensor):  # torch's norm of narrower ones is as narrow
+        assert_same((clipped, norm), reference(grads, max_norm))
+    assert_same(skip_step(init(), new=clipped, old=grads), clipped)
+    optimizer = chain(clip_by_norm(max_norm), stateless(torch.optim.SGD, lr=1.0))
+    params, _ = optimizer.update(grads, grads, optimizer.init(grads))
+    assert_same(params, [grad - part for grad, part in zip(grads, clipped)])

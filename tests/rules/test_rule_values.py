@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -177,3 +178,97 @@ def test_rule_without_an_outcome_is_refused() -> None:
 
     with pytest.raises(TypeError, match="abstract"):
         Nothing()  # type: ignore[abstract]
+
+
+@dataclass(frozen=True)
+class Returns(rules.Rule):
+    """Return an outcome that keeps everything, with some fields changed; or something else."""
+
+    instead: Any
+
+    def first_counters(self) -> dict[str, int]:
+        return {"steps": 0}
+
+    def outcome(self, state: ScalerState, config: ScalerConfig) -> rules.Outcome:
+        assert isinstance(state, RuleState)
+        never = state.found_inf > 1
+        kept = rules.Outcome(state.scale, state.growth_tracker, never, never, state.counters)
+        changed: rules.Outcome = self.instead(kept)
+        return changed
+
+
+#: How a rule changes its outcome, the error, what it says that the rule must return, and what it got.
+WRONG: dict[str, tuple[Any, type[Exception], str, str]] = {
+    "float64 scale": (
+        lambda outcome: outcome._replace(scale=outcome.scale.double()),
+        TypeError,
+        "an outcome whose scale is a torch.float32 tensor of shape () on cpu",
+        "a torch.float64 tensor of shape () on cpu: write scale.to(torch.float32)",
+    ),
+    "number as scale": (
+        lambda outcome: outcome._replace(scale=2.0),
+        TypeError,
+        "an outcome whose scale is a torch.float32 tensor of shape () on cpu",
+        "2.0 of type float: write torch.full_like(state.scale, ..., dtype=torch.float32)",
+    ),
+    "scale of shape (1,)": (
+        lambda outcome: outcome._replace(scale=outcome.scale[None]),
+        ValueError,
+        "an outcome whose scale is a torch.float32 tensor of shape () on cpu",
+        "a torch.float32 tensor of shape (1,) on cpu: write scale.reshape(())",
+    ),
+    "scale elsewhere": (
+        lambda outcome: outcome._replace(scale=outcome.scale.to("meta")),
+        ValueError,
+        "an outcome whose scale is a torch.float32 tensor of shape () on cpu",
+        "a torch.float32 tensor of shape () on meta: make it on state.scale.device",
+    ),
+    "int64 tracker": (
+        lambda outcome: outcome._replace(growth_tracker=outcome.growth_tracker.long()),
+        TypeError,
+        "an outcome whose growth_tracker is a torch.int32 tensor of shape () on cpu",
+        "a torch.int64 tensor of shape () on cpu: write growth_tracker.to(torch.int32)",
+    ),
+    "int64 counter": (
+        lambda outcome: outcome._replace(counters={"steps": outcome.counters["steps"].long()}),
+        TypeError,
+        "an outcome whose counters['steps'] is a torch.int32 tensor of shape () on cpu",
+        "a torch.int64 tensor of shape () on cpu: write counters['steps'].to(torch.int32)",
+    ),
+    "float flag": (
+        lambda outcome: outcome._replace(backs_off=outcome.backs_off.float()),
+        TypeError,
+        "an outcome whose backs_off is a torch.bool tensor of shape () on cpu",
+        "a torch.float32 tensor of shape () on cpu: write backs_off.to(torch.bool)",
+    ),
+    "tuple": (
+        lambda outcome: (1.0, 2),
+        TypeError,
+        "a rules.Outcome",
+        "a tuple of a float, an int: write Outcome(scale, growth_tracker, backs_off, grows)",
+    ),
+    "nothing": (lambda outcome: None, TypeError, "a rules.Outcome", "None: write Outcome("),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_rule_with_a_wrong_outcome_is_refused(name: str) -> None:
+    instead, error, rule, got = WRONG[name]
+    message = re.escape(f"the rule Returns must return {rule}; got {got}")
+    config = ScalerConfig(rule=Returns(instead))
+    for call in (update, exhausted, funcamp.saturated):
+        with pytest.raises(error, match=f"^{call.__name__}: {message}"):
+            call(init(config, device="cpu"), config)
+    scaler = GradScaler("cpu", config=config)
+    weight = torch.nn.Parameter(torch.ones(1))
+    scaler.scale(weight.sum()).backward()
+    scaler.step(torch.optim.SGD([weight], lr=0.1))
+    with pytest.raises(error, match=f"^update: {message}"):
+        scaler.update()
+    assert scaler.get_scale() == 2.0**16
+
+
+def test_rule_may_return_a_bool_for_what_it_never_does() -> None:
+    config = ScalerConfig(8.0, rule=Returns(lambda outcome: outcome._replace(grows=False, backs_off=False)))
+    assert update(init(config), config).scale == 8.0
+    assert not exhausted(init(config), config)

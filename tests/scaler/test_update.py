@@ -156,3 +156,11 @@ def test_merge_ors_any_nonzero_flag(transform: Transform) -> None:
     for flags in itertools.product([0.0, 1.0, 2.0, math.nan], repeat=3):
         expected = float(any(flag != 0 for flag in flags))
         assert_same(run(*(state_of(8.0, 3, flag) for flag in flags)), state_of(8.0, 3, expected))
+
+
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_update_new_scale_shares_no_memory_with_the_callers_tensor(shape: tuple[int, ...]) -> None:
+    new_scale = torch.full(shape, 64.0)
+    state = update(state_of(8.0), new_scale=new_scale)
+    new_scale.mul_(0.5)
+    assert state.scale.item() == 64.0

@@ -134,7 +134,7 @@ def test_a_step_that_draws_and_then_fails_leaves_the_generator_as_it_was() -> No
 
 def test_dynamo_keeps_no_function_of_a_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would take a later function at the same address for one of numpy."""
-    known: Any = torch._dynamo.trace_rules._numpy_function_ids  # type: ignore[attr-defined]
+    known: Any = torch._dynamo.trace_rules._numpy_function_ids
     monkeypatch.setattr(known, "function_ids", None)  # as in a new process
 
     def step(state: Tensor, batch: Tensor) -> Any:

@@ -327,19 +327,22 @@ def _can_be_followed(slot: Slot, owner: object) -> bool:
         return False
     if hasattr(type(slot.owner), "__missing__"):  # a look at a missing key adds it, as in a defaultdict
         return False
-    if isinstance(owner, (types.FunctionType, types.MethodType)) and not is_users(module_of(owner)):
-        return False
-    if isinstance(owner, (torch.jit.ScriptModule, enum.Enum)):
-        return False
     if isinstance(slot.owner, type):
         return type(slot.value) in ATOMS or isinstance(slot.value, CONTAINERS)
-    if slot.key in (*HOOKS, "training") and isinstance(owner, nn.Module):  # a flag is followed if it is read
-        return False
-    if isinstance(owner, nn.Module) and slot.owner is not vars(owner):
-        return isinstance(slot.value, nn.Module)
+    if isinstance(owner, nn.Module):
+        return _can_be_followed_in_module(slot, owner)
+    if isinstance(owner, (types.FunctionType, types.MethodType)):
+        return is_users(module_of(owner))
     if isinstance(owner, CONTAINERS):
         return len(owner) <= _MAX_ITEMS
-    return True
+    return not isinstance(owner, enum.Enum)
+
+
+def _can_be_followed_in_module(slot: Slot, module: nn.Module) -> bool:
+    """Return the same for a slot of a module: an attribute or a layer. Its flag and its hooks are other places."""
+    if isinstance(module, torch.jit.ScriptModule) or slot.key in (*HOOKS, "training"):
+        return False
+    return slot.owner is vars(module) or isinstance(slot.value, nn.Module)
 
 
 def _key_of(value: object) -> Hashable:

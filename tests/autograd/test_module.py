@@ -20,7 +20,7 @@ from torch.func import functional_call
 from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
 from funcamp._types import name_of
 from funcamp.numerics import track_scales
-from tests.support.helpers import assert_same, clone
+from tests.support.helpers import assert_same, clone, values_of
 from tests.support.models import cnn, mlp
 
 SGD = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -88,7 +88,7 @@ def test_module_is_trained_as_by_torch_and_left_as_it_was(name: str, dtype: torc
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     loss_fn = module_loss(model, F.mse_loss)
     step = make_train_step(loss_fn, SGD, ScalerConfig(1024.0), policy=name_of(dtype))
-    state, before = step.init(), clone(dict(model.state_dict()))
+    state, before = step.init(), clone(values_of(model))
     for _ in range(4):
         optimizer.zero_grad()
         with torch.autocast("cpu", dtype):
@@ -100,10 +100,10 @@ def test_module_is_trained_as_by_torch_and_left_as_it_was(name: str, dtype: torc
         assert metrics.found_inf == 0
         assert_same(metrics.loss, loss.detach())
     step.loss(state, (x, y))
-    assert_same(dict(model.state_dict()), before)
+    assert_same(values_of(model), before)
     assert all(isinstance(value, nn.Parameter) for value in model.parameters())
     model.load_state_dict(loss_fn.state_dict(state.params, state.buffers))
-    assert_same(dict(model.state_dict()), dict(eager.state_dict()))
+    assert_same(values_of(model), values_of(eager))
 
 
 @pytest.mark.compiled
@@ -214,7 +214,7 @@ def test_a_criterion_that_reads_the_model_sees_what_is_trained(name: str, how: s
         policy="bfloat16,keep=*" if how == "keep" else None,
     )
     run: Any = jit(step, backend="eager") if how == "jit" else step
-    state, criterion, before = step.init(), CRITERIA[name](expected), clone(dict(model.state_dict()))
+    state, criterion, before = step.init(), CRITERIA[name](expected), clone(values_of(model))
     for _ in range(4):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=how == "keep"):
@@ -224,7 +224,7 @@ def test_a_criterion_that_reads_the_model_sees_what_is_trained(name: str, how: s
         state, metrics = run(state, (x, y))
         assert_same(metrics.loss, loss.detach())
     assert_same(loss_fn.state_dict(state.params, state.buffers), dict(expected.state_dict()))
-    assert_same(dict(model.state_dict()), before)
+    assert_same(values_of(model), before)
     expected.eval()
     with torch.autocast("cpu", torch.bfloat16, enabled=how == "keep"):
         assert_same(step.loss(state, (x, y)), criterion(expected(x), y).detach())
@@ -375,7 +375,7 @@ def test_threads_call_one_module_with_parameters_of_their_own() -> None:
     with ThreadPoolExecutor(2) as pool:
         together = list(pool.map(lambda state: step(state, batch), states))
     assert_same(together, alone)
-    assert_same(dict(model.state_dict()), before)
+    assert_same(values_of(model), before)
 
 
 def test_a_thread_steps_while_another_evaluates() -> None:

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcamp
 from tests.recipes import advance, example, scaler_for, values
-from tests.support.helpers import assert_close, assert_same, clone
+from tests.support.helpers import assert_close, assert_same, clone, values_of
 from tests.support.models import cnn, mlp, tied
 from tests.support.steps import eager
 
@@ -120,10 +120,10 @@ def test_nothing_that_comes_out_requires_grad(wrap: Wrap, ambient: Any) -> None:
 
 def test_module_and_batch_are_left_alone() -> None:
     task = cnn()
-    before = clone(dict(task.model.state_dict()))
+    before = clone(values_of(task.model))
     step = funcamp.make_train_step(funcamp.module_loss(task.model, task.criterion, engine="autograd"), sgd(), CONFIG)
     run(step, eager, task.batch, 3)
-    assert_same(dict(task.model.state_dict()), before)
+    assert_same(values_of(task.model), before)
     assert all(p.grad is None for p in task.model.parameters())
 
 
@@ -162,12 +162,12 @@ def batch_of(index: int) -> Any:
 @pytest.mark.parametrize("middle", [nn.Tanh, lambda: nn.BatchNorm1d(16)], ids=["tanh", "batch_norm"])
 def test_checkpointed_step_is_the_step_without(middle: Callable[[], nn.Module], wrap: Wrap) -> None:
     model = body(middle())
-    before = clone(dict(model.state_dict()))
+    before = clone(values_of(model))
     state, history = run(step_for(model), wrap, batch_of)
     expected, expected_history = run(step_for(body(middle(), on=False)), eager, batch_of)
     assert_same(history, expected_history)
     assert_same(state, expected)  # the running statistics too: torch's loop updates them twice
-    assert_same(dict(model.state_dict()), before)
+    assert_same(values_of(model), before)
 
 
 @pytest.mark.compiled

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from funcamp import jit, loss, make_train_step, module_loss, numerics, presets, stateless
-from tests.support.helpers import assert_same, clone
+from tests.support.helpers import assert_same, clone, values_of
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
 
@@ -48,7 +48,7 @@ def evaluators(step: Any) -> dict[str, Callable[[Any, Any], Tensor]]:
 @pytest.mark.parametrize("policy", [None, "bf16"])
 def test_the_loss_is_that_of_the_module_in_eval_mode(policy: Any, how: str) -> None:
     model = network()
-    before, state_before = flags(model), clone(dict(model.state_dict()))
+    before, state_before = flags(model), clone(values_of(model))
     loss_fn = module_loss(model, F.mse_loss)
     step = make_train_step(loss_fn, SGD, presets.disabled(), policy=policy)
     x, y = torch.randn(6, 4), torch.randn(6, 2)
@@ -63,7 +63,7 @@ def test_the_loss_is_that_of_the_module_in_eval_mode(policy: Any, how: str) -> N
     assert_same(found, expected)
     assert not found.requires_grad
     assert flags(model) == before
-    assert_same(clone(dict(model.state_dict())), state_before)
+    assert_same(clone(values_of(model)), state_before)
     rng = torch.get_rng_state()
     step.loss(state, (x, y))
     assert_same(torch.get_rng_state(), rng)

@@ -26,7 +26,7 @@ from funcamp import (
     presets,
     stateless,
 )
-from tests.support.helpers import assert_close, assert_same, clone, to
+from tests.support.helpers import assert_close, assert_same, clone, to, values_of
 from tests.support.models import cnn, mlp
 from tests.support.oracle import TorchRule, state_of
 from tests.support.steps import SGD, build
@@ -374,7 +374,7 @@ def test_a_flat_tree_and_a_module_with_frozen_parts() -> None:
 
 def test_the_state_shares_nothing() -> None:
     task = cnn()
-    before = clone(dict(task.model.state_dict()))
+    before = clone(values_of(task.model))
     for flat in (True, False):
         step = build(task, ADAMW, policy="float16", ema_decay=0.9)
         state = step.init(flat=flat)
@@ -382,7 +382,7 @@ def test_the_state_shares_nothing() -> None:
         assert len(pointers) == len(set(pointers)), "two leaves of a state must not share storage: it may be donated"
         for leaf in torch.utils._pytree.tree_leaves(state):
             leaf.fill_(0)
-    assert_same(dict(task.model.state_dict()), before)
+    assert_same(values_of(task.model), before)
 
 
 @pytest.mark.compiled

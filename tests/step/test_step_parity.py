@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from funcamp import ScalerConfig, TrainState, by_group, make_train_step, module_loss, stateless
 from funcamp._types import name_of
-from tests.support.helpers import assert_close, assert_same, clone
+from tests.support.helpers import assert_close, assert_same, clone, values_of
 from tests.support.models import Task, cnn, mlp, tied
 from tests.support.steps import eager
 
@@ -152,9 +152,9 @@ def test_compiled_step_is_the_eager_loop_bit_for_bit(make: Any, name: str, dtype
 
 def assert_follows_bit_for_bit(make: Any, name: str, dtype: torch.dtype, flat: bool, transform: Any) -> None:
     task = make()
-    start = clone(task.model.state_dict())
+    start = clone(values_of(task.model))
     trace, state = run(task, build(task, name, dtype), transform, flat=flat)
-    assert_same(dict(task.model.state_dict()), dict(start))
+    assert_same(values_of(task.model), start)
     expected_trace, model = torch_loop(task, name, dtype)
     assert trace == expected_trace
     if dtype == torch.float16:

@@ -17,14 +17,23 @@ if TYPE_CHECKING:
 
 
 def description_of(graph: Graph) -> bytes:
-    """Return a description of what a graph returns and writes; not of the tensors that it reads besides its arguments.
+    """Return a description of what a graph returns, writes and draws; not of the tensors that it reads besides arguments.
 
-    Operations of which nothing depends on are not in it.
+    Not in it: operations on which nothing depends, such as those for a log.
     """
+    live = live_nodes(graph)
     text = hashlib.sha256()
-    for part in _described(graph.module, live_nodes(graph)):
+    for part in _described(graph.module, [node for node in graph.module.graph.nodes if node in live or _acts(node)]):
         text.update(part)
     return text.digest()
+
+
+def _acts(node: fx.Node) -> bool:
+    """Return whether an operation does something besides what it returns: it draws numbers, or is a user's own."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    draws = torch.Tag.nondeterministic_seeded in node.target.tags
+    return draws or node.target.namespace not in ("aten", "prim", "prims")
 
 
 def live_nodes(graph: Graph) -> dict[fx.Node, None]:

@@ -417,6 +417,24 @@ def test_a_count_in_a_constant_is_refused(way: str) -> None:
         jit(step, backend="eager")(step.init(), (X, Y))
 
 
+def test_a_draw_that_nothing_needs_makes_another_program() -> None:
+    settings = {"drawn": 0}
+
+    def step(state: Tensor, batch: Tensor) -> Any:
+        if settings["drawn"]:
+            torch.rand(settings["drawn"])
+        return state, batch + torch.rand(3)
+
+    run = jit(step, backend="eager")
+    for drawn in (0, 3, 0):
+        settings["drawn"] = drawn
+        torch.manual_seed(1)
+        _, found = run(torch.zeros(1), torch.zeros(3))
+        torch.manual_seed(1)
+        assert_same(found, step(torch.zeros(1), torch.zeros(3))[1])
+    assert run.programs == 2
+
+
 def test_values_in_a_captured_constant_are_two() -> None:
     model = nn.Linear(4, 1)
     settings = {"factor": 1.0}

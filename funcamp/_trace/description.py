@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def description_of(graph: Graph) -> bytes:
-    """Return a description of what a graph returns, writes and draws; not of the tensors that it reads besides arguments.
+    """Return a description of what a graph returns, writes and draws; not of the tensors that it captures.
 
     Not in it: operations on which nothing depends, such as those for a log.
     """
@@ -30,10 +30,11 @@ def description_of(graph: Graph) -> bytes:
 
 def _acts(node: fx.Node) -> bool:
     """Return whether an operation does something besides what it returns: it draws numbers, or is a user's own."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    namespace = getattr(node.target, "namespace", None)
+    if node.op != "call_function" or namespace is None:
         return False
-    draws = torch.Tag.nondeterministic_seeded in node.target.tags
-    return draws or node.target.namespace not in ("aten", "prim", "prims")
+    draws = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return draws or namespace not in ("aten", "prim", "prims")
 
 
 def live_nodes(graph: Graph) -> dict[fx.Node, None]:

@@ -180,11 +180,13 @@ def _install(kind: type, name: str) -> bool:
 
 def _uninstall(kind: type, name: str) -> None:
     """Leave a class as it was."""
-    own = vars(kind)[name].own
-    if own is _MISSING:
+    stand_in = vars(kind).get(name)
+    if not isinstance(stand_in, _Recorded):  # the step has given the class another value
+        return
+    if stand_in.own is _MISSING:
         delattr(kind, name)
     else:
-        setattr(kind, name, own)
+        setattr(kind, name, stand_in.own)
 
 
 def _found_in_class(kind: type, name: str) -> object:

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import funcamp
 from funcamp import GradScaler, init, jit, make_train_step, module_loss, skip_step, stateless, unscale_and_check
-from tests.support.helpers import assert_close, assert_same, assert_silent, clone
+from tests.support.helpers import assert_close, assert_same, assert_silent, clone, values_of
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
 X, Y = torch.linspace(-1, 1, 64).reshape(16, 4), torch.ones(16, 1)
@@ -125,7 +125,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "policy as config": (lambda: make_train_step(PLAIN.loss_fn, SGD, "float16"), TypeError, "config must be a ScalerConfig .*got 'float16': a precision is policy='float16'"),  # type: ignore[arg-type]
     "frozen": (lambda: make_train_step(module_loss(FROZEN, mse_loss), SGD).init(), ValueError, r"params must hold a tensor; got {}: every parameter of the module is frozen"),
     "no parameters": (lambda: make_train_step(module_loss(nn.ReLU(), mse_loss), SGD).init(), ValueError, "params must hold a tensor; got {}: the module has no parameter"),
-    "other shapes": (lambda: STEP.init({name: value[:1] for name, value in MODEL.state_dict().items()}), ValueError, r"init: params\['0.weight'\] must have the shape of the module's, \(8, 4\); got \(1, 4\)"),
+    "other shapes": (lambda: STEP.init({name: value[:1] for name, value in values_of(MODEL).items()}), ValueError, r"init: params\['0.weight'\] must have the shape of the module's, \(8, 4\); got \(1, 4\)"),
     "another model's state": (lambda: make_train_step(module_loss(TALL, mse_loss), SGD, policy="float16")(START, (X, Y)), ValueError, r"step: params\['0.weight'\] must have the shape of the module's, \(16, 4\); got \(8, 4\)"),
     # optimizers
     "groups": (lambda: stateless(torch.optim.AdamW, [{"params": [X], "lr": 1.0}]), TypeError, r"stateless: parameters must not be given, as they are in the state; got a list of a dict: write .*by_group"),  # type: ignore[arg-type]
@@ -141,18 +141,18 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "LambdaLR": (lambda: SCHEDULE.LambdaLR(SGD, lambda n: 1.0), AttributeError, "has no 'param_groups', as it is no torch.optim.Optimizer.*lr= a function of the count of applied steps"),
     "step of stateless": (lambda: SGD.step(), AttributeError, r"stateless\(.*\).*: has no 'step', as it is no torch.optim.Optimizer: .*update\(params, grads, opt_state\)"),  # type: ignore[attr-defined]
     # checkpoints
-    "module's dict": (lambda: STEP.load_state_dict(MODEL.state_dict(), START), ValueError, r"it has unknown '0.bias'.*: .*from_torch\(step.init\(\), optimizer=..., scaler=...\)"),
-    "module's dict, not strict": (lambda: STEP.load_state_dict(MODEL.state_dict(), START, strict=False), ValueError, r"at least one parameter of like.*: .*from_torch"),
+    "module's dict": (lambda: STEP.load_state_dict(LOOP["model"], START), ValueError, r"it has unknown '0.bias'.*: .*from_torch\(step.init\(\), optimizer=..., scaler=...\)"),
+    "module's dict, not strict": (lambda: STEP.load_state_dict(LOOP["model"], START, strict=False), ValueError, r"at least one parameter of like.*: .*from_torch"),
     "loop's dict": (lambda: STEP.load_state_dict(LOOP, START), ValueError, "load_state_dict: saved .*from_torch"),
     "optimizer's dict": (lambda: STEP.load_state_dict(ADAM.state_dict(), START), ValueError, "load_state_dict: saved .*from_torch"),
     "scaler's dict": (lambda: STEP.load_state_dict(SCALED, START), ValueError, "load_state_dict: saved .*from_torch"),
     "step's dict without": (lambda: STEP.load_state_dict({k: v for k, v in STEP.state_dict(START).items() if k != "skipped"}, START), ValueError, "it lacks 'skipped'$"),
-    "GradScaler, module's dict": (lambda: GradScaler("cpu").load_state_dict(MODEL.state_dict()), KeyError, "GradScaler.load_state_dict: state_dict must have 'scale', as scaler.state_dict.. has; it has '0.weight', "),
+    "GradScaler, module's dict": (lambda: GradScaler("cpu").load_state_dict(LOOP["model"]), KeyError, "GradScaler.load_state_dict: state_dict must have 'scale', as scaler.state_dict.. has; it has '0.weight', "),
     "GradScaler, loop's dict": (lambda: GradScaler("cpu").load_state_dict(LOOP), KeyError, r"must have 'scale'.*it has 'model', .*: load its 'scaler'"),
     "GradScaler, step's dict": (lambda: GradScaler("cpu").load_state_dict(STEP.state_dict(START)), KeyError, r"must have 'scale'.*: step.to_torch\(state\)\['scaler'\]"),
     "GradScaler, no dict": (lambda: GradScaler("cpu").load_state_dict(None), TypeError, "GradScaler.load_state_dict: state_dict must be a dict; got None"),  # type: ignore[arg-type]
     "from_torch, instance": (lambda: STEP.from_torch(START, optimizer=ADAM), TypeError, r"from_torch: optimizer must be a state_dict .*; got an Adam: pass its state_dict\(\)"),
-    "from_torch, module's": (lambda: STEP.from_torch(START, optimizer=MODEL.state_dict()), TypeError, "from_torch: optimizer must be a state_dict .*; got an OrderedDict with '0.weight'"),
+    "from_torch, module's": (lambda: STEP.from_torch(START, optimizer=LOOP["model"]), TypeError, "from_torch: optimizer must be a state_dict .*; got an OrderedDict with '0.weight'"),
     "from_torch, scaler": (lambda: STEP.from_torch(START, scaler=GradScaler("cpu")), TypeError, r"saved must be a dict; got a GradScaler: pass its state_dict\(\)"),
     # GradScaler
     "GradScaler of a number": (lambda: GradScaler(2.0**10), TypeError, r"GradScaler: device must be a string, as in torch.amp; got 1024.0: write GradScaler\(\"cuda\", init_scale=1024.0\)"),  # type: ignore[arg-type]
@@ -173,10 +173,10 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
 @pytest.mark.parametrize("name", CASES)
 def test_a_mistake_is_named_with_its_fix(name: str) -> None:
     call, error, message = CASES[name]
-    before = clone((START, dict(MODEL.state_dict()), dict(HALF.state_dict())))
+    before = clone((START, values_of(MODEL), values_of(HALF)))
     with pytest.raises(error, match=f"(?s){message}"):
         call()
-    assert_same((START, dict(MODEL.state_dict()), dict(HALF.state_dict())), before)
+    assert_same((START, values_of(MODEL), values_of(HALF)), before)
 
 
 def test_a_refused_module_is_not_consumed() -> None:

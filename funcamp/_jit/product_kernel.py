@@ -308,7 +308,11 @@ def _epilogue_of(inductor: _Inductor, buffer: _Buffer, nodes: list[_Buffer], *, 
         return _Epilogue(buffer, buffer, buffer, [], [], {}, is_local=False)
     ir = inductor.ir
     out = nodes[-1]
-    out_2d, reindexers = inductor.view_as_product(out, buffer, nodes, [], [None] * len(nodes))
+    out_2d, _ = inductor.view_as_product(out, buffer, [out], [], [None])
+    # Each by itself: if the last one has the product's shape, torch takes all for operations of that shape.
+    reindexers: list[object] = []
+    for node in nodes:
+        inductor.view_as_product(node, buffer, [node], reindexers, [None])
     product_buffer = buffer
     stored_nodes = list(nodes)
     if is_read:

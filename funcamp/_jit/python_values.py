@@ -253,9 +253,10 @@ def _recorded_class(slot: Slot, slots: Mapping[str, Slot]) -> type | None:
     """Return the class in which the reads of a slot can be noted; None if there is none."""
     if _is_in_dict_of_object(slot, slots):
         return type(_owner_of(slot, slots))
-    # Not an optimizer, whose code `stateless` looks at.
-    is_class = isinstance(slot.owner, type) and not issubclass(slot.owner, (enum.Enum, torch.optim.Optimizer))
-    return slot.owner if is_class else None  # type: ignore[return-value]
+    # Not an optimizer, whose code `stateless` looks at; not a class that is used itself, as an autograd.Function is.
+    if not isinstance(slot.owner, type) or isinstance(_owner_of(slot, slots), type):
+        return None
+    return None if issubclass(slot.owner, (enum.Enum, torch.optim.Optimizer)) else slot.owner
 
 
 def _owner_of(slot: Slot, slots: Mapping[str, Slot]) -> object:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import funcamp
-from tests.support.helpers import assert_same, clone, one_thread
+from tests.support.helpers import assert_same, clone, one_thread, values_of
 from tests.support.programs import import_example
 from tests.support.steps import eager
 
@@ -169,12 +169,12 @@ def test_unfrozen_parameters_begin_and_the_head_continues(tmp_path: Path) -> Non
 @pytest.mark.parametrize("wrap", [eager, TRACED], ids=["eager", "jit"])
 def test_adapters_are_trained_on_a_base_that_is_shared(wrap: Any) -> None:
     model = example.make_model("cpu")
-    before = {name: (value.data_ptr(), value.clone()) for name, value in model.state_dict().items()}
+    before = {name: (value.data_ptr(), value.clone()) for name, value in values_of(model).items()}
     adapters, losses = example.adapt(model, example.load_lines()["prose"][:128], wrap)
     assert len(adapters) == 2 * 4 * example.LAYERS
     assert all(".down." in name or ".up." in name for name in adapters)
     assert all(adapters[name].abs().max() > 0 for name in adapters if ".up." in name)
-    after = {name.replace(".base", ""): value for name, value in model.state_dict().items() if name not in adapters}
+    after = {name.replace(".base", ""): value for name, value in values_of(model).items() if name not in adapters}
     assert after.keys() == before.keys()
     for name, value in after.items():
         assert value.data_ptr() == before[name][0]

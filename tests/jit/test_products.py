@@ -15,7 +15,7 @@ from funcamp._jit import product_times
 from funcamp._jit.passes import products
 from funcamp._jit.product_kernel import BLOCK, SHARED, split_of
 from funcamp._jit.product_times import Product, kernel_is_faster
-from tests.support.helpers import assert_close
+from tests.support.helpers import assert_close, clone
 
 Case = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
@@ -168,3 +168,21 @@ def test_what_is_timed_is_the_product() -> None:
     else:
         product_times.multiply(brgemm, left, right, out)
         assert_close(out, left @ right, 1e-4)
+
+
+@pytest.mark.inductor
+def test_operations_of_other_shapes_follow_a_product() -> None:
+    """The last one has the product's shape, and one before it has not."""
+
+    def step(state: dict[str, Tensor], x: Tensor) -> Any:
+        rows = len(x)
+        halves = torch.tanh((x @ state["w"]).view(2 * rows, 16) + state["b"])
+        whole = halves.view(rows, 32) * state["u"] + 1
+        return state, {"halves": halves, "whole": whole}
+
+    state = {"w": torch.randn(8, 32), "b": torch.randn(16), "u": torch.randn(32)}
+    x = torch.randn(18, 8)
+    _, expected = step(state, x)
+    _, actual = jit(step)(clone(state), x)
+    for name, value in expected.items():
+        assert_close(actual[name], value, 1e-6)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from funcamp import jit, make_train_step, module_loss, presets, ravel, stateless
 from funcamp._memory import overlaps
-from tests.support.helpers import assert_same, clone, together
+from tests.support.helpers import assert_same, clone, together, values_of
 
 SGD = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
 
@@ -221,7 +221,7 @@ def test_two_buffers_of_one_tensor_are_one(how: str, second: Any, compiled: bool
     run, state, before = (
         jit(step, backend="eager") if compiled else step,
         step.init(),
-        clone(dict(model.state_dict())),
+        clone(values_of(model)),
     )
     optimizer = torch.optim.SGD(eager.parameters(), lr=0.1)
     for _ in range(3):
@@ -231,7 +231,7 @@ def test_two_buffers_of_one_tensor_are_one(how: str, second: Any, compiled: bool
         optimizer.step()
         state, metrics = run(state, (x, x))
         assert_same(metrics.loss, loss.detach())
-    assert_same(clone(dict(model.state_dict())), before)
+    assert_same(values_of(model), before)
     assert_same(loss_fn.state_dict(state.params, state.buffers), clone(dict(eager.state_dict())))
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from funcamp import jit, make_train_step, module_loss, stateless
-from tests.support.helpers import assert_same
+from tests.support.helpers import assert_same, values_of
 
 STEPS = 4
 
@@ -99,7 +99,7 @@ def batch(index: int) -> tuple[Tensor, Tensor]:
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    return {**model.state_dict(), "table": model.table}
+    return {**values_of(model), "table": model.table}
 
 
 @pytest.mark.thorough(keep=2)

@@ -30,6 +30,8 @@ from funcamp._types import Step, Tree
 from funcamp._upstream.advice import advise
 
 _log = logging.getLogger("funcamp")
+#: The largest number of signatures, with the values of Python, that are kept.
+_MAX_KEYS = 64
 
 
 class Sharing:
@@ -183,6 +185,9 @@ class JitStep(Fixed):
             self._begin_again(replaced_path)
         elif self._replacements:
             self._replacements = 0
+
+        if len(self._executables) > _MAX_KEYS:
+            self._forget_values()
 
         # Find the program: by a comparison with an earlier call, else by the signature.
         structure, leaves = flattened(batch)
@@ -403,6 +408,20 @@ class JitStep(Fixed):
             path,
         )
         self._forget_programs()
+
+    def _forget_values(self) -> None:
+        """Forget the values of Python under which each program was found: a loop that changes them often makes many.
+
+        The programs stay; the next trace finds the one that computes the same.
+        """
+        programs = {id(executable): (key, executable) for key, executable in self._executables.items()}
+        self._executables = {}
+        for number, (key, executable) in enumerate(programs.values()):
+            structure, leaves, autocast, dtype, _ = key
+            # A number that no values have.
+            self._executables[structure, leaves, autocast, dtype, -1 - number] = executable
+        self._known_calls = KnownCalls()
+        self._python_values = PythonValues()
 
     def _forget_programs(self) -> None:
         self._executables = {}

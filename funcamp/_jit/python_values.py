@@ -100,19 +100,37 @@ class Followed:
         self._step = step
         self._slots = slots
         self._reads: list[Reads] = []
+        self._after_first_run: dict[str, object] = {}
+        """What was in each slot then."""
         self.has_branches = False
         """Whether torch.compile has traced a part of it, a branch of torch.cond, where reads are not seen."""
 
     def __call__(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         """Take one step."""
         with recorded_reads(_recordable(self._slots)) as reads, _stopping_for_dynamo():
-            self._reads.append(reads)
-            return self._step(state, batch)
+            result = self._step(state, batch)
+        if not self._reads:
+            self._after_first_run = {slot.path: _value_in(slot) for slot in self._slots.values()}
+        self._reads.append(reads)
+        return result
 
     def read_places(self) -> Iterator[tuple[_Place, object]]:
-        """Yield the places that it has read, or may have read, with what was there before it."""
+        """Yield the places that it has read, or may have read, with what was there before it.
+
+        Of one that the first run has set, and no further one changed, with what it was set to: it is no count.
+        """
         for reads in self._reads:
-            yield from _read_places(self._slots, reads, sees_all=not self.has_branches)
+            for place, before in _read_places(self._slots, reads, sees_all=not self.has_branches):
+                is_set_once = len(self._reads) > 1 and not isinstance(place.value(), Tensor)
+                yield place, self._after_first_run.get(place.path, before) if is_set_once else before
+
+
+def _value_in(slot: Slot) -> object:
+    """Return the value that is in a slot now; `_MISSING` if the slot is gone."""
+    try:
+        return slot.now()
+    except _GONE:
+        return _MISSING
 
 
 class PythonValues:
@@ -122,7 +140,7 @@ class PythonValues:
         self._places: dict[tuple[int, Hashable], _Place] = {}
         """By their identity."""
         self._excluded: dict[tuple[int, Hashable], _Place] = {}
-        """Those that the step's own Python changes."""
+        """Those that the step's own Python changed in the first trace that read them."""
         self._numbers: dict[tuple[Hashable, ...], int] = {}
         """The combinations that were met, each with its number."""
         self._new_numbers = itertools.count()
@@ -200,18 +218,14 @@ class PythonValues:
         """
         former_count = len(self._places)
         for place, before in read_places:
-            if _key_of(place.value()) != _key_of(before):
+            if place.identity in self._places or place.identity in self._excluded:
+                continue
+            if _key_of(place.value()) == _key_of(before):
+                self._places[place.identity] = place
+            else:
                 self._excluded[place.identity] = place
-            elif place.identity not in self._excluded:
-                self._places.setdefault(place.identity, place)
-        kept = [index for index, identity in enumerate(self._places) if identity not in self._excluded]
         added = [_key_of(place.value()) for place in [*self._places.values()][former_count:]]
-        numbers: dict[tuple[Hashable, ...], int] = {}
-        for keys, number in self._numbers.items():
-            extended = [*keys, *added]
-            numbers.setdefault(tuple([extended[index] for index in kept]), number)
-        self._numbers = numbers
-        self._places = {key: place for key, place in self._places.items() if key not in self._excluded}
+        self._numbers = {(*keys, *added): number for keys, number in self._numbers.items()}
         self._note()
 
     def _note(self) -> int:
@@ -251,10 +265,11 @@ def _recordable(slots: Mapping[str, Slot]) -> Iterator[tuple[type, str]]:
 
 def _recorded_class(slot: Slot, slots: Mapping[str, Slot]) -> type | None:
     """Return the class in which the reads of a slot can be noted; None if there is none."""
+    owner = _owner_of(slot, slots)
     if _is_in_dict_of_object(slot, slots):
-        return type(_owner_of(slot, slots))
+        return None if isinstance(owner, (Tensor, enum.Enum)) else type(owner)
     # Not an optimizer, whose code `stateless` looks at; not a class that is used itself, as an autograd.Function is.
-    if not isinstance(slot.owner, type) or isinstance(_owner_of(slot, slots), type):
+    if not isinstance(slot.owner, type) or isinstance(owner, type):
         return None
     return None if issubclass(slot.owner, (enum.Enum, torch.optim.Optimizer)) else slot.owner
 
@@ -283,8 +298,9 @@ def _read_places(slots: Mapping[str, Slot], reads: Reads, *, sees_all: bool) -> 
         """Return whether the trace has read what is in a slot, or may have: it has found the object around it."""
         kind = _recorded_class(slot, slots)
         owner = _owner_of(slot, slots)
-        if sees_all and kind is not None and reads.can_tell(kind, slot.key):
-            return reads.has_read(kind if slot.owner is kind else owner, slot.key)
+        is_of_object = slot.owner is not kind
+        if sees_all and kind is not None and reads.can_tell(kind, slot.key, of_object=is_of_object):
+            return reads.has_read(owner if is_of_object else kind, slot.key)
         return slot.parent is None or id(owner) in found_ids
 
     # An object may be in several places, of which only one was read: so until no further one is found.
@@ -304,7 +320,7 @@ def _read_places(slots: Mapping[str, Slot], reads: Reads, *, sees_all: bool) -> 
         if isinstance(slot.value, torch.jit.ScriptModule):  # it reads its flag in C++
             yield _Place(f"{path}.training", slot.value, "training"), slot.value.training
     flagged = dict(reads.modules)
-    if not sees_all or not reads.can_tell(nn.Module, "training"):
+    if not sees_all or not reads.can_tell(nn.Module, "training", of_object=True):
         flagged |= {id(slot.value): slot.value for slot in slots.values() if isinstance(slot.value, nn.Module)}
     for module in flagged.values():
         yield _Place("a module's training", vars(module), "training"), module.training
@@ -317,8 +333,8 @@ def _place_of(slot: Slot, owner: object) -> _Place:
     """
     if isinstance(slot.owner, types.CellType):
         return _Place(slot.path, slot.owner, "cell_contents")
-    if isinstance(slot.owner, type):  # the object may get a value besides that of its class
-        return _Place(slot.path, owner, slot.key)
+    if isinstance(slot.owner, type) and not isinstance(slot.value, types.FunctionType):
+        return _Place(slot.path, owner, slot.key)  # the object may get a value besides that of its class
     return _Place(slot.path, slot.owner, slot.key)
 
 
@@ -329,7 +345,7 @@ def _can_be_followed(slot: Slot, owner: object) -> bool:
     if hasattr(type(slot.owner), "__missing__"):  # a look at a missing key adds it, as in a defaultdict
         return False
     if isinstance(slot.owner, type):
-        return type(slot.value) in ATOMS or isinstance(slot.value, CONTAINERS)
+        return isinstance(slot.value, types.FunctionType) or not hasattr(type(slot.value), "__get__")
     if isinstance(owner, nn.Module):
         return _can_be_followed_in_module(slot, owner)
     if isinstance(owner, (types.FunctionType, types.MethodType)):
@@ -340,10 +356,11 @@ def _can_be_followed(slot: Slot, owner: object) -> bool:
 
 
 def _can_be_followed_in_module(slot: Slot, module: nn.Module) -> bool:
-    """Return the same for a slot of a module: an attribute or a layer. Its flag and its hooks are other places."""
+    """Return the same for a slot of a module. Its training flag and its hooks are other places."""
     if isinstance(module, torch.jit.ScriptModule) or slot.key in (*HOOKS, "training"):
         return False
-    return slot.owner is vars(module) or isinstance(slot.value, nn.Module)
+    # A buffer that is None may be given later, as the weights of a loss.
+    return slot.owner is vars(module) or slot.value is None or isinstance(slot.value, nn.Module)
 
 
 def _key_of(value: object) -> Hashable:

@@ -29,8 +29,8 @@ class Reads:
     """
 
     def __init__(self) -> None:
-        self.recorded: set[tuple[type, str]] = set()
-        """The classes, and the names of the attributes, whose reads are noted."""
+        self.recorded: dict[tuple[type, str], type[_Recorded]] = {}
+        """The classes, and the names of the attributes, whose reads are noted; and what stands in the class."""
         self._places: set[tuple[int, str]] = set()
         """The ids of the objects and classes whose attributes were read, and the names of the attributes."""
         self.modules: dict[int, nn.Module] = {}
@@ -43,9 +43,10 @@ class Reads:
         else:
             self._places.add((id(owner), name))
 
-    def can_tell(self, kind: type, name: str) -> bool:
-        """Return whether the reads of an attribute of a class or of its objects are noted."""
-        return (kind, name) in self.recorded
+    def can_tell(self, kind: type, name: str, *, of_object: bool) -> bool:
+        """Return whether the reads of an attribute of a class, or of its objects, are noted."""
+        found = self.recorded.get((kind, name))
+        return found is not None and (found is _RecordedOfObjects or not of_object)
 
     def has_read(self, holder: object, name: str) -> bool:
         """Return whether an attribute of an object, or of a class, was read."""
@@ -70,9 +71,10 @@ def recorded_reads(attributes: Iterable[tuple[type, str]] = ()) -> Iterator[Read
     reads = Reads()
     with _lock:
         for attribute in {_TRAINING, *attributes}:
-            if attribute in _recorders or _install(*attribute):
+            stand_in_class = _install(*attribute)
+            if stand_in_class is not None:
                 _recorders[attribute] += 1
-                reads.recorded.add(attribute)
+                reads.recorded[attribute] = stand_in_class
         _reads_in_thread[thread] = reads
     try:
         yield reads
@@ -112,33 +114,29 @@ def own_flags() -> Iterator[None]:
 
 
 class _Recorded:
-    """Stands in a class for an attribute of its objects, or for a method, and notes that it was read.
+    """Stands in a class for a method, and notes that it was read.
 
     Args:
-        kind: the class.
         name: of the attribute.
-        default: what the class has under that name, or inherits; `_MISSING` if nothing.
-        own: the same without what it inherits.
+        home: the class that has the default: the one in which this stands, or one that it inherits from.
+        default: what that has under that name; `_MISSING` if nothing.
+        own: what the class itself has.
     """
 
-    def __init__(self, kind: type, name: str, default: Any, own: object) -> None:
-        self.kind = kind
+    def __init__(self, name: str, home: type, default: Any, own: object) -> None:
         self.name = name
+        self.home = home
         self.default = default
         self.own = own
 
     def __get__(self, owner: Any, kind: type) -> object:
-        """Return what is in the object's dict, or what the class has.
+        """Return what the class has.
 
         Raises:
             AttributeError: nothing. Python then asks the `__getattr__` of the class.
         """
-        is_in_object = owner is not None and self.name in owner.__dict__
         if not torch.compiler.is_dynamo_compiling():  # a branch of torch.cond
-            self._note(owner if is_in_object else self.kind)
-        if is_in_object:
-            value: object = owner.__dict__[self.name]
-            return value
+            self._note(self.home)
         if self.default is _MISSING:
             raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}")
         if isinstance(self.default, FunctionType) and owner is not None:
@@ -149,14 +147,6 @@ class _Recorded:
             return self.default.__get__(owner, kind)
         return self.default
 
-    def __set__(self, owner: Any, value: object) -> None:
-        owner.__dict__[self.name] = value
-
-    def __delete__(self, owner: Any) -> None:
-        if self.name not in owner.__dict__:
-            raise AttributeError(self.name)
-        del owner.__dict__[self.name]
-
     def _note(self, holder: object) -> None:
         """Note that this thread has read the attribute of an object or a class."""
         reads = _reads_in_thread.get(threading.get_ident())
@@ -166,16 +156,45 @@ class _Recorded:
             reads.note(holder, self.name)
 
 
-def _install(kind: type, name: str) -> bool:
-    """Record the reads of an attribute of a class; return False if it cannot be."""
-    default = _found_in_class(kind, name)
+class _RecordedOfObjects(_Recorded):
+    """The same for what is in the dicts of objects: it comes before them.
+
+    Not for a method: an object may have another one in its dict, and `super()` asks for that of the class.
+    """
+
+    def __get__(self, owner: Any, kind: type) -> object:
+        """Return what is in the object's dict, or what the class has."""
+        if owner is None or self.name not in owner.__dict__:
+            return super().__get__(owner, kind)
+        value: object = owner.__dict__[self.name]
+        if not torch.compiler.is_dynamo_compiling():
+            self._note(owner)
+        return value
+
+    def __set__(self, owner: Any, value: object) -> None:
+        owner.__dict__[self.name] = value
+
+    def __delete__(self, owner: Any) -> None:
+        if self.name not in owner.__dict__:
+            raise AttributeError(self.name)
+        del owner.__dict__[self.name]
+
+
+def _install(kind: type, name: str) -> type[_Recorded] | None:
+    """Record the reads of an attribute of a class; return None if they cannot be, else what stands there now."""
+    existing = vars(kind).get(name)
+    if isinstance(existing, _Recorded):  # another thread traces
+        return type(existing)
+    home, default = _found_in_class(kind, name)
     if hasattr(type(default), "__set__"):  # a property, or a slot: it is not in the object's dict
-        return False
-    try:
-        setattr(kind, name, _Recorded(kind, name, default, vars(kind).get(name, _MISSING)))
-    except (TypeError, AttributeError):  # a class in C, or whose own class forbids it
-        return False
-    return True
+        return None
+    stand_in_class = _Recorded if isinstance(default, FunctionType) else _RecordedOfObjects
+    own = vars(kind).get(name, _MISSING)
+    try:  # not by the class of the class, which may refuse or count what is set
+        type.__setattr__(kind, name, stand_in_class(name, home, default, own))
+    except TypeError:  # a class in C
+        return None
+    return stand_in_class
 
 
 def _uninstall(kind: type, name: str) -> None:
@@ -184,17 +203,17 @@ def _uninstall(kind: type, name: str) -> None:
     if not isinstance(stand_in, _Recorded):  # the step has given the class another value
         return
     if stand_in.own is _MISSING:
-        delattr(kind, name)
+        type.__delattr__(kind, name)
     else:
-        setattr(kind, name, stand_in.own)
+        type.__setattr__(kind, name, stand_in.own)
 
 
-def _found_in_class(kind: type, name: str) -> object:
-    """Return what a class or one that it inherits from has under a name, as it is there; `_MISSING` if nothing."""
+def _found_in_class(kind: type, name: str) -> tuple[type, object]:
+    """Return what a class or one that it inherits from has under a name, and which; `_MISSING` if nothing."""
     for base in kind.__mro__:
         found = vars(base).get(name, _MISSING)
         if isinstance(found, _Recorded):
-            found = found.default
+            found = found.own
         if found is not _MISSING:
-            return found
-    return _MISSING
+            return base, found
+    return kind, _MISSING

@@ -385,6 +385,8 @@ def _slots_of_class(path: str, kind: type) -> Iterator[Slot]:
                 continue
             if isinstance(item, (classmethod, staticmethod)):
                 yield _unsettable(f"{path}.{name}", item.__func__)
+            elif isinstance(item, property):
+                yield _unsettable(f"{path}.{name}", item.fget)
             else:
                 yield Slot(f"{path}.{name}", base, name, item)
 

@@ -515,3 +515,109 @@ def test_an_attribute_can_be_set_and_deleted_in_a_trace() -> None:
         model.weight_scale = scale
         assert_same(run(start, (X, Y)), step(clone(start), (X, Y)))
     assert vars(model)["temporary"] == 1.0
+
+
+def test_a_value_that_the_first_call_sets_is_followed() -> None:
+    class Lazy(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+            self.scale: float | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.scale is None:
+                self.scale = 2.0
+            return torch.mul(self.linear(x), self.scale)
+
+    model = Lazy()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, start = jit(step, backend="eager", donate=False), step.init()
+    for scale in (None, None, 3.0):
+        model.scale = scale if scale is not None else model.scale
+        assert_same(run(start, (X, Y)), step(clone(start), (X, Y)))
+    assert model.scale == 3.0
+
+
+def test_a_cache_that_is_emptied_has_its_own_program() -> None:
+    class Caches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+            self.factor, self.cached = 2.0, 2.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.cached == 0.0:
+                self.cached = self.factor
+            return torch.mul(self.linear(x), self.cached)
+
+    model = Caches()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, start = jit(step, backend="eager", donate=False), step.init()
+    run(start, (X, Y))
+    model.factor, model.cached = 3.0, 0.0
+    for _ in range(3):
+        assert_same(run(start, (X, Y)), step(clone(start), (X, Y)))
+
+
+@pytest.mark.parametrize("name", ["weight", "pos_weight"])
+def test_a_buffer_that_was_none_is_followed(name: str) -> None:
+    model = nn.Linear(4, 1)
+    criterion = nn.BCEWithLogitsLoss()
+    target = (Y > 0).float()
+    step = make_train_step(module_loss(model, criterion), SGD)
+    run, start = jit(step, backend="eager", donate=False), step.init()
+    run(start, (X, target))
+    setattr(criterion, name, torch.tensor([3.0]))
+    assert_same(run(start, (X, target)), step(clone(start), (X, target)))
+
+
+class Base(nn.Module):
+    factor = 1.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.linear(x) * self.factor
+
+
+class Derived(Base):
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(x) + 1
+
+
+def test_the_default_of_a_base_class_beside_a_value_of_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = Derived(), Derived()
+    second.factor = 5.0
+    wrapped = second.forward
+    monkeypatch.setattr(second, "forward", lambda x: wrapped(x) * 2)  # as a client wraps it
+    model = nn.Sequential(Base(), first, second, nn.Linear(4, 1))
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, start = jit(step, backend="eager", donate=False), step.init()
+    run(start, (X, Y))
+    monkeypatch.setattr(Base, "factor", 2.0)
+    assert_same(run(start, (X, Y)), step(clone(start), (X, Y)))
+    assert run.programs == 2
+
+
+def test_tensors_with_attributes_of_their_own_can_be_in_a_module() -> None:
+    model: Any = nn.Linear(4, 1)
+    model.scale = nn.Buffer(torch.ones(1))
+    model.scale.note = "mine"
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    jit(step, backend="eager")(step.init(), (X, Y))
+    assert "persistent" not in vars(Tensor)
+    assert "note" not in vars(Tensor)
+
+
+def test_many_changes_take_no_memory() -> None:
+    model = Logs()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, start = jit(step, backend="eager", donate=False), step.init()
+    for epoch in range(200):
+        model.epoch = epoch % 29
+        model.config = Config(float(epoch))  # type: ignore[assignment]
+        run(start, (X, Y))
+    assert run.programs == 1
+    assert len(run._executables) <= 65

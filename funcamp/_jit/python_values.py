@@ -3,7 +3,9 @@
 They are in attributes of modules and other objects, in their classes, in dicts and lists, in variables of closures, and
 in globals. `PythonValues` looks at each of those places at every call, and numbers the combinations of values that it
 meets. Hooks count as a value of their module or parameter. What is not followed: a value that the step's own Python
-changes; new attributes, keys and items; what a scripted module reads, except its training flag.
+changes; new attributes, keys and items; globals of installed packages; items of many or of a `defaultdict`; what a
+scripted module reads, except its training flag. What cannot be recorded counts as read: fields of a SimpleNamespace or
+in slots, and all that is reached if the step has a branch of torch.cond.
 """
 
 from __future__ import annotations
@@ -269,7 +271,7 @@ def _recorded_class(slot: Slot, slots: Mapping[str, Slot]) -> type | None:
     if _is_in_dict_of_object(slot, slots):
         return None if isinstance(owner, (Tensor, enum.Enum)) else type(owner)
     # Not an optimizer, whose code `stateless` looks at; not a class that is used itself, as an autograd.Function is.
-    if not isinstance(slot.owner, type) or isinstance(owner, type):
+    if not isinstance(slot.owner, type) or isinstance(owner, type) or not isinstance(slot.value, types.FunctionType):
         return None
     return None if issubclass(slot.owner, (enum.Enum, torch.optim.Optimizer)) else slot.owner
 
@@ -300,7 +302,10 @@ def _read_places(slots: Mapping[str, Slot], reads: Reads, *, sees_all: bool) -> 
         owner = _owner_of(slot, slots)
         is_of_object = slot.owner is not kind
         if sees_all and kind is not None and reads.can_tell(kind, slot.key, of_object=is_of_object):
-            return reads.has_read(owner if is_of_object else kind, slot.key)
+            holder = owner if is_of_object else kind
+            # Of an object that was found, and nothing of it read by name, something else may be: `vars(args)`.
+            is_read_otherwise = is_of_object and id(owner) in found_ids and not isinstance(owner, nn.Module)
+            return reads.has_read(holder, slot.key) or (is_read_otherwise and not reads.has_read_any(holder))
         return slot.parent is None or id(owner) in found_ids
 
     # An object may be in several places, of which only one was read: so until no further one is found.

@@ -63,6 +63,10 @@ class StatelessOptimizer(Fixed):
         self._first_state, self._step, self._evaluated = _nonstrict_functions()
         _registry[self._key] = self
 
+    def python_parts(self) -> dict[str, object]:
+        """Return the functions that the user gave, such as a learning rate's, by name."""
+        return {name: value for name, value in self._hyperparameters.items() if callable(value)}
+
     def __repr__(self) -> str:
         arguments = "".join(f", {name}={value!r}" for name, value in self._hyperparameters.items())
         storage = "flat" if self._traits.pointwise else "per tensor"

@@ -33,6 +33,7 @@ class Reads:
         """The classes, and the names of the attributes, whose reads are noted; and what stands in the class."""
         self._places: set[tuple[int, str]] = set()
         """The ids of the objects and classes whose attributes were read, and the names of the attributes."""
+        self._holder_ids: set[int] = set()
         self.modules: dict[int, nn.Module] = {}
         """The modules whose training flags were read, by id; not those that a scripted module reads."""
 
@@ -42,6 +43,7 @@ class Reads:
             self.modules[id(owner)] = owner
         else:
             self._places.add((id(owner), name))
+            self._holder_ids.add(id(owner))
 
     def can_tell(self, kind: type, name: str, *, of_object: bool) -> bool:
         """Return whether the reads of an attribute of a class, or of its objects, are noted."""
@@ -51,6 +53,10 @@ class Reads:
     def has_read(self, holder: object, name: str) -> bool:
         """Return whether an attribute of an object, or of a class, was read."""
         return (id(holder), name) in self._places
+
+    def has_read_any(self, holder: object) -> bool:
+        """Return whether any attribute of an object was read."""
+        return id(holder) in self._holder_ids
 
 
 _lock = threading.Lock()

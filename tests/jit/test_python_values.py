@@ -621,3 +621,30 @@ def test_many_changes_take_no_memory() -> None:
         run(start, (X, Y))
     assert run.programs == 1
     assert len(run._executables) <= 65
+
+
+def test_what_is_read_of_the_dict_of_an_object_is_followed() -> None:
+    class Settings:
+        def __init__(self) -> None:
+            self.factor, self.power = 1.0, 2.0
+
+    settings = Settings()
+
+    def scaled(x: Tensor, factor: float, power: float) -> Tensor:
+        return torch.mul(x, factor) ** power
+
+    run = jit(lambda state, x: (state, scaled(x, **vars(settings))), backend="eager")
+    state, first = run(torch.zeros(1), torch.full((1,), 3.0))
+    settings.factor = 2.0
+    _, second = run(state, torch.full((1,), 3.0))
+    assert [first.item(), second.item()] == [9.0, 36.0]
+
+
+def test_what_a_schedule_reads_is_followed() -> None:
+    settings = {"rate": 0.1}
+    sgd = stateless(torch.optim.SGD, lr=lambda count: torch.ones(()) * settings["rate"])
+    step = make_train_step(module_loss(nn.Linear(4, 1), F.mse_loss), sgd)
+    run, start = jit(step, backend="eager", donate=False), step.init()
+    run(start, (X, Y))
+    settings["rate"] = 0.01
+    assert_same(run(start, (X, Y)), step(clone(start), (X, Y)))

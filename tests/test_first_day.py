@@ -36,7 +36,8 @@ HALF = make_model(torch.float16)
 FROZEN = make_model().requires_grad_(False)
 TALL = nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
 SCALED = torch.amp.GradScaler("cpu").state_dict()
-LOOP = {"model": MODEL.state_dict(), "optimizer": ADAM.state_dict(), "scaler": SCALED, "epoch": 3}
+MODEL_DICT: Any = MODEL.state_dict()
+LOOP = {"model": MODEL_DICT, "optimizer": ADAM.state_dict(), "scaler": SCALED, "epoch": 3}
 COSINE = torch.optim.lr_scheduler.CosineAnnealingLR(torch.optim.SGD(MODEL.parameters(), lr=0.1), 10)
 SCHEDULE: Any = torch.optim.lr_scheduler
 
@@ -141,18 +142,18 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "LambdaLR": (lambda: SCHEDULE.LambdaLR(SGD, lambda n: 1.0), AttributeError, "has no 'param_groups', as it is no torch.optim.Optimizer.*lr= a function of the count of applied steps"),
     "step of stateless": (lambda: SGD.step(), AttributeError, r"stateless\(.*\).*: has no 'step', as it is no torch.optim.Optimizer: .*update\(params, grads, opt_state\)"),  # type: ignore[attr-defined]
     # checkpoints
-    "module's dict": (lambda: STEP.load_state_dict(LOOP["model"], START), ValueError, r"it has unknown '0.bias'.*: .*from_torch\(step.init\(\), optimizer=..., scaler=...\)"),
-    "module's dict, not strict": (lambda: STEP.load_state_dict(LOOP["model"], START, strict=False), ValueError, r"at least one parameter of like.*: .*from_torch"),
+    "module's dict": (lambda: STEP.load_state_dict(MODEL_DICT, START), ValueError, r"it has unknown '0.bias'.*: .*from_torch\(step.init\(\), optimizer=..., scaler=...\)"),
+    "module's dict, not strict": (lambda: STEP.load_state_dict(MODEL_DICT, START, strict=False), ValueError, r"at least one parameter of like.*: .*from_torch"),
     "loop's dict": (lambda: STEP.load_state_dict(LOOP, START), ValueError, "load_state_dict: saved .*from_torch"),
     "optimizer's dict": (lambda: STEP.load_state_dict(ADAM.state_dict(), START), ValueError, "load_state_dict: saved .*from_torch"),
     "scaler's dict": (lambda: STEP.load_state_dict(SCALED, START), ValueError, "load_state_dict: saved .*from_torch"),
     "step's dict without": (lambda: STEP.load_state_dict({k: v for k, v in STEP.state_dict(START).items() if k != "skipped"}, START), ValueError, "it lacks 'skipped'$"),
-    "GradScaler, module's dict": (lambda: GradScaler("cpu").load_state_dict(LOOP["model"]), KeyError, "GradScaler.load_state_dict: state_dict must have 'scale', as scaler.state_dict.. has; it has '0.weight', "),
+    "GradScaler, module's dict": (lambda: GradScaler("cpu").load_state_dict(MODEL_DICT), KeyError, "GradScaler.load_state_dict: state_dict must have 'scale', as scaler.state_dict.. has; it has '0.weight', "),
     "GradScaler, loop's dict": (lambda: GradScaler("cpu").load_state_dict(LOOP), KeyError, r"must have 'scale'.*it has 'model', .*: load its 'scaler'"),
     "GradScaler, step's dict": (lambda: GradScaler("cpu").load_state_dict(STEP.state_dict(START)), KeyError, r"must have 'scale'.*: step.to_torch\(state\)\['scaler'\]"),
     "GradScaler, no dict": (lambda: GradScaler("cpu").load_state_dict(None), TypeError, "GradScaler.load_state_dict: state_dict must be a dict; got None"),  # type: ignore[arg-type]
     "from_torch, instance": (lambda: STEP.from_torch(START, optimizer=ADAM), TypeError, r"from_torch: optimizer must be a state_dict .*; got an Adam: pass its state_dict\(\)"),
-    "from_torch, module's": (lambda: STEP.from_torch(START, optimizer=LOOP["model"]), TypeError, "from_torch: optimizer must be a state_dict .*; got an OrderedDict with '0.weight'"),
+    "from_torch, module's": (lambda: STEP.from_torch(START, optimizer=MODEL_DICT), TypeError, "from_torch: optimizer must be a state_dict .*; got an OrderedDict with '0.weight'"),
     "from_torch, scaler": (lambda: STEP.from_torch(START, scaler=GradScaler("cpu")), TypeError, r"saved must be a dict; got a GradScaler: pass its state_dict\(\)"),
     # GradScaler
     "GradScaler of a number": (lambda: GradScaler(2.0**10), TypeError, r"GradScaler: device must be a string, as in torch.amp; got 1024.0: write GradScaler\(\"cuda\", init_scale=1024.0\)"),  # type: ignore[arg-type]

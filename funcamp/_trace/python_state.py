@@ -245,12 +245,12 @@ def is_users(module: str | None) -> bool:
 
 def module_of(function: types.FunctionType | types.MethodType) -> str:
     """Return the name of the module of a function; "" for one of a program without a name, given to `exec`."""
-    return "" if function.__module__ == "builtins" else function.__module__
+    return "" if function.__module__ in (None, "builtins") else function.__module__
 
 
 def _package(module: str | None) -> str:
     """Return the name of the package that a module is in."""
-    return (module or "builtins").partition(".")[0]
+    return ("builtins" if module is None else module).partition(".")[0]
 
 
 # Places in a value of each kind

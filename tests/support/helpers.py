@@ -19,7 +19,7 @@ def clone(tree: object) -> Any:
     return _pytree.tree_map_only(Tensor, lambda leaf: leaf.detach().clone(), tree)
 
 
-def values_of(model: torch.nn.Module) -> dict[str, Tensor]:
+def values_of(model: torch.nn.Module) -> dict[str, Any]:
     """A module's own parameters and buffers by name; its `state_dict` warns if a state has moved on without it."""
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 

@@ -317,9 +317,12 @@ class JitStep(Fixed):
         except RuntimeError as error:
             advise("jit", error)
             raise
+        # By identity: two programs would be compared field by field.
+        is_new = not any(executable is known for known in alike)
         if alike:
-            self._tell_of_values(key, is_new=executable not in alike)
-        self._captured.add(executable.captured, executable.outside_state)
+            self._tell_of_values(key, is_new=is_new)
+        if is_new:
+            self._captured.add(executable.captured, executable.outside_state)
         memory.captured.add(self._captured)
         self._sharing.memory = memory
         self._executables[key] = executable

@@ -26,19 +26,26 @@ from torch.utils.hooks import RemovableHandle
 from funcamp import _tree, _upstream
 from funcamp._jit.constants import ATOMS, ByIdentity, IndescribableError, constant_key, describe
 from funcamp._trace.python_reads import Reads, recorded_reads, stop_recording
-from funcamp._trace.python_state import CONTAINERS, HOOKS, NUMBERS, Slot, is_users, module_of, survey
+from funcamp._trace.python_state import (
+    CONTAINERS,
+    GONE,
+    HOOKS,
+    MISSING,
+    NUMBERS,
+    Slot,
+    is_users,
+    module_of,
+    survey,
+)
 from funcamp._types import Step, Tree
 
 _dynamo_callbacks: Any = _upstream.find("torch._dynamo.callback.callback_handler")
 #: The largest number of items of a container that are looked at.
 _MAX_ITEMS = 256
-#: Stands for the value of a place that does not exist.
-_MISSING = object()
 #: Stands for the key of hooks.
 _HOOKS = object()
 #: The dicts with the hooks on a module, or on a parameter.
 _HOOK_DICTS = (*sorted(HOOKS), "_post_accumulate_grad_hooks")
-_GONE = (KeyError, IndexError, AttributeError, ValueError)
 #: What is compared by its parts, besides `ATOMS`: it cannot be changed in place, or is made anew at each read.
 _COMPARED_BY_PARTS = (tuple, frozenset, functools.partial, types.MethodType, types.BuiltinFunctionType)
 
@@ -63,13 +70,13 @@ class _Place(NamedTuple):
         return isinstance(self.holder, CONTAINERS)
 
     def value(self) -> object:
-        """Return the value that is there now; `_MISSING` if the place is gone."""
+        """Return the value that is there now; `MISSING` if the place is gone."""
         if self.key is _HOOKS:
             return tuple([number for name in _HOOK_DICTS for number in getattr(self.holder, name, None) or ()])
         try:
             return self.holder[self.key] if self.is_item else getattr(self.holder, self.key)
-        except _GONE:
-            return _MISSING
+        except GONE:
+            return MISSING
 
 
 @contextlib.contextmanager
@@ -112,7 +119,7 @@ class Followed:
         with recorded_reads(_recordable(self._slots)) as reads, _stopping_for_dynamo():
             result = self._step(state, batch)
         if not self._reads:
-            self._after_first_run = {slot.path: _value_in(slot) for slot in self._slots.values()}
+            self._after_first_run = {slot.path: slot.now_or_missing() for slot in self._slots.values()}
         self._reads.append(reads)
         return result
 
@@ -125,14 +132,6 @@ class Followed:
             for place, before in _read_places(self._slots, reads, sees_all=not self.has_branches):
                 is_set_once = len(self._reads) > 1 and not isinstance(place.value(), Tensor)
                 yield place, self._after_first_run.get(place.path, before) if is_set_once else before
-
-
-def _value_in(slot: Slot) -> object:
-    """Return the value that is in a slot now; `_MISSING` if the slot is gone."""
-    try:
-        return slot.now()
-    except _GONE:
-        return _MISSING
 
 
 class PythonValues:
@@ -171,7 +170,7 @@ class PythonValues:
                 and RemovableHandle.next_id == self._next_hook
             ):
                 return self._number
-        except _GONE:
+        except GONE:
             pass
         return self._note()
 
@@ -381,7 +380,7 @@ def _key_of(value: object) -> Hashable:
 def _shown(key: Any) -> str:
     """Return the key of a value as a text."""
     if isinstance(key, ByIdentity):
-        return "nothing" if key.value is _MISSING else _tree.brief(key.value)
+        return "nothing" if key.value is MISSING else _tree.brief(key.value)
     kind, value = key
     if kind is tuple:
         return f"({', '.join(map(_shown, value))})"

@@ -21,19 +21,15 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._trace.description import description_of, live_nodes
 from funcamp._trace.kept_tensors import join_first, log_kept
-from funcamp._trace.python_state import NUMBERS, Form, Slot, survey
+from funcamp._trace.python_state import GONE, MISSING, NUMBERS, Form, Slot, survey
 from funcamp._trace.tracing import HostError, NodeOf
 
 if TYPE_CHECKING:
     from funcamp._trace.trace import Graph
 
 _log = logging.getLogger("funcamp")
-#: Stands for the value of a place that does not exist.
-_MISSING = object()
 #: The largest number of runs in which tensors are followed that move from place to place.
 _MAX_MOVES = 8
-#: What reading a place raises if it no longer exists.
-_GONE = (KeyError, IndexError, AttributeError, ValueError)
 _FIX = (
     "keep it in a buffer of the model, in a tensor of the same shape that is there before the first call, or in "
     "loss(has_buffers=True), or pass it in the batch"
@@ -41,7 +37,7 @@ _FIX = (
 
 
 class _Change(NamedTuple):
-    """What was in a place before a run, and what is there after it; `_MISSING` for nothing."""
+    """What was in a place before a run, and what is there after it; `MISSING` for nothing."""
 
     before: object
     after: object
@@ -95,9 +91,9 @@ class CarriedState:
         try:  # every call does this
             if all(map(operator.is_, [read() for read in self._readers], self._read_values)):
                 return None
-        except _GONE:
+        except GONE:
             pass
-        return next((slot.path for slot in self._read_slots if _value_now(slot) is not slot.value), None)
+        return next((slot.path for slot in self._read_slots if slot.now_or_missing() is not slot.value), None)
 
     def follow(self) -> None:
         """Adopt tensors that were assigned between calls where a program writes its state: copy their values.
@@ -212,8 +208,8 @@ class CarriedState:
         return parents
 
     def _value_before(self, path: str) -> Any:
-        """Return what was in a place before this run; `_MISSING` if there was no such place."""
-        return self._before[path].value if path in self._before else _MISSING
+        """Return what was in a place before this run; `MISSING` if there was no such place."""
+        return self._before[path].value if path in self._before else MISSING
 
     def _note_changed_values(self, slots_now: Mapping[str, Slot]) -> None:
         """Note what is not a tensor and is not as it was before this run."""
@@ -222,16 +218,16 @@ class CarriedState:
             if isinstance(slot.value, Tensor):
                 continue
             before = self._value_before(path)
-            if before is not _MISSING:
+            if before is not MISSING:
                 difference = self._forms[path].difference(path, Form(slot.value, known_ids))
                 if difference is not None:
                     name, former, current = difference
                     self._changes.values[name] = _Change(former, current)
             elif isinstance(slot.value, NUMBERS):
-                self._changes.values[path] = _Change(_MISSING, slot.value)
+                self._changes.values[path] = _Change(MISSING, slot.value)
         for path, slot in self._before.items():
             if path not in slots_now and isinstance(slot.value, NUMBERS):
-                self._changes.values[path] = _Change(slot.value, _MISSING)
+                self._changes.values[path] = _Change(slot.value, MISSING)
 
     def _is_carried(self, path: str, before: object, value: Tensor, node_of: NodeOf) -> bool:
         """Return whether a tensor replaced one of the same kind, and so is state; note any other new tensor.
@@ -267,7 +263,7 @@ class CarriedState:
                 slots |= {around.path: around for around in self._slots_around(path)}
         # What the step's own Python replaced, a cache of another size, is as in torch's loop.
         self._read_slots = [
-            slot for slot in slots.values() if slot.owner is not None and _value_now(slot) is slot.value
+            slot for slot in slots.values() if slot.owner is not None and slot.now_or_missing() is slot.value
         ]
         self._readers = [slot.reader() for slot in self._read_slots]
         self._read_values = [slot.value for slot in self._read_slots]
@@ -335,7 +331,7 @@ class CarriedState:
         slot = self._before[path]
         if slot.parent is not None:
             self._put_back(slot.parent)
-        if slot.owner is not None and _value_now(slot) is not slot.value:
+        if slot.owner is not None and slot.now_or_missing() is not slot.value:
             slot.put(slot.value)
 
     def _refuse_counts(self, graph: Graph, trace_once: Callable[[], Graph]) -> None:
@@ -423,24 +419,16 @@ def _warn_of_counts(changes: Mapping[str, _Change]) -> None:
 
 
 def _describe_change(change: _Change) -> str:
-    before, after = ("nothing" if value is _MISSING else _tree.brief(value) for value in change)
+    before, after = ("nothing" if value is MISSING else _tree.brief(value) for value in change)
     return f"from {before} to {after}"
 
 
 def _restore(slots: Mapping[str, Slot]) -> None:
     """Put back what was in each place after a failure."""
     for slot in slots.values():
-        if slot.owner is not None and _value_now(slot) is not slot.value:
+        if slot.owner is not None and slot.now_or_missing() is not slot.value:
             with contextlib.suppress(IndexError, AttributeError, TypeError):  # a list that became shorter
                 slot.put(slot.value)
-
-
-def _value_now(slot: Slot) -> object:
-    """Return the value that is in a place now; `_MISSING` if the place is gone."""
-    try:
-        return slot.now()
-    except _GONE:
-        return _MISSING
 
 
 def _is_plain(value: Tensor) -> bool:

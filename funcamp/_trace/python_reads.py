@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from funcamp._trace.python_state import MISSING
+
 _TRAINING = (nn.Module, "training")
-#: Stands for what does not exist.
-_MISSING = object()
 
 
 class Reads:
@@ -125,7 +125,7 @@ class _Recorded:
     Args:
         name: of the attribute.
         home: the class that has the default: the one in which this stands, or one that it inherits from.
-        default: what that has under that name; `_MISSING` if nothing.
+        default: what that has under that name; `MISSING` if nothing.
         own: what the class itself has.
     """
 
@@ -143,7 +143,7 @@ class _Recorded:
         """
         if not torch.compiler.is_dynamo_compiling():  # a branch of torch.cond
             self._note(self.home)
-        if self.default is _MISSING:
+        if self.default is MISSING:
             raise AttributeError(f"{kind.__name__!r} object has no attribute {self.name!r}")
         if isinstance(self.default, FunctionType) and owner is not None:
             # Dynamo cannot make a method.
@@ -195,7 +195,7 @@ def _install(kind: type, name: str) -> type[_Recorded] | None:
     if hasattr(type(default), "__set__"):  # a property, or a slot: it is not in the object's dict
         return None
     stand_in_class = _Recorded if isinstance(default, FunctionType) else _RecordedOfObjects
-    own = vars(kind).get(name, _MISSING)
+    own = vars(kind).get(name, MISSING)
     try:  # not by the class of the class, which may refuse or count what is set
         type.__setattr__(kind, name, stand_in_class(name, home, default, own))
     except TypeError:  # a class in C
@@ -208,18 +208,18 @@ def _uninstall(kind: type, name: str) -> None:
     stand_in = vars(kind).get(name)
     if not isinstance(stand_in, _Recorded):  # the step has given the class another value
         return
-    if stand_in.own is _MISSING:
+    if stand_in.own is MISSING:
         type.__delattr__(kind, name)
     else:
         type.__setattr__(kind, name, stand_in.own)
 
 
 def _found_in_class(kind: type, name: str) -> tuple[type, object]:
-    """Return what a class or one that it inherits from has under a name, and which; `_MISSING` if nothing."""
+    """Return what a class or one that it inherits from has under a name, and which; `MISSING` if nothing."""
     for base in kind.__mro__:
-        found = vars(base).get(name, _MISSING)
+        found = vars(base).get(name, MISSING)
         if isinstance(found, _Recorded):
             found = found.own
-        if found is not _MISSING:
+        if found is not MISSING:
             return base, found
-    return kind, _MISSING
+    return kind, MISSING

@@ -59,6 +59,12 @@ HOOKS = frozenset(("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks"
 _CHANGEABLE_OF_EVERY_MODULE = HOOKS | {"training"}
 
 
+#: Stands for the value of a place that does not exist.
+MISSING = object()
+#: What reading a place raises if it no longer exists.
+GONE = (KeyError, IndexError, AttributeError, ValueError)
+
+
 class Slot(NamedTuple):
     """A place that holds a value."""
 
@@ -82,6 +88,13 @@ class Slot(NamedTuple):
     def now(self) -> object:
         """Return the value that is there now."""
         return self.value if self.owner is None else self.reader()()
+
+    def now_or_missing(self) -> object:
+        """Return the value that is there now; `MISSING` if the place is gone."""
+        try:
+            return self.now()
+        except GONE:
+            return MISSING
 
     def reader(self) -> Callable[[], object]:
         """Return a fast function that returns the value that is there when it is called."""

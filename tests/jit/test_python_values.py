@@ -58,9 +58,9 @@ class Slotted:
 class WithClassAttribute(nn.Module):
     factor = 1.0
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 1) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 1)
+        self.linear = nn.Linear(4, width)
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.mul(self.linear(x), self.factor)
@@ -571,32 +571,21 @@ def test_a_buffer_that_was_none_is_followed(name: str) -> None:
     assert_same(run(start, (X, target)), step(clone(start), (X, target)))
 
 
-class Base(nn.Module):
-    factor = 1.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.linear(x) * self.factor
-
-
-class Derived(Base):
+class Derived(WithClassAttribute):
     def forward(self, x: Tensor) -> Any:
         return super().forward(x) + 1
 
 
 def test_the_default_of_a_base_class_beside_a_value_of_an_object(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = Derived(), Derived()
+    first, second = Derived(4), Derived(4)
     second.factor = 5.0
     wrapped = second.forward
     monkeypatch.setattr(second, "forward", lambda x: wrapped(x) * 2)  # as a client wraps it
-    model = nn.Sequential(Base(), first, second, nn.Linear(4, 1))
+    model = nn.Sequential(WithClassAttribute(4), first, second, nn.Linear(4, 1))
     step = make_train_step(module_loss(model, F.mse_loss), SGD)
     run, start = jit(step, backend="eager", donate=False), step.init()
     run(start, (X, Y))
-    monkeypatch.setattr(Base, "factor", 2.0)
+    monkeypatch.setattr(WithClassAttribute, "factor", 2.0)
     assert_same(run(start, (X, Y)), step(clone(start), (X, Y)))
     assert run.programs == 2
 

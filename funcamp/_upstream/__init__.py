@@ -146,6 +146,7 @@ PRIVATE = {
     "torch._C._is_tracing": "numerics_report does not work",
     "torch._amp_foreach_non_finite_check_and_unscale_": "GradScaler unscales gradients one by one",
     "torch._amp_update_scale_": "GradScaler.update takes several kernels",
+    "torch._disable_dynamo": "import funcamp takes longer",
     "torch._dynamo.callback.callback_handler": "jit on torch 2.11 does not take branches of torch.cond with attributes",
     "torch._dynamo.trace_rules._numpy_function_ids": "torch.compile may take functions for those of numpy",
     "torch._dynamo.nonstrict_trace": "stateless does not work under torch.compile",

@@ -183,28 +183,6 @@ def compiled(funcamp: Any) -> Any:
     return trained(funcamp, lambda step: torch.compile(step, fullgraph=True, backend="eager"), cls=torch.optim.SGD)
 
 
-def compiled_scaler(funcamp: Any) -> Any:
-    """A compiled loop with GradScaler."""
-    model = nn.Linear(3, 2)
-    for value in model.parameters():
-        nn.init.constant_(value, 0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = funcamp.GradScaler("cpu", init_scale=2.0**10, skip="select")
-    made.scale(torch.zeros(()))
-
-    def loop() -> Tensor:
-        model.zero_grad()
-        loss: Tensor = model(X).square().mean()
-        made.scale(loss).backward()
-        made.step(optimizer)
-        made.update()
-        return loss.detach()
-
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        losses = [torch.compile(loop, fullgraph=True, backend="aot_eager")() for _ in range(2)]
-    return losses, [value.detach() for value in model.parameters()]
-
-
 def tracked(funcamp: Any) -> Any:
     """A step of Inductor's, its samples counted."""
     loss = funcamp.numerics.track_scales(funcamp.module_loss(nn.Linear(3, 2), lambda out, _: out.square().mean()))
@@ -243,7 +221,6 @@ COMPILED: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
         (*_TRACED, "torch._subclasses", "torch.ops"),
     ),
     "compiled": (compiled, _TRACED),
-    "compiled scaler": (compiled_scaler, ("torch._dynamo", "torch.utils._python_dispatch")),
     "scan": (scan, ("torch._higher_order_ops",)),
     "tracked": (tracked, ("torch._inductor",)),
 }

@@ -78,7 +78,6 @@ def test_the_list_of_private_names_is_what_the_library_asks_for() -> None:
 
 #: Files that use private names without `find`: workarounds of versions that have the name, and the compiler's parts.
 DIRECT = {
-    "_amp/grad_scaler.py",
     "_autograd/checkpointing.py",
     "_autograd/scaled_grad.py",
     "distributed/collectives.py",

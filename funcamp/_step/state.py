@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,30 +62,6 @@ class TrainState(NamedTuple):
     def float8(self) -> Tree:
         """The `float8.Float8State` of the layers that multiply in float8; `()` without delayed scaling."""
         return self.variables.products
-
-
-#: How to replace what a state computes from its fields.
-_REPLACE_INSTEAD = {
-    "ema": (
-        "it is a part of opt_state: with opt_state, average = state.opt_state, write "
-        "state._replace(opt_state=(opt_state, average._replace(average=...)))"
-    ),
-    "buffers": "write state._replace(variables=state.variables._replace(buffers=...))",
-    "float8": "write state._replace(variables=state.variables._replace(products=...))",
-}
-_replace_fields = TrainState._replace
-
-
-def _replace(state: TrainState, **changes: Any) -> TrainState:
-    """Return the state with some fields changed: `NamedTuple._replace`, with advice for what is no field."""
-    for name, advice in _REPLACE_INSTEAD.items():
-        if name in changes:
-            raise ValueError(f"TrainState._replace: the changes must be of fields, and {name} is none: {advice}")
-    return _replace_fields(state, **changes)
-
-
-# A class of NamedTuple must not define the method itself.
-TrainState._replace = _replace  # type: ignore[method-assign, assignment]
 
 
 class Metrics(NamedTuple):

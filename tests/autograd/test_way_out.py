@@ -78,7 +78,7 @@ def call(step: Any, loss_step: TrainStep) -> Any:
 
 
 CHECKPOINT = "torch.func does not take torch.utils.checkpoint .*; pass engine='autograd'"
-CTX = "torch.func does not take an autograd.Function whose forward takes ctx .*; decorate it with funcamp.custom"
+CTX = "torch.func does not take an autograd.Function whose forward takes ctx .*; override its setup_context"
 
 
 @pytest.mark.parametrize(("function", "text"), [(checkpointed, CHECKPOINT), (takes_ctx, CTX)])

@@ -481,15 +481,3 @@ def test_state_made_under_inference_mode_is_an_ordinary_one(wrapped: bool, polic
             state, metrics = run(state, task.batch(index))
         ends.append((clone(state), metrics.loss))
     assert_same(*ends)
-
-
-def test_a_replaced_property_names_the_field_behind_it() -> None:
-    step = make_train_step(lambda p, x: (p["w"] * x).sum(), SGD, ScalerConfig(8.0), ema_decay=0.9)
-    state = step.init({"w": torch.ones(2)})
-    for name, advice in (("ema", "average._replace"), ("buffers", "state.variables._replace"), ("float8", "products=")):
-        with pytest.raises(ValueError, match=rf"TrainState._replace: .* {name} is none: .*{advice}"):
-            state._replace(**{name: ()})  # type: ignore[arg-type]
-    opt_state, average = state.opt_state  # as the advice says
-    zeros = state.params.ravel({"w": torch.zeros(2)})
-    state = state._replace(opt_state=(opt_state, average._replace(average=zeros)))
-    assert_same(state.ema.tree(), {"w": torch.zeros(2)})

@@ -125,32 +125,6 @@ def batched(funcamp: Any) -> Any:
     raise AssertionError("a differentiated update must be refused")
 
 
-def function(funcamp: Any) -> Any:
-    """A custom_function whose forward takes ctx, differentiated by autograd and by torch.func."""
-
-    @funcamp.custom_function
-    class Seven(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 1
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            return grad * 7
-
-    def fn(x: Tensor) -> Tensor:
-        return Seven.apply(x).square().sum()  # type: ignore[no-any-return]
-
-    leaf = X.clone().requires_grad_()
-    by_autograd = torch.autograd.grad(fn(leaf), leaf)
-    try:
-        return by_autograd, torch.func.grad(fn)(X)
-    except RuntimeError as error:
-        if "setup_context" not in str(error):
-            raise
-        return by_autograd, by_autograd[0]  # refused by torch
-
-
 def ties(funcamp: Any) -> Any:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
@@ -207,7 +181,6 @@ PARTS: dict[str, Callable[[Any], Any]] = {
     "host": scaler,
     "report": report,
     "batched": batched,
-    "function": function,
     "ties": ties,
     "consumed": consumed,
     "ranks": ranks,

@@ -231,7 +231,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step accumulate float": (lambda: make_train_step(LOSS, SGD, accumulate=2.0), TypeError, "accumulate must be an integer; got 2.0"),  # type: ignore[arg-type]
     "step ema": (lambda: make_train_step(LOSS, SGD, ema_decay=1.5), ValueError, "ema_decay must be from 0 to 1; got 1.5"),
     "step weight": (lambda: make_train_step(LOSS, SGD, weight=3), TypeError, "weight must be a function of a micro-batch; got 3"),  # type: ignore[arg-type]
-    "step scan": (lambda: make_train_step(LOSS, SGD, scan=1), TypeError, "make_train_step: scan must be True or False; got 1"),  # type: ignore[arg-type]
     "step parallel": (lambda: make_train_step(LOSS, SGD, parallel=1), TypeError, "parallel must be a distributed.DataParallel or a function of the flag; got 1"),  # type: ignore[arg-type]
     "step observe": (lambda: make_train_step(LOSS, SGD, observe=all_finite), TypeError, "observe must be a dict of names to functions; got <function all_finite"),  # type: ignore[arg-type]
     "step observe name": (lambda: make_train_step(LOSS, SGD, observe={1: all_finite}), TypeError, "observe must have names; got 1"),  # type: ignore[dict-item]

@@ -348,20 +348,6 @@ def test_number_in_a_text() -> None:
         call(jit(step, backend="eager"), step)
 
 
-@pytest.mark.compiled
-@pytest.mark.inductor
-def test_two_draws_in_a_scan_with_exact() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Dropout(0.5))
-    step = make_train_step(module_loss(model, mse_loss), SGD, accumulate=2, scan=True)
-    state, batch = step.init(), (torch.randn(2, 3, 4), torch.randn(2, 3, 4))
-    from torch._inductor.fx_passes import post_grad
-
-    keeps_order = hasattr(post_grad, "_chain_random_ops_for_ordering")  # since torch 2.13
-    refused = pytest.raises(RuntimeError, match="with exact=True Inductor cannot draw random numbers twice")
-    with refused if keeps_order else contextlib.nullcontext():
-        jit(step, exact=True)(state, batch)
-
-
 def test_function_that_reads_a_tensor_besides_its_arguments() -> None:
     constant = torch.ones(4)
 

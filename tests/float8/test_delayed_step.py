@@ -188,7 +188,7 @@ def test_a_state_without_or_with_another_history_says_how_to_begin() -> None:
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
-@pytest.mark.parametrize("options", [{}, {"accumulate": 2}, {"accumulate": 2, "scan": True}])
+@pytest.mark.parametrize("options", [{}, {"accumulate": 2}])
 def test_a_donated_program_is_the_eager_step_compiled(options: dict[str, Any]) -> None:
     run, eager = made(**options), made(**options)
     step = jit(run, backend="eager")

@@ -129,21 +129,6 @@ def test_partial_window_is_the_mean_over_what_is_there(flat: bool) -> None:
         assert_close(metrics[:2], expected_metrics[:2], 1e-6)
 
 
-@pytest.mark.thorough(keep=1)
-@pytest.mark.compiled
-@pytest.mark.parametrize("make", [mlp, cnn])
-def test_scan_is_the_loop(make: Any) -> None:
-    task = make()
-    pieces = [task.batch(index) for index in range(3)]
-    batch = torch.stack([x for x, _ in pieces]), torch.stack([y for _, y in pieces])
-    results = []
-    for scan in (False, True):
-        step = build(task, ADAMW, accumulate=4, scan=scan, policy="bf16", max_norm=1.0)
-        run = torch.compile(step, fullgraph=True, backend="aot_eager") if scan else step
-        results.append(run(step.init(), batch))
-    assert_close(results[1], results[0], 1e-6)
-
-
 def test_one_bad_micro_batch_skips_the_window() -> None:
     step = make_train_step(linear, SGD, accumulate=3)
     state = step.init({"a": torch.ones(2)})

@@ -85,11 +85,6 @@ def eager(step: Any) -> Any:
     return step
 
 
-def scan(funcamp: Any) -> Any:
-    wrap = lambda step: funcamp.jit(lambda state, x: step(state, x.view(2, 2, 3)), backend="eager")  # noqa: E731
-    return trained(funcamp, wrap, accumulate=2, scan=True, engine="func")
-
-
 def scaler(funcamp: Any, **options: Any) -> Any:
     """GradScaler by selection."""
     torch.manual_seed(0)
@@ -194,7 +189,6 @@ COMPILED: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
         (*_TRACED, "torch._subclasses", "torch.ops"),
     ),
     "compiled": (compiled, _TRACED),
-    "scan": (scan, ("torch._higher_order_ops",)),
     "tracked": (tracked, ("torch._inductor",)),
 }
 #: What raises without the name; tests/test_doctor.py has it with every name.

@@ -123,7 +123,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "criterion as model": (lambda: module_loss(mse_loss, MODEL), TypeError, r"model must be a torch.nn.Module; got <function mse_loss.*: write module_loss\(model, criterion\)"),  # type: ignore[arg-type]
     "class as model": (lambda: module_loss(nn.Linear, mse_loss), TypeError, r"model must be a torch.nn.Module; got <class .*: write module_loss\(model, criterion\) with Linear\(...\)"),  # type: ignore[arg-type]
     "optimizer as loss": (lambda: make_train_step(SGD, module_loss(MODEL, mse_loss)), TypeError, "loss_fn must be callable; got stateless.*: the loss goes first, then the optimizer"),  # type: ignore[arg-type]
-    "policy as config": (lambda: make_train_step(PLAIN.loss_fn, SGD, "float16"), TypeError, "config must be a ScalerConfig .*got 'float16': a precision is policy='float16'"),  # type: ignore[arg-type]
+    "policy as config": (lambda: make_train_step(PLAIN.loss_fn, SGD, "float16"), TypeError, "config must be a ScalerConfig; got 'float16': write ScalerConfig"),  # type: ignore[arg-type]
     "frozen": (lambda: make_train_step(module_loss(FROZEN, mse_loss), SGD).init(), ValueError, r"params must hold a tensor; got {}: every parameter of the module is frozen"),
     "no parameters": (lambda: make_train_step(module_loss(nn.ReLU(), mse_loss), SGD).init(), ValueError, "params must hold a tensor; got {}: the module has no parameter"),
     "other shapes": (lambda: STEP.init({name: value[:1] for name, value in values_of(MODEL).items()}), ValueError, r"init: params\['0.weight'\] must have the shape of the module's, \(8, 4\); got \(1, 4\)"),
@@ -163,7 +163,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "GradScaler class": (lambda: scaled_once(torch.optim.SGD), TypeError, "GradScaler: optimizer must be a torch.optim.Optimizer; got <class"),
     # functions
     "no gradients": (lambda: unscale_and_check(init(), missing_grads()), ValueError, r"unscale_and_check: grads must hold a gradient; got None for all of its 4 leaves: call backward\(\) before"),
-    "pair as scaler state": (lambda: funcamp.update(unscale_and_check(init(), X)), TypeError, "update: state must be a ScalerState.*got a tuple of .*: unpack it, grads, state ="),  # type: ignore[arg-type]
+    "pair as scaler state": (lambda: funcamp.update(unscale_and_check(init(), X)), TypeError, "update: state must be a ScalerState.*got a tuple of "),  # type: ignore[arg-type]
     "module as gradients": (lambda: unscale_and_check(init(), MODEL), TypeError, "grads must be a tensor or None; got a Sequential: pass a pytree of tensors, such as a dict"),
     "generator as gradients": (lambda: unscale_and_check(init(), MODEL.parameters()), TypeError, "grads must be a tensor or None; got .*generator.*: pass a pytree of tensors, such as a dict"),
 }

@@ -18,13 +18,13 @@ from funcamp import _upstream
 from funcamp._amp.arguments import check_saved, checked_device, checked_numbers
 from funcamp._amp.fused_step import fused_step
 from funcamp._amp.nonfinite import describe_nonfinite
+from funcamp._amp.skips_in_a_row import SkipsInARow
 from funcamp._amp.undo import Flags, combine_flags, is_watched, obstacle, read_any, select, with_grads
 from funcamp._amp.unscale import by_device, unscale
 from funcamp._amp.write_scale import apply_rule, set_scale
 from funcamp._check import boolean, integer
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.precision import reciprocal
-from funcamp._scaler.skips_in_a_row import SkipsInARow
 from funcamp._scaler.state import ScalerState, tensors_of
 from funcamp._types import Args, Kwargs, StateDict
 
@@ -144,7 +144,7 @@ class GradScaler(torch.amp.GradScaler):
             warnings.warn(
                 "GradScaler.scale: it is called in the closure of step(), whose gradients are taken as they are: "
                 "unscale them in the closure, or return the unscaled loss from it",
-                stacklevel=2,
+                stacklevel=4,  # two frames are those of `_untraced`
             )
         if isinstance(outputs, Tensor):
             if self._scale is None:
@@ -193,8 +193,8 @@ class GradScaler(torch.amp.GradScaler):
         warns if it is called in it. Those of a fused optimizer are divided by the scale, unless `unscale_` was called,
         and are not checked.
 
-        If 20 steps in a row are skipped, one warning names the first parameter whose gradient is not finite: here if
-        the flag is read, else in `get_scale` or `state_dict`, because the steps are counted on the device.
+        If the flag is read and 20 steps in a row are skipped, one warning names the first parameter whose gradient is
+        not finite.
 
         Returns the result of `optimizer.step(*args, **kwargs)`, or None if it was not called.
 
@@ -238,7 +238,6 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             AssertionError: `scale` was not called before; no optimizer was stepped; new_scale is neither a Python
                 number nor a tensor, or a tensor of several elements, on another type of device, or requires grad.
-            TypeError, ValueError: the rule of config is your own, and its outcome cannot be used, as in `update`.
         """
         if not self._enabled:
             return
@@ -281,18 +280,8 @@ class GradScaler(torch.amp.GradScaler):
         """Set the number of clean steps in a row after which the scale grows."""
         self._configure(growth_interval=new_interval)
 
-    @_untraced
-    def get_scale(self) -> float:
-        """Return the scale. Reads the device, and warns if 20 steps in a row were skipped there."""
-        scale: float = super().get_scale()
-        if self._enabled:
-            self._skips.look(describe_nonfinite)
-        return scale
-
     def state_dict(self) -> StateDict:
         """Return torch's five entries, and the counters of another rule by name. Reads the device."""
-        if self._enabled:
-            self._skips.look(describe_nonfinite)
         saved = super().state_dict()
         return saved | self._read_counters() if self._enabled else saved
 
@@ -372,7 +361,6 @@ class GradScaler(torch.amp.GradScaler):
             self._skips.note(id(optimizer), skipped=is_skipped, describe=lambda: describe_nonfinite(optimizer))
             return None if is_skipped else optimizer.step(*args, **kwargs)
         reason = "step is given a closure, which a skipped step must not call" if has_closure else None
-        self._count_on_device(optimizer, flags)
         return select(optimizer, flags, lambda: optimizer.step(*args, **kwargs), reason)
 
     def _reads_flag(self, optimizer: torch.optim.Optimizer, flags: Flags, has_closure: bool) -> bool:
@@ -387,9 +375,7 @@ class GradScaler(torch.amp.GradScaler):
     def _fused_step(self, optimizer: Any, noted: dict[str, Any], args: Args, kwargs: Kwargs) -> object:
         """Step an optimizer whose step takes grad_scale and found_inf, or the scaler itself."""
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
-            result: object = super().step(optimizer, *args, **kwargs)
-            self._count_on_device(optimizer, noted["found_inf_per_device"])
-            return result
+            return super().step(optimizer, *args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
         is_unscaled = noted["stage"] is Stage.UNSCALED
         if not is_unscaled:
@@ -400,13 +386,7 @@ class GradScaler(torch.amp.GradScaler):
                 "No inf checks were recorded for this optimizer: unscale_() or step() must be called after backward(); "
                 "there was no gradient when it was called, so those that are there now would be taken scaled."
             )
-        self._count_on_device(optimizer, flags)
         return fused_step(optimizer, scale, flags, is_unscaled=is_unscaled, args=args, kwargs=kwargs)
-
-    def _count_on_device(self, optimizer: torch.optim.Optimizer, flags: Flags) -> None:
-        """Count a step whose flag the host does not read; `get_scale` and `state_dict` look at the count."""
-        if flags:
-            self._skips.note_on_device(optimizer, combine_flags(list(flags.values()), None))
 
     def _configure(self, **values: Any) -> None:
         """Change constants that torch's class lets users change; if a value is invalid, change none."""
@@ -442,7 +422,7 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _skips_in_a_row() -> SkipsInARow:
-    return SkipsInARow("GradScaler.step", depth=3)
+    return SkipsInARow("GradScaler.step", depth=5)
 
 
 def _has_argument(args: Args, kwargs: Kwargs) -> bool:

@@ -204,9 +204,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "policy string": (lambda: Policy(keep="a"), TypeError, "keep must be a tuple of strings; got 'a'"),  # type: ignore[arg-type]
     "parse dtype": (lambda: Policy.parse("fp4"), ValueError, "text must begin with a dtype.*got 'fp4'"),
     "parse empty": (lambda: Policy.parse(""), ValueError, "text must begin with a dtype"),
-    "parse option": (lambda: Policy.parse("f16,lr=1"), ValueError, "got 'lr=1'"),
-    "parse twice": (lambda: Policy.parse("f16,keep=a,keep=b"), ValueError, "once each; got 'keep=b'"),
-    "parse autocast": (lambda: Policy.parse("f16,autocast=no"), ValueError, "autocast must be on or off; got 'no'"),
+    "parse option": (lambda: Policy.parse("float16,lr=1"), ValueError, "got 'lr=1'"),
+    "parse twice": (lambda: Policy.parse("float16,keep=a,keep=b"), ValueError, "once each; got 'keep=b'"),
+    "parse autocast": (lambda: Policy.parse("float16,autocast=off"), ValueError, "got 'autocast=off'"),
     "by_group empty": (lambda: by_group({}), TypeError, "optimizers must be a mapping.*got {}"),
     "by_group class": (lambda: by_group({"a": torch.optim.SGD}), TypeError, r"optimizers\['a'\] must have init and update"),
     "by_group label": (lambda: by_group({"matrix": SGD}).init({"w": W}), ValueError, r"one of \['matrix'\]; got 'vector'"),

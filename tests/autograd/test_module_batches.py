@@ -84,7 +84,7 @@ def test_a_model_that_returns_its_loss_is_trained_as_by_torch(form: str, kind: A
     eager = copy.deepcopy(model)
     optimizer, scaler = torch.optim.SGD(eager.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
     loss_fn = module_loss(model)
-    step = make_train_step(loss_fn, SGD, ScalerConfig(1024.0), policy="bf16-mixed")
+    step = make_train_step(loss_fn, SGD, ScalerConfig(1024.0), policy="bfloat16")
     run, state = jit(step, backend="eager") if compiled else step, step.init()
     for index in range(3):
         optimizer.zero_grad()

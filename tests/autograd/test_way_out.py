@@ -17,6 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from funcamp import (
+    Policy,
     ScalerConfig,
     TrainStep,
     init,
@@ -566,12 +567,12 @@ def test_every_wording_of_two_precisions(text: str) -> None:
         step(step.init(), (x, x))
 
 
-@pytest.mark.parametrize("policy", [None, "bfloat16,autocast=off"])
+@pytest.mark.parametrize("policy", [None, Policy(torch.bfloat16, autocast=False)])
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, torch.float64) for name in LAYERS), *((name, torch.float16) for name in ("linear", "no bias", "conv"))],
 )
-def test_batch_of_another_dtype(name: str, policy: str | None, dtype: torch.dtype) -> None:
+def test_batch_of_another_dtype(name: str, policy: Policy | None, dtype: torch.dtype) -> None:
     """The two dtypes are not float32 and that of compute copies: advice about them would lead nowhere."""
     loss_fn = module_loss(torch.nn.Sequential(LAYERS[name]()), lambda out, _: out.sum())
     step = make_train_step(loss_fn, SGD, policy=policy)

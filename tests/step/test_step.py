@@ -341,7 +341,7 @@ def test_other_trees_of_parameters() -> None:
     params = ((torch.randn(4, 3), None), {"s": torch.tensor(2.0)})
     results = []
     for flat in (True, False):
-        step = make_train_step(loss_fn, ADAMW, policy="bf16")
+        step = make_train_step(loss_fn, ADAMW, policy="bfloat16")
         state, _ = step(step.init(params, flat=flat), torch.ones(2, 4))
         results.append(state.params.tree())
     assert_same(results[0], results[1])

@@ -169,7 +169,6 @@ PRIVATE = {
     "torch._inductor.virtualized.V": "products take longer on a CPU",
     "torch._inductor.ir": "products take longer on a CPU",
     "torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu.generate_end": "small steps on a CPU take longer",
-    "torch._inductor.metrics": "doctor does not count launches",
     "torch._inductor.pattern_matcher.stable_topological_sort": "tracked samples are counted one by one",
     "torch._scaled_mm": "float8 products work with emulate=True only",
     "torch._subclasses.fake_tensor.DataDependentOutputException": "jit names no line where a step reads a value",

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._inductor
 import torch._inductor.compile_fx
-import torch._inductor.metrics
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
@@ -161,11 +161,6 @@ def tracked(funcamp: Any) -> Any:
     return {name: record.forward.count for name, record in metrics.records.items()}
 
 
-def launches(funcamp: Any) -> Any:
-    doctor = importlib.import_module("funcamp._doctor")
-    return doctor._launches("cpu")
-
-
 def product(funcamp: Any) -> Any:
     return funcamp.float8.scaled_mm(torch.ones(16, 16), torch.ones(16, 16))
 
@@ -191,8 +186,6 @@ COMPILED: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "compiled": (compiled, _TRACED),
     "tracked": (tracked, ("torch._inductor",)),
 }
-#: What raises without the name; tests/test_doctor.py has it with every name.
-NEEDED = {"torch._inductor.metrics": {"launches": launches}}
 
 
 def digest(tree: Any) -> str:
@@ -213,7 +206,7 @@ def look(hidden: str) -> dict[str, Any]:
         importlib.import_module("funcamp.numerics")
         importlib.import_module("funcamp._audit.observer")
         chosen = {name: part for name, (part, needs) in COMPILED.items() if not hidden or hidden.startswith(needs)}
-        for name, part in {**PARTS, **chosen, **NEEDED.get(hidden, {})}.items():
+        for name, part in {**PARTS, **chosen}.items():
             try:
                 found[name] = digest(part(funcamp))
             except RuntimeError as error:

@@ -137,7 +137,7 @@ def test_without_a_name_the_library_warns_once_and_is_right_or_says_so(name: str
 
 
 def test_doctor_names_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _doctor._private_names() == f"all {len(_upstream.PRIVATE)} found"
+    assert _doctor._private_names("cpu") == f"all {len(_upstream.PRIVATE)} found"
     monkeypatch.setitem(_upstream.PRIVATE, "torch._no_such_name", "nothing works")
     with pytest.raises(RuntimeError, match=r"torch \S+ has no torch\._no_such_name, so nothing works"):
-        _doctor._private_names()
+        _doctor._private_names("cpu")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from funcamp import _tree
@@ -136,22 +135,11 @@ def _entries(name: str, value: Tree) -> Iterator[tuple[str, Tree]]:
         yield from _entries(f"{name}/{key}", item)
 
 
-def check_train_state(call: str, name: str, value: object, hint: str = "") -> TrainState:
+def check_train_state(call: str, name: str, value: object) -> TrainState:
     """Return the value if it is a state; raise TypeError otherwise."""
-    if isinstance(value, TrainState):
-        return value
-    if not hint:
-        hint = _state_hint(value)
-    raise TypeError(f"{call}: {name} must be a TrainState, as init makes it; got {_tree.brief(value)}{hint}")
-
-
-def _state_hint(value: object) -> str:
-    """Return how to get a state, if what was passed in its place shows what is wrong; else ""."""
-    if isinstance(value, tuple) and value and isinstance(value[0], TrainState):
-        return ": write state, metrics = step(state, batch)"
-    if value is None or isinstance(value, torch.nn.Module) or callable(value):
-        return ": write state = step.init(), of the step that make_train_step made"
-    return ""
+    if not isinstance(value, TrainState):
+        raise TypeError(f"{call}: {name} must be a TrainState, as init makes it; got {_tree.brief(value)}")
+    return value
 
 
 def states_of_parts(opt_state: Tree) -> tuple[Tree, ...]:

@@ -52,7 +52,7 @@ def _wrong_form(batch: object, *, has_target: bool) -> TypeError:
 def _accepted_forms(has_target: bool) -> str:
     """Return the forms of a batch in the words of an error message."""
     if has_target:
-        return "a tuple or list (*inputs, target) with a criterion, whose target may be a mapping"
+        return "a tuple or list (*inputs, target) with a criterion"
     return "a mapping of keyword arguments, a tuple or list of arguments, or a tensor"
 
 

@@ -36,9 +36,9 @@ def save(saved: StateDict, path: str | os.PathLike[str]) -> None:
         ...     load(f"{folder}/checkpoint.pt")
         {'w': tensor([1., 1.]), 'epoch': 3}
     """
+    name = _name_of_file("save", path)
     if not isinstance(saved, dict):
         raise TypeError(f"save: saved must be a dict, as state_dict gives it; got {_tree.brief(saved)}")
-    name = _name_of_file("save", path)
     # The name is random, because several ranks or threads may save to the same path at the same time.
     temporary = f"{name}.{secrets.token_hex(4)}.part"
     try:

@@ -196,14 +196,13 @@ def test_a_criterion_reads_several_entries_of_a_mapping(compiled: bool) -> None:
 
 IDS = torch.zeros(4, 5, dtype=torch.int64)
 PLAIN, OWN = r"a tuple or list \(\*inputs, target\) with a criterion", "a mapping of keyword arguments, a tuple or list"
-FIX = r"pass .* such as \(batch\['input_ids'\], batch\['labels'\]\), or \(batch\['input_ids'\], batch\) for a crit"
 FORMS: dict[str, tuple[bool, Any, str]] = {
     "text": (True, "hello", f"batch must be {PLAIN}; got 'hello'"),
     "number": (True, 3, f"batch must be {PLAIN}; got 3"),
     "nothing": (True, None, f"batch must be {PLAIN}; got None"),
     "tensor": (True, torch.ones(2, 4), rf"batch must be {PLAIN}; got a torch.float32 tensor of shape \(2, 4\)"),
-    "mapping": (True, {"input_ids": IDS, "labels": IDS}, f"{PLAIN}; got a dict with 'input_ids', 'labels': {FIX}"),
-    "one entry": (True, {0: IDS}, rf"{PLAIN}; got a dict with 0: pass .* such as \(batch\[0\], target\), or"),
+    "mapping": (True, {"input_ids": IDS, "labels": IDS}, f"{PLAIN}; got a dict with 'input_ids', 'labels'"),
+    "one entry": (True, {0: IDS}, rf"{PLAIN}; got a dict with 0"),
     "no entry": (True, {}, rf"{PLAIN}; got {{}}: pass .* such as \(inputs, target\), or"),
     "empty": (True, (), rf"{PLAIN}; got \(\)"),
     "no input": (True, (IDS,), rf"{PLAIN}, as Words.forward\(input_ids.*got a tuple of a torch.*missing 1 required"),

@@ -123,9 +123,7 @@ def test_a_forward_pass_of_ones_own_computes_as_the_loss_does(
         _, (output, found) = WRAPS[wrap](both)(step.init(), BATCH)
         expected = step.loss(step.init(), BATCH)
     assert_same(found.detach(), expected)
-    dtype = {None: around, "float32": around}.get(policy, getattr(torch, str(policy).partition(",")[0], None))
-    if policy == NO_AUTOCAST:
-        dtype = None
+    dtype = around if policy in (None, "float32") else getattr(torch, str(policy), None)
     assert output.dtype == (torch.float32 if dtype is None else dtype)
 
 

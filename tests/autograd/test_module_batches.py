@@ -203,7 +203,7 @@ FORMS: dict[str, tuple[bool, Any, str]] = {
     "tensor": (True, torch.ones(2, 4), rf"batch must be {PLAIN}; got a torch.float32 tensor of shape \(2, 4\)"),
     "mapping": (True, {"input_ids": IDS, "labels": IDS}, f"{PLAIN}; got a dict with 'input_ids', 'labels'"),
     "one entry": (True, {0: IDS}, rf"{PLAIN}; got a dict with 0"),
-    "no entry": (True, {}, rf"{PLAIN}; got {{}}: pass .* such as \(inputs, target\), or"),
+    "no entry": (True, {}, rf"{PLAIN}; got {{}}"),
     "empty": (True, (), rf"{PLAIN}; got \(\)"),
     "no input": (True, (IDS,), rf"{PLAIN}, as Words.forward\(input_ids.*got a tuple of a torch.*missing 1 required"),
     "inputs": (True, (IDS,) * 5, r"as Words.forward\(input_ids.*got a tuple of .*takes from 2 to 4 positional"),

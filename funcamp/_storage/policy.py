@@ -19,6 +19,7 @@ from torch import Tensor
 from funcamp._check import boolean
 from funcamp._layers import layer
 from funcamp._types import name_of
+from funcamp._upstream.encoder_kernels import without_encoder_kernels
 
 _DTYPES = {
     "float16": torch.float16,
@@ -238,4 +239,5 @@ def autocast_of(policy: Policy, device_type: str) -> contextlib.AbstractContextM
     """Return the region in which a loss computes, also inside of a caller's; none for a policy without a low dtype."""
     if policy.compute_dtype == torch.float32 or device_type == "meta":  # autocast does not know the meta device
         return contextlib.nullcontext()
-    return torch.autocast(device_type, policy.compute_dtype, enabled=policy.autocast)
+    region = torch.autocast(device_type, policy.compute_dtype, enabled=policy.autocast)
+    return without_encoder_kernels(region) if device_type == "cpu" and policy.autocast else region

@@ -176,7 +176,7 @@ def _trace_once(
             module = _record_operations(plain_function, examples)
     except Exception as error:
         watch.give_values_to_kept(arguments, inputs, failed=True)
-        explanation = explain(error, in_cuda_graph=in_cuda_graph)
+        explanation = explain(error, in_cuda_graph=in_cuda_graph, operations=watch.operations())
         if explanation is None:
             raise
         raise explanation from None

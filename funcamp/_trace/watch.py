@@ -38,6 +38,7 @@ from funcamp._trace.tracing import HostError, LetsDynamoIn, RequestedViews, curr
 from funcamp._trace.user_line import line_in_stack
 from funcamp._types import Args, Kwargs, Operation
 from funcamp._upstream.bugs.ctc_lengths import of_known_shape
+from funcamp._upstream.value_reads import is_answered_no
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -119,7 +120,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         refuse_packing(func)
         args, kwargs = self._with_fakes(func, args, kwargs)
         func = of_known_shape(func, args)
-        if func is _ITEM and self._is_anomaly_check(args[0]):
+        if func is _ITEM and (self._is_anomaly_check(args[0]) or is_answered_no()):
             return False
         tags = getattr(func, "tags", ())
         if torch.Tag.data_dependent_output in tags and not _is_known_constant(args[0]):
@@ -180,6 +181,11 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         return self._captured[id(tensor)].fake
 
     # Tensors of the graph
+
+    def operations(self) -> frozenset[str]:
+        """Return the names of the traced operations, such as "bincount"."""
+        nodes = () if self._tracer is None else self._tracer.graph.nodes
+        return frozenset(str(node.target).split(".")[1] for node in nodes if str(node.target).startswith("aten."))
 
     def node_of(self, value: Tensor) -> fx.Node | None:
         """Return the node of a tensor of this graph; None for any other tensor."""

@@ -117,6 +117,9 @@ LOST_KEYWORDS = Defect((2, 11), (2, 15))
 #: Inductor makes zeros of a product with the integer 0, also of infinite and NaN factors:
 #: `_upstream/bugs/lost_nan.py`.
 LOST_NAN = Defect((2, 11), (2, 14))
+#: In an evaluation under autocast on a CPU, `nn.TransformerEncoder` calls fused kernels that do not know it:
+#: `_upstream/encoder_kernels.py`.
+FUSED_ENCODER = Defect((2, 11), None)
 #: A CPU has no float8 products with a scale per row: `float8/product.py`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: DTensor's caches keep every mesh, a mesh its group, and a group the threads that may abort the process when it ends
@@ -178,6 +181,7 @@ PRIVATE = {
     "torch.autograd._engine_run_backward": "numerics_report does not work",
     "torch.autograd._get_sequence_nr": "numerics_report does not work",
     "torch.distributed.distributed_c10d._resolve_process_group": "distributed does not work",
+    "torch.nn.modules.transformer._detect_is_causal_mask": "jit takes masks of nn.Transformer if is_causal is given",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "jit computes float16 convolutions in float32 on every CPU",
     "torch.optim.optimizer._global_optimizer_post_hooks": "GradScaler.step reads found_inf on the host",
     "torch.optim.optimizer._global_optimizer_pre_hooks": "GradScaler.step reads found_inf on the host",

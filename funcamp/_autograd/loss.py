@@ -38,6 +38,8 @@ class Loss:
         self.has_scaler = has_scaler
         self.taps = taps
         self.engine = engine
+        self.graph_is_checked = False
+        """Whether the graph of a call was looked at."""
         put_leaves_in_graphs()
 
     def __repr__(self) -> str:

@@ -118,7 +118,8 @@ def by_group(
 
     For example: no decay on vectors, Muon for matrices and AdamW for the rest, a smaller rate for the head. The result
     has the `init` and `update` of an optimizer. `Params` use the labels with which they were created: pass `ravel`
-    the same group (a step's `init` takes it from here). No sync.
+    the same group (a step's `init` takes it from here). A training step skips all groups together, where two optimizers
+    of torch under one scaler skip each by its own gradients. No sync.
 
     Args:
         optimizers: a mapping from label to optimizer: the result of `stateless`, or any object with such an init and

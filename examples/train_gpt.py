@@ -27,7 +27,6 @@ from _gpt import GPT, batch_at, load_bytes
 from _processes import check_processes, join, launched, leave, part_of
 from _report import Progress, load_checkpoint, plot, save_checkpoint
 from torch import Tensor
-from torch.func import functional_call
 
 import funcamp
 from funcamp import distributed

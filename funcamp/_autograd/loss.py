@@ -126,7 +126,11 @@ class Loss:
         """Context manager: dropout and similar layers are off, if the loss knows its module."""
         return contextlib.nullcontext()
 
-    def with_values(self, params: Tree, buffers: dict[str, Tensor]) -> contextlib.AbstractContextManager[nn.Module]:
+    def with_values(
+        self,
+        params: Tree,  # noqa: ARG002
+        buffers: dict[str, Tensor],  # noqa: ARG002
+    ) -> contextlib.AbstractContextManager[nn.Module]:
         """Context manager: the module has these values."""
         raise TypeError(f"evaluating: the step must have a loss of module_loss, whose module it yields; got {self!r}")
 

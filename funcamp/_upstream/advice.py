@@ -23,8 +23,8 @@ _INPUT_GRADIENT = (
 )
 #: https://github.com/pytorch/pytorch/issues/184890
 _NORM_UNDER_VMAP = (
-    "under vmap torch cannot differentiate LayerNorm and BatchNorm for an input and weights of two dtypes, {text}: give "
-    "the layer x.float() in the forward pass, or take GroupNorm or RMSNorm, or no policy"
+    "under vmap torch cannot differentiate LayerNorm and BatchNorm for an input and weights of two dtypes, {text}: "
+    "give the layer x.float() in the forward pass, or take GroupNorm or RMSNorm, or no policy"
 )
 #: torch's names for the dtypes of compute copies in error texts.
 _LOW = {torch.float16: "half", torch.bfloat16: "bfloat16"}

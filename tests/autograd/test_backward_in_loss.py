@@ -128,7 +128,7 @@ def test_a_loss_of_a_module_that_reaches_no_parameter_has_its_own_advice() -> No
             return super().forward(x).detach().requires_grad_()
 
     step = make_train_step(module_loss(Detached(4, 1), F.mse_loss), SGD)
-    with pytest.raises(ValueError, match="it uses none: compute it from the model's output"):
+    with pytest.raises(ValueError, match="it uses none. compute it from the output of the model"):
         step(step.init(), (X, torch.zeros(8, 1)))
 
 

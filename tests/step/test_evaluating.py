@@ -66,8 +66,7 @@ def flags(model: nn.Module) -> list[bool]:
 
 
 def tensors(model: nn.Module) -> dict[str, Tensor]:
-    named = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
-    return named
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
 
 
 def trained(optimizer: Any, model: nn.Module, *, jitted: bool = False, consume: bool = False, **options: Any) -> Any:

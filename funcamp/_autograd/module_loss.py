@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from funcamp import _tree
 from funcamp._autograd.first_calls import FirstCalls
-from funcamp._autograd.left_behind import BuffersOfCaller, LeftBehind
+from funcamp._autograd.left_behind import LeftBehind
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_batch import arguments_of, check_fit, loss_in
 from funcamp._autograd.module_checks import check_arguments, check_identities, trainable_tensors_of
@@ -69,7 +69,6 @@ class ModuleLoss(Loss):
         self.has_buffers = bool(self.tensors.buffer_names)
         self._form = ModuleForm(model)
         self._left_behind: LeftBehind | None = None
-        self._buffers_of_caller: BuffersOfCaller | None = None
         self._has_logged_eval_mode = False
         self._set_model(model)
         self._first_calls = FirstCalls(
@@ -299,16 +298,16 @@ class ModuleLoss(Loss):
         if first_name is None or isinstance(self.made_of, torch.jit.ScriptModule):
             return
         slots = self.tensors.slots.by_name
-        self._left_behind = LeftBehind.of(self.made_of, slots[first_name])
-        self._left_behind.state_was_made()
-        buffers = {name: slots[name] for name in self.tensors.buffer_names}
-        self._buffers_of_caller = BuffersOfCaller(slots[first_name], buffers, shares_memory=shares_memory)
+        # BatchNorm writes these in a forward pass that has nothing to do with the step.
+        statistics = ("running_mean", "running_var", "num_batches_tracked")
+        buffers = {name: slots[name] for name in self.tensors.buffer_names if slots[name].key not in statistics}
+        self._left_behind = LeftBehind.of(self.made_of)
+        self._left_behind.state_was_made(slots[first_name], buffers, shares_memory=shares_memory)
 
     def state_moves(self) -> None:
         """Note that a step moves a state on, also if a program takes it."""
-        if self._left_behind is not None and self._buffers_of_caller is not None:
+        if self._left_behind is not None:
             self._left_behind.state_moves()
-            self._buffers_of_caller.state_moves()
 
     def begin_step(self) -> None:
         """Note that the Python of a step runs. Says once that the module is in eval mode."""

@@ -34,6 +34,11 @@ class TensorSlot(NamedTuple):
         tensor = self.tensor()
         return None if tensor is None else (id(tensor), tensor._version)
 
+    def requires_grad(self) -> bool:
+        """Return whether there is a tensor here that requires a gradient."""
+        tensor = self.tensor()
+        return tensor is not None and tensor.requires_grad
+
 
 def join(prefix: str, key: str) -> str:
     """Return the dotted name of a module's entry."""

@@ -128,7 +128,7 @@ def test_a_loss_of_a_module_that_reaches_no_parameter_has_its_own_advice() -> No
             return super().forward(x).detach().requires_grad_()
 
     step = make_train_step(module_loss(Detached(4, 1), F.mse_loss), SGD)
-    with pytest.raises(ValueError, match="it uses none. compute it from the output of the model"):
+    with pytest.raises(ValueError, match=r"it uses none. compute it from the output of the model"):
         step(step.init(), (X, torch.zeros(8, 1)))
 
 
@@ -143,5 +143,5 @@ def test_a_layer_of_another_shape_in_the_place_of_one_is_refused(jitted: bool) -
     model[1] = nn.Linear(8, 5)
     with pytest.raises(ValueError, match=r"'1.weight' had the shape \(3, 8\) and has \(5, 8\): make the loss again"):
         run(state, batch)
-    with pytest.raises(ValueError, match="'1.weight' had the shape"):
+    with pytest.raises(ValueError, match=r"'1.weight' had the shape"):
         step.init()

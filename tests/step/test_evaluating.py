@@ -148,7 +148,7 @@ def test_the_module_is_as_it_was_and_the_state_too(how: dict[str, Any]) -> None:
         evaluated.train()
         evaluated(X)  # BatchNorm writes its statistics
         evaluated.first.weight.zero_()
-    with pytest.raises(RuntimeError, match="size"), step.evaluating(state):
+    with pytest.raises(RuntimeError, match="shapes"), step.evaluating(state):
         model(X[:, :1])
     assert flags(model) == flags_before
     assert all(tensor is own[name] for name, tensor in tensors(model).items())

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from funcamp import _tree, _upstream
-from funcamp._optim.hyperparameters import Signature, example_of, is_dynamic
+from funcamp._optim.hyperparameters import Signature, check_value, example_of, is_dynamic
 from funcamp._optim.instance import instance_of
 from funcamp._optim.wrong_arguments import refuse_parameters, refuse_schedulers
 from funcamp._types import Kwargs
@@ -41,8 +41,10 @@ def check_names(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, 
         if name == "params":
             refuse_parameters(cls, value)
         refuse_schedulers(name, value)
+        check_value("stateless", name, value)
         if name in ("self", "params") or not (takes_any_name or name in accepted):
-            raise TypeError(f"stateless: {cls.__name__} has no hyperparameter {name}; got {name}={value!r}")
+            fix = ": its learning rate is lr" if name == "learning_rate" and "lr" in accepted else ""
+            raise TypeError(f"stateless: {cls.__name__} has no hyperparameter {name}; got {name}={value!r}{fix}")
 
 
 def check_implementation(hyperparameters: Mapping[str, object]) -> None:

@@ -222,7 +222,8 @@ class StatelessOptimizer(Fixed):
         """
         if not (callable(getattr(self._cls, "train", None)) and callable(getattr(self._cls, "eval", None))):
             return params
-        expanded = params if self._takes_groups(params) else expand(params)
+        takes_groups = self._takes_groups(params)
+        expanded = params if takes_groups else expand(params)
         flat, spec = _tree.parameters("evaluation_params", "params", expanded)
         entries = self._flat_entries(expanded, opt_state)
         present = [index for index, leaf in enumerate(flat) if leaf is not None]
@@ -231,7 +232,8 @@ class StatelessOptimizer(Fixed):
         hyper = self._hyper(opt_state.applied, present_params)
         for index, param in zip(present, self._evaluated(self._key, present_params, states, opt_state.shared, hyper)):
             flat[index] = param
-        return collapse(params, _tree.unflatten(flat, spec))
+        evaluated = _tree.unflatten(flat, spec)
+        return evaluated if takes_groups else collapse(params, evaluated)
 
     def _takes_groups(self, params: Tree) -> bool:
         """Return whether the class updates stored groups as they are, because it is elementwise, not the views in them.

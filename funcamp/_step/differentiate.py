@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.scaled_grad import Engine, backward_runner, differentiate
+from funcamp._autograd.scaled_grad import Engine, backward_runner, differentiate, refuse_hooks_beside
 from funcamp._autograd.tape import Tape, zeros_of
 from funcamp._scaler.state import ScalerState
 from funcamp._step.accumulate import Result
@@ -17,6 +18,7 @@ from funcamp._step.products import ProductContext
 from funcamp._storage.inputs import Cast, Inputs
 from funcamp._storage.params import clone
 from funcamp._storage.policy import Policy, autocast_of
+from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
 
@@ -66,7 +68,10 @@ def differentiate_loss(
         params = inputs.tree(values[:input_count])
         taps, amaxes = _tree.unflatten(values[input_count:], tapes_spec)
         shared.product_context.begin(values, amaxes)
-        return call_loss(loss_fn, shared.policy, LossArguments(params, taps, buffers, shared.scaler, batch))
+        returned = call_loss(loss_fn, shared.policy, LossArguments(params, taps, buffers, shared.scaler, batch))
+        if shared.engine == "autograd" and not torch.compiler.is_dynamo_compiling():
+            _check_first_graph(loss_fn, returned, values)
+        return returned
 
     with shared.product_context:
         gradients, loss, aux = differentiate(
@@ -98,6 +103,16 @@ def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Tree:
     arguments_of_loss.append(arguments.batch)
     with autocast_of(policy, arguments.scaler.scale.device.type):
         return loss_fn(*arguments_of_loss)
+
+
+def _check_first_graph(loss_fn: Loss, returned: Tree, values: list[Tensor]) -> None:
+    """Raise RuntimeError if a part of the graph would not be differentiated: at the first call, and in every trace."""
+    if loss_fn.graph_is_checked and not compiling():
+        return
+    loss = returned[0] if isinstance(returned, tuple) and returned else returned
+    if isinstance(loss, Tensor):
+        refuse_hooks_beside("step", loss, values)
+        loss_fn.graph_is_checked = True
 
 
 def _buffers_and_aux(loss_fn: Loss, before: dict[str, Tensor], beside: Tree) -> tuple[dict[str, Tensor], Tree]:

@@ -71,7 +71,7 @@ def first_state(
     if device is None:
         raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}{loss_fn.why_empty()}")
     if is_modules_own:
-        loss_fn.state_was_made()
+        loss_fn.state_was_made(shares_memory=consumed is not None)
     return TrainState(
         step=_zero(device),
         skipped=_zero(device),

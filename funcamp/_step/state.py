@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
+import torch
 from torch import Tensor
 
 from funcamp import _tree
@@ -42,6 +44,15 @@ class TrainState(NamedTuple):
     variables: Variables
     """What the loss reads and a step moves, besides the parameters."""
 
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """Copy or pickle the state; raise TypeError for torch.save, whose files torch.load would refuse."""
+        if operator.index(protocol) == torch.serialization.DEFAULT_PROTOCOL:  # copies and pickle have a later one
+            raise TypeError(
+                "torch.save: a TrainState must be saved by its tensors, which torch.load reads back; got the state "
+                "itself: write funcamp.save(step.state_dict(state), path), or torch.save of that dict"
+            )
+        return object.__reduce_ex__(self, protocol)
+
     @property
     def buffers(self) -> dict[str, Tensor]:
         """The module's buffers; empty if there are none."""
@@ -76,9 +87,10 @@ class Metrics(NamedTuple):
     """The learning rate of this step, float32: a dict by label for `by_group`, `()` for an optimizer without a rate.
     A skipped step did not use it."""
     found_inf: Tensor
-    """1.0 if this step was skipped."""
+    """1.0 if a gradient is not finite: the step was skipped, and the rule lowers the scale. A step is skipped without
+    it if all its weights are 0 (`make_train_step(weight=...)`); `consecutive_skips` is above 0 after both."""
     exhausted: Tensor
-    """1.0 if it was skipped and the scale cannot be lowered (`funcamp.exhausted`)."""
+    """1.0 if a gradient is not finite and the scale cannot be lowered (`funcamp.exhausted`)."""
     saturated: Tensor
     """1.0 if the scale is due to grow and cannot (`funcamp.saturated`)."""
     applied: Tensor

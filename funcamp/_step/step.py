@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -24,7 +24,7 @@ from funcamp._step.from_torch import from_torch
 from funcamp._step.options import Options
 from funcamp._step.products import products_of
 from funcamp._step.state import Metrics, TrainState, check_train_state
-from funcamp._step.state_dict import export, restore
+from funcamp._step.state_dict import export, gather, restore
 from funcamp._step.take_step import take_step
 from funcamp._step.to_torch import to_torch
 from funcamp._storage.inputs import Inputs, inputs_of, lay_out
@@ -114,10 +114,9 @@ class TrainStep(Fixed):
                 micro-batches is 0, above accumulate, or differs between tensors.
         """
         state = self.check_call("step", state, batch, *more)
-        taking_step: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if not torch.compiler.is_dynamo_compiling():  # `LeftBehind`, which reads it, does nothing under Dynamo
-            taking_step = self.loss_fn.taking_step()
-        with taking_step, self._precision_of_policy(state):
+        if not torch.compiler.is_dynamo_compiling():
+            self.loss_fn.begin_step()
+        with self._precision_of_policy(state):
             after, metrics = take_step(self, state, batch)
         if not compiling() and _is_in_autocast(state):
             torch.clear_autocast_cache()  # torch would keep this step's casts until the caller's region ends
@@ -227,7 +226,7 @@ class TrainStep(Fixed):
         """
         state = self.check_call("loss", state, batch, *more)
         keeps_training_flags = boolean("loss", "training", training)
-        mode = contextlib.nullcontext() if keeps_training_flags else self.loss_fn.evaluating()
+        mode = contextlib.nullcontext() if keeps_training_flags else self.loss_fn.eval_mode()
         with torch.no_grad(), mode, self._precision_of_policy(state):
             inputs = self._inputs("loss", state.params)
             cast = inputs.cast(state.params)
@@ -241,6 +240,43 @@ class TrainStep(Fixed):
         returns_pair = self.loss_fn.has_buffers or self.loss_fn.has_aux
         loss, _ = loss_and_aux("loss", returned, returns_pair)
         return loss
+
+    @contextlib.contextmanager
+    def evaluating(self, state: TrainState) -> Iterator[torch.nn.Module]:
+        """Context manager: the module with the values to evaluate, in eval mode and without gradients.
+
+        The values are copies of the average (`ema_decay`, `average`) if the state has one; those that a schedule-free
+        optimizer evaluates with; else the state's parameters; and the state's buffers. Call the module, take its
+        `state_dict()`, copy or save it in there. Afterwards it is as before: its tensors, the memory that they share,
+        and the training flag of each submodule. The forward pass is in float32: add `step.autocast(state)` for the
+        precision of the policy. For gradients with respect to an input, enter `torch.enable_grad()`. Another thread's
+        step of the module waits. With a sharded state this is a collective. No sync.
+
+        Args:
+            state: from `init` or a step. Without the average: `state._replace(opt_state=state.opt_state[0])`.
+
+        Yields:
+            The module of which `module_loss` was made.
+
+        Raises:
+            TypeError: state is not a `TrainState`, or the loss is not of `module_loss`.
+            ValueError: the module has got other parameters or buffers since the loss was made.
+
+        Example:
+            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout())
+            >>> step = make_train_step(module_loss(model, torch.nn.functional.mse_loss), stateless(torch.optim.SGD))
+            >>> with step.evaluating(step.init()) as trained:
+            ...     trained is model, trained.training, trained(torch.ones(3, 2)).requires_grad
+            (True, False, False)
+            >>> model.training
+            True
+        """
+        state = gather("evaluating", self._checked("evaluating", state))
+        params = state.ema
+        if not isinstance(params, Params):
+            params = self._transforms.evaluation_params(state.params, state.opt_state)
+        with torch.no_grad(), self.loss_fn.with_values(params, state.buffers) as model:
+            yield model
 
     def check_call(self, call: str, state: object, batch: Tree, *more: object) -> TrainState:
         """Return the state; raise if a call did not get a state and one batch."""
@@ -383,6 +419,7 @@ class TrainStep(Fixed):
             {'w': tensor([1., 1.])}
         """
         state = restore(saved, like, strict, split=self._split)
+        self.loss_fn.state_moves()  # the module has the values of before
         return self._adopted("load_state_dict", state, consume)
 
     @torch.inference_mode(False)  # as `init`

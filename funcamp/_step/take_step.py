@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from funcamp import _tree
@@ -12,6 +13,7 @@ from funcamp._optim.chain import Chain
 from funcamp._optim.part import Update
 from funcamp._scaler.limits import exhausted, saturated
 from funcamp._scaler.skip_step import skip_step
+from funcamp._scaler.state import ScalerState, replace
 from funcamp._scaler.update import update
 from funcamp._step.accumulate import Result, accumulate, micro_batches
 from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
@@ -68,19 +70,22 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
     squares, finite = squares_and_finite(state.scaler, result.gradients)
     squares, finite, records = parallel.joined(squares, finite, tapes, result.records, shares.own)
     tap_records, product_records = records
+    if shares.is_empty is not None:
+        finite = finite | shares.is_empty  # 0 / 0 in the loss of a batch that does not count
     scaler, norm = flag_and_norm(state.scaler, squares, finite, parallel.reduce)
+    skips = scaler if shares.is_empty is None else _skipping_if(shares.is_empty, scaler)
 
     # Clipping, the optimizer and the average.
     gradients = unscaled_gradients(state.scaler, result.gradients)
     changed, opt_state = step._transforms.transform(Update(state.params, gradients, norm), state.opt_state)
     variables = Variables(result.buffers, step._products.after(state, product_records))
 
-    # The only skip.
+    # The only skip: for a gradient that is not finite, and for a window without weight.
     variables_if_skipped = state.variables
     if loss_fn.keep_buffers:
         variables_if_skipped = variables_if_skipped._replace(buffers=result.buffers)
     params, opt_state, variables = skip_step(
-        scaler,
+        skips,
         new=(changed.params, opt_state, variables),
         old=(state.params, state.opt_state, variables_if_skipped),
     )
@@ -88,17 +93,21 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
         # `skip_step` has returned these as they are, being old and new at once; one may be a tensor of the batch.
         variables = variables._replace(buffers=clone(variables.buffers))
 
-    # Counts and the scale, which move also when the step is skipped.
-    is_skipped = scaler.found_inf.long()
+    # Counts, which move also when the step is skipped; and the scale, which moves by the gradients' flag.
+    is_skipped = skips.found_inf.long()
     calls = state.step + 1
     skipped = state.skipped + is_skipped
+    next_scaler = update(scaler, step.config)
+    if shares.is_empty is not None:  # neither a good step nor an overflow
+        former_scaler = replace(state.scaler, found_inf=next_scaler.found_inf)
+        next_scaler = skip_step(_skipping_if(shares.is_empty, next_scaler), new=next_scaler, old=former_scaler)
     after = TrainState(
         step=calls,
         skipped=skipped,
         consecutive_skips=(state.consecutive_skips + 1) * is_skipped,
         params=params,
         opt_state=opt_state,
-        scaler=update(scaler, step.config),
+        scaler=next_scaler,
         variables=variables,
     )
     # Copies of what is in a state: the next step may be donated the state, and would overwrite these.
@@ -118,6 +127,11 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
         aux=result.aux,
     )
     return after, metrics
+
+
+def _skipping_if(condition: Tensor, scaler: ScalerState) -> ScalerState:
+    """Return a state whose flag is set if that of the given one is, or if a condition of shape () holds."""
+    return replace(scaler, found_inf=torch.maximum(scaler.found_inf, condition.float()))
 
 
 def _check_options(step: TrainStep, state: TrainState) -> None:

@@ -88,7 +88,27 @@ def test_without_micro_batches_a_weight_changes_nothing() -> None:
     assert_same(results[1], results[0])
 
 
-@pytest.mark.parametrize("low", [0.0, -1.0, math.nan, math.inf])
+@pytest.mark.compiled
+@pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_window_without_weight_is_skipped_and_leaves_the_scale(wrap: Wrap, accumulate: int) -> None:
+    momentum = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
+    config = ScalerConfig(init_scale=8.0, growth_interval=2)
+    step = make_train_step(masked, momentum, config, accumulate=accumulate, weight=tokens)
+    take = wrap(step)
+    good, empty = window([4, 8]), window([0, 0])
+    if accumulate == 1:
+        good, empty = (good[0][0], good[1][0]), (empty[0][0], empty[1][0])
+    before, _ = take(step.init({"w": torch.ones(4)}), good)
+    before = clone(before)
+    after, metrics = take(clone(before), empty)
+    assert (metrics.found_inf, metrics.skipped, metrics.consecutive_skips, metrics.applied) == (0, 1, 1, 1)
+    assert_same((after.scaler, after.params, after.opt_state), (before.scaler, before.params, before.opt_state))
+    after, metrics = take(after, good)
+    assert (metrics.skipped, metrics.consecutive_skips, after.scaler.scale) == (1, 0, 16)
+
+
+@pytest.mark.parametrize("low", [-1.0, math.nan, math.inf])
 def test_window_without_a_usable_weight_is_skipped(low: float) -> None:
     before = torch.ones(4)
     state, metrics = run(lambda batch: batch[1].sum() * 0 + low, window([4, 8]))

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
-from funcamp._autograd.tape import Tape, merged, zeros_of
 from funcamp._step.shares import Shares
 from funcamp._storage.params import clone
 from funcamp._trace.tracing import compiling
@@ -25,8 +24,8 @@ class Result(NamedTuple):
     """The unscaled loss."""
     buffers: dict[str, Tensor]
     """The buffers after the forward pass."""
-    records: tuple[Tree, ...]
-    """The record of every tape."""
+    records: Tree
+    """The records of the tape."""
     aux: Tree
     """The auxiliary outputs; of a batch stacked over its micro-batches."""
 
@@ -41,7 +40,7 @@ class _Carry(NamedTuple):
     sums: list[Tensor | None]
     """The sums of the gradients; None for those that the loss does not have."""
     buffers: dict[str, Tensor]
-    records: tuple[Tree, ...]
+    records: Tree
 
 
 def micro_batches(batch: Tree, limit: int) -> list[Tree]:
@@ -66,14 +65,14 @@ def accumulate(
     differentiate: Differentiate,
     params: Tree,
     buffers: dict[str, Tensor],
-    tapes: Sequence[Tape],
+    tape: Tree,
     batch: Tree,
     micro_batches: list[Tree],
     shares: Shares,
     *,
     scan: bool,
 ) -> Result:
-    """Sum gradients over the micro-batches of a batch, merge their records, and return the mean of their losses.
+    """Sum gradients and records over the micro-batches of a batch, and return the mean of their losses.
 
     A non-finite gradient of one micro-batch makes the sum non-finite, so one check afterwards covers all. Buffers pass
     from one micro-batch to the next; aux is stacked.
@@ -82,20 +81,21 @@ def accumulate(
         differentiate: returns the `Result` of one micro-batch.
         params: a tree like the gradients.
         buffers: the buffers before the step.
-        tapes: the tapes of the step.
+        tape: the tape of the loss's taps.
         batch: the micro-batches along the first dimension, for scan.
         micro_batches: the same as a list.
         shares: how much each one counts.
         scan: run one micro-batch in a loop of the compiled program instead of all of them one after the other.
     """
     leaves, spec = _tree.flatten(params)
+    tape_leaves, tape_spec = _tree.flatten(tape)
 
     def add(carry: _Carry, micro_batch: Tree, share: Tensor | None) -> tuple[_Carry, Tensor, Tree]:
         """Return what passes on after a micro-batch, its loss and its auxiliary outputs."""
         result = differentiate(carry.buffers, micro_batch, share)
         gradients = _tree.leaves(result.gradients)
         buffers = result.buffers
-        records = merged(tapes, carry.records, result.records)
+        records = _tree.unflatten(_added(_tree.leaves(carry.records), _tree.leaves(result.records)), tape_spec)
         if share is not None:
             # A micro-batch with a share of 0 changes nothing: the backward pass of a mean over 0 examples gives NaN.
             is_left_out = share == 0
@@ -106,7 +106,7 @@ def accumulate(
         return _Carry(sums, buffers, records), result.loss, result.aux
 
     zeros: list[Tensor | None] = [None if leaf is None else torch.zeros_like(leaf) for leaf in leaves]
-    no_records = _tree.map_leaves(torch.zeros_like, *_tree.flatten(zeros_of(tapes)))
+    no_records = _tree.map_leaves(torch.zeros_like, tape_leaves, tape_spec)
     carry = _Carry(zeros, buffers, no_records)
     if scan and compiling():
         carry, losses, aux = _scanned(add, carry, batch, shares.each)
@@ -121,7 +121,7 @@ _Add = Callable[[_Carry, Tree, "Tensor | None"], tuple[_Carry, Tensor, Tree]]
 
 
 def _added(sums: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the sums with gradients added in the dtype of the sums; a gradient of None adds nothing."""
+    """Return the sums with gradients, or records, added in the dtype of the sums; None adds nothing."""
     new_sums: list[Tensor | None] = []
     for total, gradient in zip(sums, gradients):
         if total is None or gradient is None:

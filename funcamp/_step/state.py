@@ -16,15 +16,6 @@ from funcamp._storage.params import Params
 from funcamp._types import Tree
 
 
-class Variables(NamedTuple):
-    """What the loss reads and a step moves, besides the parameters."""
-
-    buffers: dict[str, Tensor]
-    """The module's buffers; empty if there are none."""
-    products: Tree = ()
-    """What linear layers remember that multiply in float8: a `float8.Float8State`; `()` without delayed scaling."""
-
-
 class TrainState(NamedTuple):
     """Everything that a training step changes; immutable, a pytree of tensors, created by a step's `init`."""
 
@@ -40,13 +31,8 @@ class TrainState(NamedTuple):
     """The optimizer's state; its count of applied steps excludes skipped ones. With an average a tuple of both."""
     scaler: ScalerState
     """The scaler's state."""
-    variables: Variables
-    """What the loss reads and a step moves, besides the parameters."""
-
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """The module's buffers; empty if there are none."""
-        return self.variables.buffers
+    buffers: dict[str, Tensor]
+    """The module's buffers, which the loss reads and a step moves; empty if there are none."""
 
     @property
     def ema(self) -> Tree:
@@ -58,11 +44,6 @@ class TrainState(NamedTuple):
                 return part_state.average
         return ()
 
-    @property
-    def float8(self) -> Tree:
-        """The `float8.Float8State` of the layers that multiply in float8; `()` without delayed scaling."""
-        return self.variables.products
-
 
 #: How to replace what a state computes from its fields.
 _REPLACE_INSTEAD = {
@@ -70,8 +51,6 @@ _REPLACE_INSTEAD = {
         "it is a part of opt_state: with opt_state, average = state.opt_state, write "
         "state._replace(opt_state=(opt_state, average._replace(average=...)))"
     ),
-    "buffers": "write state._replace(variables=state.variables._replace(buffers=...))",
-    "float8": "write state._replace(variables=state.variables._replace(products=...))",
 }
 _replace_fields = TrainState._replace
 

@@ -17,7 +17,7 @@ from funcamp._step.accumulate import Result, accumulate, micro_batches
 from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
 from funcamp._step.differentiate import SharedByMicroBatches, differentiate_loss
 from funcamp._step.shares import shares_of
-from funcamp._step.state import Metrics, TrainState, Variables
+from funcamp._step.state import Metrics, TrainState
 from funcamp._storage.params import Params, clone, expand
 from funcamp._types import Tree
 
@@ -40,17 +40,16 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
     batch = _tree.plain(batch)
     _check_options(step, state)
 
-    # Precision: the parameters as the loss gets them, and the products that read them.
+    # Precision: the parameters as the loss gets them.
     inputs = step._inputs("step", state.params)
     cast = inputs.cast(state.params)
-    product_context = step._products.prepare(state, inputs, cast)
-    tapes = (loss_fn.tape(device), product_context.tape)
+    tape = loss_fn.tape(device)
 
-    # The scaled gradients, the loss, its buffers and the records of the tapes.
+    # The scaled gradients, the loss, its buffers and the records of the tape.
     pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
     shares = shares_of(options.weight, pieces, parallel.size, parallel.sum_of_weights, device)
     engine = choose_engine(loss_fn.engine, state)
-    shared = SharedByMicroBatches(loss_fn, options.policy, state.scaler, inputs, cast, product_context, tapes, engine)
+    shared = SharedByMicroBatches(loss_fn, options.policy, state.scaler, inputs, cast, tape, engine)
 
     def differentiate_piece(buffers: dict[str, Tensor], piece: Tree, share: Tensor | None) -> Result:
         return differentiate_loss(shared, buffers, piece, lambda loss: shares.weigh(loss, share))
@@ -60,7 +59,7 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
     else:
         gradients_like = state.params.outline()
         result = accumulate(
-            differentiate_piece, gradients_like, state.buffers, tapes, batch, pieces, shares, scan=options.scan
+            differentiate_piece, gradients_like, state.buffers, tape, batch, pieces, shares, scan=options.scan
         )
 
     # The sum over ranks; the flag and the norm by one reading of the gradients. An overflow of one rank reaches the
@@ -68,27 +67,23 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
     # Nothing looks at the loss: an infinite loss whose gradients are finite is applied.
     result = parallel.summed(result, shares.own, state.buffers)
     squares, finite = squares_and_finite(state.scaler, result.gradients)
-    squares, finite, records = parallel.joined(squares, finite, tapes, result.records, shares.own)
-    tap_records, product_records = records
+    squares, finite = parallel.joined(squares, finite)
     scaler, norm = flag_and_norm(state.scaler, squares, finite, parallel.reduce)
 
     # Clipping, the optimizer and the average.
     gradients = unscaled_gradients(state.scaler, result.gradients)
     changed, opt_state = step._transforms.transform(Update(state.params, gradients, norm), state.opt_state)
-    variables = Variables(result.buffers, step._products.after(state, product_records))
 
     # The only skip.
-    variables_if_skipped = state.variables
-    if loss_fn.keep_buffers:
-        variables_if_skipped = variables_if_skipped._replace(buffers=result.buffers)
-    params, opt_state, variables = skip_step(
+    buffers_if_skipped = result.buffers if loss_fn.keep_buffers else state.buffers
+    params, opt_state, buffers = skip_step(
         scaler,
-        new=(changed.params, opt_state, variables),
-        old=(state.params, state.opt_state, variables_if_skipped),
+        new=(changed.params, opt_state, result.buffers),
+        old=(state.params, state.opt_state, buffers_if_skipped),
     )
     if loss_fn.keep_buffers:
         # `skip_step` has returned these as they are, being old and new at once; one may be a tensor of the batch.
-        variables = variables._replace(buffers=clone(variables.buffers))
+        buffers = clone(buffers)
 
     # Counts and the scale, which move also when the step is skipped.
     is_skipped = scaler.found_inf.long()
@@ -101,7 +96,7 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
         params=params,
         opt_state=opt_state,
         scaler=update(scaler, step.config),
-        variables=variables,
+        buffers=buffers,
     )
     # Copies of what is in a state: the next step may be donated the state, and would overwrite these.
     metrics = Metrics(
@@ -116,7 +111,7 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
         skipped=skipped.clone(),
         consecutive_skips=after.consecutive_skips.clone(),
         observed=_observed(step, gradients),
-        records=loss_fn.collected(tap_records),
+        records=loss_fn.collected(result.records),
         aux=result.aux,
     )
     return after, metrics

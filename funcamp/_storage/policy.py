@@ -10,13 +10,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcamp._check import boolean
-from funcamp._layers import layer
 from funcamp._types import name_of
 
 _DTYPES = {
@@ -32,19 +31,6 @@ _OTHER_NAMES = {
 }
 
 
-class ProductConfig(Protocol):
-    """How linear layers multiply in a format of a layer of funcamp: `float8.Float8Config`."""
-
-    def why_not(self, shape: Sequence[int]) -> str:
-        """Return why a weight of this shape does not multiply so; "" if it does."""
-        ...
-
-
-def _float8_config() -> Any:
-    """Return the class of configurations that the layer has."""
-    return layer("float8.config").Float8Config
-
-
 @dataclass(frozen=True)
 class Policy:
     """The precision in which the loss computes, and the parameters that get a copy in it.
@@ -56,19 +42,12 @@ class Policy:
     dimensions. `keep` and `copy` overrule both by name: put a layer's weight into `keep` if it is also used outside the
     layer (in a penalty).
 
-    With float8, the Linear layers of `module_loss` multiply in float8, as `float8.scaled_mm` does, if both sizes are
-    multiples of 16 and neither `keep` nor `copy` names the weight; the rest computes in compute_dtype. Their weights
-    get no copy: the gradient is taken with respect to the float32 parameter. The `repr` of a step says which layers
-    do not, and why. In a function of your own call `float8.scaled_mm`.
-
     Args:
-        compute_dtype: torch.float16, torch.bfloat16, or torch.float32 for neither copies nor autocast. "float8" is
-            torch.bfloat16 with float8 products.
+        compute_dtype: torch.float16, torch.bfloat16, or torch.float32 for neither copies nor autocast.
         autocast: whether the loss runs under torch.autocast.
         keep: globs of dotted names, `*` for any characters: these stay float32 (an embedding in your own loss).
         copy: globs of dotted names: these are copied, whatever their module or shape. `keep` takes precedence. A step's
             `init` raises for a glob of either that matches no parameter, trainable or frozen.
-        float8: how linear layers multiply in float8; None if they do not.
 
     Raises:
         TypeError: a value is not of the type given above.
@@ -79,34 +58,14 @@ class Policy:
         'float16,keep=embed.*'
         >>> Policy.parse("bf16").compute_dtype
         torch.bfloat16
-        >>> str(Policy("float8", keep=("head.*",)))
-        'bfloat16,keep=head.*,float8=current'
     """
 
     compute_dtype: torch.dtype = torch.float16
     autocast: bool = True
     keep: tuple[str, ...] = ()
     copy: tuple[str, ...] = ()
-    float8: ProductConfig | None = None
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            compute_dtype: torch.dtype | Literal["float8"] = torch.float16,
-            autocast: bool = True,
-            keep: tuple[str, ...] = (),
-            copy: tuple[str, ...] = (),
-            float8: ProductConfig | None = None,
-        ) -> None: ...
 
     def __post_init__(self) -> None:
-        if str(self.compute_dtype) == "float8":
-            object.__setattr__(self, "compute_dtype", torch.bfloat16)
-            if self.float8 is None:
-                object.__setattr__(self, "float8", _float8_config()())
-        if self.float8 is not None and not isinstance(self.float8, _float8_config()):
-            raise TypeError(f"Policy: float8 must be a Float8Config or None; got {self.float8!r}")
         if not isinstance(self.compute_dtype, torch.dtype):
             fix = f", write Policy.parse({self.compute_dtype!r})" if isinstance(self.compute_dtype, str) else ""
             raise TypeError(f"Policy: compute_dtype must be a torch.dtype; got {self.compute_dtype!r}{fix}")
@@ -124,17 +83,14 @@ class Policy:
             parts.append(f"keep={'|'.join(self.keep)}")
         if self.copy:
             parts.append(f"copy={'|'.join(self.copy)}")
-        if self.float8 is not None:
-            parts.append(f"float8={self.float8}")
         return ",".join(parts)
 
     @classmethod
     def parse(cls, text: str) -> Policy:
         """Return the policy that prints as `text`.
 
-        The form is `dtype[,autocast=on|off][,keep=glob|glob][,copy=glob|glob][,float8=scaling|name=value]`. The dtype
-        may have another name: fp16, f16, half or 16-mixed; bf16 or bf16-mixed; fp32, f32, float, 32-true or no;
-        float8 or fp8 is bfloat16 with float8=current.
+        The form is `dtype[,autocast=on|off][,keep=glob|glob][,copy=glob|glob]`. The dtype
+        may have another name: fp16, f16, half or 16-mixed; bf16 or bf16-mixed; fp32, f32, float, 32-true or no.
 
         Raises:
             TypeError: text is not a string.
@@ -142,32 +98,26 @@ class Policy:
 
         Example:
             >>> Policy.parse("float16,keep=embed.*|pos,autocast=off")
-            Policy(compute_dtype=torch.float16, autocast=False, keep=('embed.*', 'pos'), copy=(), float8=None)
+            Policy(compute_dtype=torch.float16, autocast=False, keep=('embed.*', 'pos'), copy=())
         """
         if not isinstance(text, str):
             raise TypeError(f"Policy.parse: text must be a string; got {text!r}")
         dtype_text, *option_texts = [part.strip() for part in text.split(",")]
         dtype_name = dtype_text.lower().removeprefix("torch.")
-        dtype: Any
-        if dtype_name in ("float8", "fp8"):
-            dtype = "float8"
-        else:
-            dtype = _DTYPES.get(_OTHER_NAMES.get(dtype_name, dtype_name))
+        dtype = _DTYPES.get(_OTHER_NAMES.get(dtype_name, dtype_name))
         if dtype is None:
             raise ValueError(
-                f"Policy.parse: text must begin with a dtype, one of {', '.join([*_DTYPES, *_OTHER_NAMES, 'float8'])}; "
+                f"Policy.parse: text must begin with a dtype, one of {', '.join([*_DTYPES, *_OTHER_NAMES])}; "
                 f"got {text!r}"
             )
         options: dict[str, Any] = {}
         for option_text in option_texts:
             name, _, value = option_text.partition("=")
-            if name not in ("autocast", "keep", "copy", "float8") or name in options:
+            if name not in ("autocast", "keep", "copy") or name in options:
                 raise ValueError(
-                    f"Policy.parse: text must have autocast=, keep=, copy= or float8= once each; got {option_text!r}"
+                    f"Policy.parse: text must have autocast=, keep= or copy= once each; got {option_text!r}"
                 )
-            if name == "float8":
-                options[name] = _float8_config().parse(value)
-            elif name == "autocast":
+            if name == "autocast":
                 if value not in ("on", "off"):
                     raise ValueError(f"Policy.parse: autocast must be on or off; got {value!r}")
                 options[name] = value == "on"
@@ -189,21 +139,6 @@ class Policy:
         if known is None:
             return leaf.dim() >= 2
         return name in known
-
-    def no_float8(self, name: str, leaf: Tensor, linear: frozenset[str]) -> str:
-        """Return why the loss does not multiply by this tensor in float8; "" if it does.
-
-        `linear`: the names of the weights of linear layers.
-        """
-        if self.float8 is None or name not in linear:
-            return "it is no linear layer's weight"
-        if _matches_any(self.keep, name):
-            return "the policy's keep names it"
-        if _matches_any(self.copy, name):
-            return "the policy's copy names it"
-        if leaf.dtype != torch.float32:
-            return f"it is {name_of(leaf.dtype)}, not float32"
-        return self.float8.why_not(leaf.shape)
 
     def check_names(self, call: str, names: Sequence[str]) -> None:
         """Raise ValueError if a glob of keep or copy matches no parameter's name: a typo would have no effect."""

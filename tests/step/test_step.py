@@ -486,9 +486,8 @@ def test_state_made_under_inference_mode_is_an_ordinary_one(wrapped: bool, polic
 def test_a_replaced_property_names_the_field_behind_it() -> None:
     step = make_train_step(lambda p, x: (p["w"] * x).sum(), SGD, ScalerConfig(8.0), ema_decay=0.9)
     state = step.init({"w": torch.ones(2)})
-    for name, advice in (("ema", "average._replace"), ("buffers", "state.variables._replace"), ("float8", "products=")):
-        with pytest.raises(ValueError, match=rf"TrainState._replace: .* {name} is none: .*{advice}"):
-            state._replace(**{name: ()})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"TrainState._replace: .* ema is none: .*average._replace"):
+        state._replace(ema=())  # type: ignore[call-arg]
     opt_state, average = state.opt_state  # as the advice says
     zeros = state.params.ravel({"w": torch.zeros(2)})
     state = state._replace(opt_state=(opt_state, average._replace(average=zeros)))

@@ -11,7 +11,7 @@ from torch import Size, Tensor, nn
 
 from funcamp import _tree
 from funcamp._autograd.scaled_grad import Engine, check_engine, put_leaves_in_graphs
-from funcamp._autograd.tape import Tape, Taps
+from funcamp._autograd.tape import Taps
 from funcamp._check import boolean
 from funcamp._layers import layer
 from funcamp._types import Tree
@@ -60,11 +60,6 @@ class Loss:
         return None
 
     @property
-    def linear_names(self) -> frozenset[str]:
-        """Return the names of the weights of a module's linear layers."""
-        return frozenset()
-
-    @property
     def hooked_names(self) -> frozenset[str]:
         """Return the names of a module's parameters with a hook."""
         return frozenset()
@@ -74,9 +69,9 @@ class Loss:
         """Return the names of the taps."""
         return () if self.taps is None else self.taps.names
 
-    def tape(self, device: torch.device) -> Tape:
-        """Return the tape of the taps; without taps one without records."""
-        return Tape(()) if self.taps is None else self.taps.tape(device)
+    def tape(self, device: torch.device) -> Tree:
+        """Return the tape of the taps, empty records by name; `()` without taps."""
+        return () if self.taps is None else self.taps.tape(device)
 
     def collected(self, records: Tree) -> Mapping[str, Any]:
         """Return the records of the tape for the metrics."""

@@ -104,11 +104,6 @@ class ModuleLoss(Loss):
         return self.tensors.cast_names
 
     @property
-    def linear_names(self) -> frozenset[str]:
-        """The names of the weights that only a linear layer's own forward multiplies by."""
-        return self.tensors.linear_names
-
-    @property
     def hooked_names(self) -> frozenset[str]:
         """The names of the parameters with a hook."""
         return self.tensors.hooked_names

@@ -17,15 +17,6 @@ from funcamp._storage.params import Params
 from funcamp._types import Tree
 
 
-class Variables(NamedTuple):
-    """What the loss reads and a step moves, besides the parameters."""
-
-    buffers: dict[str, Tensor]
-    """The module's buffers; empty if there are none."""
-    products: Tree = ()
-    """What linear layers remember that multiply in float8: a `float8.Float8State`; `()` without delayed scaling."""
-
-
 class TrainState(NamedTuple):
     """Everything that a training step changes; immutable, a pytree of tensors, created by a step's `init`."""
 
@@ -41,8 +32,8 @@ class TrainState(NamedTuple):
     """The optimizer's state; its count of applied steps excludes skipped ones. With an average a tuple of both."""
     scaler: ScalerState
     """The scaler's state."""
-    variables: Variables
-    """What the loss reads and a step moves, besides the parameters."""
+    buffers: dict[str, Tensor]
+    """The module's buffers, which the loss reads and a step moves; empty if there are none."""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         """Copy or pickle the state; raise TypeError for torch.save, whose files torch.load would refuse."""
@@ -54,11 +45,6 @@ class TrainState(NamedTuple):
         return object.__reduce_ex__(self, protocol)
 
     @property
-    def buffers(self) -> dict[str, Tensor]:
-        """The module's buffers; empty if there are none."""
-        return self.variables.buffers
-
-    @property
     def ema(self) -> Tree:
         """The average of the parameters, of `ema_decay` or `average`, laid out as they are; `()` without one."""
         for part_state in states_of_parts(self.opt_state):
@@ -67,11 +53,6 @@ class TrainState(NamedTuple):
             if isinstance(part_state, Average):
                 return part_state.average
         return ()
-
-    @property
-    def float8(self) -> Tree:
-        """The `float8.Float8State` of the layers that multiply in float8; `()` without delayed scaling."""
-        return self.variables.products
 
 
 class Metrics(NamedTuple):

@@ -22,7 +22,6 @@ from funcamp._step.differentiate import LossArguments, call_loss
 from funcamp._step.first_state import consumed_loss, first_state
 from funcamp._step.from_torch import from_torch
 from funcamp._step.options import Options
-from funcamp._step.products import products_of
 from funcamp._step.state import Metrics, TrainState, check_train_state
 from funcamp._step.state_dict import export, gather, restore
 from funcamp._step.take_step import take_step
@@ -79,7 +78,6 @@ class TrainStep(Fixed):
         self.config = config
         self._options = options
         self._known_inputs: _KnownInputs | None = None
-        self._products = products_of(options.policy, loss_fn)
         #: Gives parameters the labels of their groups, unless `init` gets another function. The optimizer has at most
         #: one (`make_train_step`).
         self._group = next(iter(group_functions_in(optimizer)), matrix_or_vector)
@@ -95,8 +93,7 @@ class TrainStep(Fixed):
         return parts
 
     def __repr__(self) -> str:
-        policy = f"{self._options.policy}{self._products.described()}"
-        return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={policy})"
+        return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={self._options.policy})"
 
     def __call__(self, state: TrainState, batch: Tree, *more: NoReturn) -> tuple[TrainState, Metrics]:
         """Take one step. Pure; safe under torch.compile(fullgraph=True); no sync.
@@ -229,14 +226,10 @@ class TrainStep(Fixed):
         mode = contextlib.nullcontext() if keeps_training_flags else self.loss_fn.eval_mode()
         with torch.no_grad(), mode, self._precision_of_policy(state):
             inputs = self._inputs("loss", state.params)
-            cast = inputs.cast(state.params)
-            values = inputs.values(cast)
-            product_context = self._products.prepare(state, inputs, cast)
-            product_context.begin(values, product_context.tape.zeros)
-            taps = self.loss_fn.tape(state.scaler.scale.device).zeros
-            with product_context:
-                arguments = LossArguments(inputs.tree(values), taps, state.buffers, state.scaler, _tree.plain(batch))
-                returned = call_loss(self.loss_fn, self._options.policy, arguments)
+            params = inputs.tree(inputs.values(inputs.cast(state.params)))
+            taps = self.loss_fn.tape(state.scaler.scale.device)
+            arguments = LossArguments(params, taps, state.buffers, state.scaler, _tree.plain(batch))
+            returned = call_loss(self.loss_fn, self._options.policy, arguments)
         returns_pair = self.loss_fn.has_buffers or self.loss_fn.has_aux
         loss, _ = loss_and_aux("loss", returned, returns_pair)
         return loss
@@ -330,7 +323,7 @@ class TrainStep(Fixed):
 
         With `compute_params` it computes there as the loss does, without naming the precision again: a target network,
         acting, the other network of a GAN. It replaces a caller's region. Without a policy, or with float32, a caller's
-        region applies, as it does to the loss. Products in float8 are the loss's only: here they are bfloat16. It does
+        region applies, as it does to the loss. It does
         not switch gradients off; those parameters require none. No sync.
 
         Args:
@@ -351,26 +344,6 @@ class TrainStep(Fixed):
         """
         check_train_state("autocast", "state", state)
         return autocast_of(self._options.policy, state.scaler.scale.device.type)
-
-    def float8_scales(self, state: TrainState) -> dict[str, Tensor]:
-        """Return the scales of delayed scaling, per layer path, for `NumericsReport.float8` or a log. No sync.
-
-        Returns:
-            Copies, float32, shape (3,): of the input, the weight and the gradient of the output. Empty if the policy
-            has no delayed scaling. The gradient's is for the unscaled loss.
-
-        Raises:
-            TypeError: state is not a `TrainState`, or has no float8 state.
-            ValueError: the float8 state is of another configuration or of other layers.
-
-        Example:
-            >>> loss_fn = module_loss(torch.nn.Linear(16, 16), torch.nn.functional.mse_loss)
-            >>> step = make_train_step(loss_fn, stateless(torch.optim.SGD), policy="float8,float8=delayed")
-            >>> step.float8_scales(step.init())
-            {'': tensor([1., 1., 1.])}
-        """
-        state = self._checked("float8_scales", state)
-        return self._products.scales(state, self._inputs("float8_scales", state.params))
 
     def state_dict(self, state: TrainState) -> dict[str, Tensor]:
         """Return every tensor of a state by a dotted name, for torch.save.

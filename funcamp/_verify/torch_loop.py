@@ -31,8 +31,6 @@ def why_not(step: TrainStep) -> str:
     parallel = step._options.parallel
     if not isinstance(loss_fn, ModuleLoss) or loss_fn.model is not loss_fn.made_of:
         return "the loss is not of module_loss"
-    if policy.float8 is not None:
-        return "torch's loop has no float8 products"
     if policy.keep or policy.copy or not policy.autocast:
         return "the policy names parameters, which torch.autocast cannot"
     if parallel.size > 1 or parallel.shard or parallel.reduce is not None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from funcamp import Policy, ScalerConfig, float8, jit, make_train_step, module_loss, stateless
+from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
 from tests.support.helpers import assert_same, clone
 from tests.support.masked import masked, tokens
 
@@ -195,12 +195,11 @@ def test_float16_run_equals_torchs_loop_with_weighted_losses(wrap: Wrap) -> None
 @pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
 @pytest.mark.parametrize("wrap", [WRAPS["eager"], WRAPS["jit"]], ids=["eager", "jit"])
-def test_micro_batch_without_weight_leaves_buffers_and_float8_scales_alone(wrap: Wrap) -> None:
+def test_micro_batch_without_weight_leaves_buffers_alone(wrap: Wrap) -> None:
     def made(**options: Any) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 16))
-        policy = Policy("float8", float8=float8.transformer_engine(amax_history_len=4))
-        return make_train_step(module_loss(model, nn.functional.mse_loss), SGD, policy=policy, **options)
+        return make_train_step(module_loss(model, nn.functional.mse_loss), SGD, policy="bfloat16", **options)
 
     x = torch.randn(3, 8, 16)
     batch = torch.stack([x[0], x[1] * math.nan, x[2]]), torch.randn(3, 8, 16)
@@ -210,4 +209,3 @@ def test_micro_batch_without_weight_leaves_buffers_and_float8_scales_alone(wrap:
     expected, _ = wrap(both)(both.init(), tuple(leaf[::2] for leaf in batch))
     assert metrics.found_inf == 0
     assert_same(state.buffers, expected.buffers)
-    assert_same(state.float8, expected.float8)

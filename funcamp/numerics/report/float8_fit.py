@@ -6,7 +6,6 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from funcamp.float8.config import BACKWARD, FORWARD, MULTIPLE, fits
 from funcamp.numerics.formats import format_of
@@ -40,11 +39,10 @@ class Float8Layer(NamedTuple):
         return f"{self.path or 'the module'}: {advice} (lost: {lost})"
 
 
-def fit(path: str, multiplied: Multiplied, gradient: Stats, scales: Tensor | None, most: float) -> Float8Layer:
+def fit(path: str, multiplied: Multiplied, gradient: Stats, most: float) -> Float8Layer:
     """Return how well float8 represents a layer.
 
     gradient: of the layer's output; empty if there is none.
-    scales: of delayed scaling, for input, weight and gradient; None for the current scales.
     most: the largest fraction of values that the layer may lose.
     """
     tensors = {
@@ -56,9 +54,8 @@ def fit(path: str, multiplied: Multiplied, gradient: Stats, scales: Tensor | Non
     reasons = []
     if not fits(multiplied.sizes):
         reasons.append(f"its sizes {multiplied.sizes} are not multiples of {MULTIPLE}")
-    for index, (name, (stats, dtype)) in enumerate(tensors.items()):
-        scale = _current_scale(stats, dtype) if scales is None else scales[index].item()
-        lost_fractions[name] = _lost_fraction(stats, dtype, min(scale, 2.0**127))
+    for name, (stats, dtype) in tensors.items():
+        lost_fractions[name] = _lost_fraction(stats, dtype)
         format_name = "E5M2" if dtype == BACKWARD else "E4M3"
         if stats.nonfinite > 0:
             reasons.append(f"its {name} has values that are not finite")
@@ -76,10 +73,8 @@ def _current_scale(stats: Stats, dtype: torch.dtype) -> float:
     return largest_power / amax
 
 
-def _lost_fraction(stats: Stats, dtype: torch.dtype, scale: float) -> float:
-    """Return the fraction of values that become zero, or saturate at less than half of them; NaN of no values."""
+def _lost_fraction(stats: Stats, dtype: torch.dtype) -> float:
+    """Return the fraction of values that become zero at the current scale; NaN of no values."""
     if not stats.count > 0:
         return math.nan
-    underflow = stats.underflow(dtype, scale)
-    saturated_at_half = stats.overflow(dtype, scale / 2)
-    return (underflow + saturated_at_half).item()
+    return stats.underflow(dtype, min(_current_scale(stats, dtype), 2.0**127)).item()

@@ -25,7 +25,6 @@ from funcamp._step.step import TrainStep
 from funcamp._types import Args, Kwargs, Tree
 from funcamp._upstream.modes import check_modes, without_modes
 from funcamp._upstream.replaced import replaced
-from funcamp.float8.linears import layer_of
 from funcamp.numerics import taps
 from funcamp.numerics.counting import count
 from funcamp.numerics.report.backward_passes import BackwardPass, Operation, Trial, examine_pass
@@ -394,18 +393,17 @@ class Recorder(_Mode):
 
     def _note_module(self, module: nn.Module, args: Args) -> None:
         """Note that a module runs, and count the operands of a linear layer."""
-        layer = layer_of(module)
-        path = self.modules.path_of(layer)
+        path = self.modules.path_of(module)
         in_backward = _current_node() is not None
         if self._call_sites.is_outside_modules():
             self._begin_root(in_backward)
         # In a backward pass a checkpoint calls the module again.
         is_recorded = not (in_backward or self._call_sites.in_evaluation)
         self._call_sites.enter(path if is_recorded else None)
-        if is_recorded and isinstance(layer, nn.Linear) and not self._is_left_out() and args:
+        if is_recorded and isinstance(module, nn.Linear) and not self._is_left_out() and args:
             layer_input = args[0]
             # Not the attribute: a parametrization computes it, and spectral norm changes its state by that.
-            weight = dict(layer._parameters).get("weight")
+            weight = dict(module._parameters).get("weight")
             if is_countable(layer_input) and is_countable(weight):
                 self._add_operands(path, layer_input, weight)
 

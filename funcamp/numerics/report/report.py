@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -143,16 +143,14 @@ class NumericsReport:
             is_upper_bound=is_upper_bound,
         )
 
-    def float8(self, scales: Mapping[str, Tensor] | None = None, *, most: float = 0.01) -> list[Float8Layer]:
+    def float8(self, *, most: float = 0.01) -> list[Float8Layer]:
         """Return, per linear layer, what float8 loses of its input, weight and gradient, and whether to keep it.
 
-        Input and weight are E4M3, the gradient of the output is E5M2. A nonzero value is lost if it becomes zero, or if
-        it saturates at less than half of it. `{f"{one.path}.weight" for one in layers if one.keep}` are names for the
-        `keep` of a `Policy`.
+        Input and weight are E4M3, the gradient of the output is E5M2, each at the scale of the present tensor, rounded
+        down to a power of two. A nonzero value is lost if it becomes zero. `[one.path for one in layers if one.keep]`
+        are names for the `keep` of `float8.convert`.
 
         Args:
-            scales: the scales of delayed scaling, by path: `step.float8_scales(state)`. A layer without has the current
-                scale, rounded down to a power of two.
             most: the largest fraction of values that a layer may lose.
 
         Returns:
@@ -164,11 +162,10 @@ class NumericsReport:
         if isinstance(most, bool) or not isinstance(most, (int, float)) or not 0 <= most <= 1:
             raise ValueError(f"float8: most must be from 0 to 1; got {most!r}")
         records = self.unscaled_records()
-        delayed_scales = scales or {}
         layers = []
         for path, multiplied in self._operands.items():
             gradient = records[path].backward if path in records else NO_VALUES
-            layers.append(fit(path, multiplied, gradient, delayed_scales.get(path), most))
+            layers.append(fit(path, multiplied, gradient, most))
         return layers
 
     def gradients(self) -> Stats:

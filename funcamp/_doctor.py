@@ -172,7 +172,10 @@ def _verified(device: str) -> str:
     seconds = time.perf_counter() - start
     if not verification.ok:
         raise AssertionError(f"verify: {verification}")
-    return f"{verification.summary()}; {seconds:.0f} s with compiling"
+    outcomes = ", ".join(f"{one.road}: {one.outcome.value}" for one in verification.comparisons)
+    return (
+        f"{verification.steps} steps, {len(verification.skipped)} skipped; {outcomes}; {seconds:.0f} s with compiling"
+    )
 
 
 def _donation(device: str) -> str:

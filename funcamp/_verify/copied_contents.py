@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import _tree
+from funcamp._verify.rounding import distance
 
 
 class CopiedContents:
@@ -30,18 +31,16 @@ class CopiedContents:
             for name in {"_parameters", "_buffers", "_modules"} & set(attributes):
                 self._containers[f"{path}.{name}"] = attributes[name]
         leaves = _tree.leaves(list(self._containers.values()))
-        self._tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-        self._same = [*owners.values(), *self._containers.values(), *self._tensors, *self._generators]
+        self._same = [*owners.values(), *self._containers.values(), *self.tensors, *self._generators]
         """What is not copied, because closures, views and identities refer to it."""
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Context manager: every attribute is a deep copy; tensors and generators get their values back afterwards."""
         before = [(container, dict(container)) for container in self._containers.values()]
-        values = [
-            (tensor, tensor.detach().clone(), tensor.grad if tensor.is_leaf else None) for tensor in self._tensors
-        ]
+        values = [(tensor, tensor.detach().clone(), tensor.grad if tensor.is_leaf else None) for tensor in self.tensors]
         states = [generator.get_state() for generator in self._generators]
         memo: dict[int, Any] = {id(item): item for item in self._same}
         try:
@@ -55,7 +54,9 @@ class CopiedContents:
                 container.clear()
                 container.update(contents)
             for tensor, value, grad in values:
-                tensor.data.copy_(value)
+                # An expanded tensor cannot be written, and a sparse one not be compared.
+                if tensor.layout == torch.strided and distance(tensor.detach(), value):
+                    tensor.data.copy_(value)
                 if tensor.is_leaf:
                     tensor.grad = grad
             for generator, state in zip(self._generators, states):

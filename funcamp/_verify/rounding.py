@@ -57,6 +57,8 @@ class Rounding:
         self._start = start
         self._allowed: list[dict[str, float]] = []
         """By step and name, how far a value may be from the reference's."""
+        self._relative: list[float] = []
+        """By step, the largest such distance relative to the value: for values that the reference has not."""
         largest: dict[str, float] = {}
         for number, row in enumerate(reference):
             if any(skips(run[number]) != skips(row) for run in disturbed):
@@ -66,11 +68,21 @@ class Rounding:
                 distances = [distance(value, run[number][name]) for run in disturbed]
                 largest[name] = max(largest.get(name, 0.0), *distances)
             self._allowed.append({name: _FACTOR * largest[name] + _ulps(value) for name, value in row.items()})
+            self._relative.append(max(largest[name] / (_norm(value) or math.inf) for name, value in row.items()))
+
+    def _allowed_for(self, number: int, name: str, value: Tensor) -> float:
+        """Return how far a value may be from the reference's."""
+        if number >= len(self._allowed):
+            return math.inf
+        if name in self._allowed[number]:
+            return self._allowed[number][name]
+        is_rounded = value.is_floating_point() or value.is_complex()
+        return _FACTOR * self._relative[number] * _norm(value) + _ulps(value) if is_rounded else 0.0
 
     def _movement(self, name: str, value: Tensor) -> float:
         """Return how far a value is from where it started; its size, if it did not start or did not move."""
         moved = distance(value, self._start[name]) if name in self._start else 0.0
-        return moved or distance(value, torch.zeros_like(value)) or 1.0
+        return moved or _norm(value) or 1.0
 
     def difference(self, number: int, reference: Row, row: Row) -> Difference | None:
         """Return the largest difference of a row from the reference's; None if all values are equal."""
@@ -79,9 +91,7 @@ class Rounding:
             size = distance(value, row[name]) if name in row else math.inf
             if size:
                 movement = self._movement(name, value)
-                allowed = math.inf
-                if number < len(self._allowed):
-                    allowed = self._allowed[number].get(name, _ulps(value))
+                allowed = self._allowed_for(number, name, value)
                 differences.append(Difference(number, name, size / movement, allowed / movement))
         return max(differences, key=lambda difference: (difference.share, difference.size), default=None)
 
@@ -100,9 +110,13 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 def _ulps(value: Tensor) -> float:
     """Return what two runs may always differ by."""
-    if not (value.is_floating_point() or value.is_complex()):
-        return 0.0
-    return _ULPS * torch.finfo(value.dtype).eps * float(torch.linalg.vector_norm(_wide(value, 0.0)))
+    is_rounded = value.is_floating_point() or value.is_complex()
+    return _ULPS * torch.finfo(value.dtype).eps * _norm(value) if is_rounded else 0.0
+
+
+def _norm(value: Tensor) -> float:
+    """Return the 2-norm of the finite part of a value."""
+    return float(torch.linalg.vector_norm(_wide(value, 0.0)))
 
 
 def _wide(value: Tensor, infinity: float) -> Tensor:

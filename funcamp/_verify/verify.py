@@ -102,22 +102,21 @@ def verify(
         check_train_state("verify", "state", state)
     if state is None and not isinstance(plain_step, TrainStep):
         raise TypeError("verify: state must be given for a step that make_train_step did not make; got None")
-    before = Generators((state, batches))
+    contents = CopiedContents(_objects(plain_step))
+    generators = Generators((state, contents.tensors))
     try:
         chosen = _first_batches(batches, steps)  # which may draw random numbers
-        contents = CopiedContents(_objects(plain_step))
         # A step with a policy disables an autocast around it, and torch's loop would not.
         with without_autocast(), torch.inference_mode(False), torch.enable_grad():
             if state is None:
                 with contents.entered():
                     state = plain_step.init()
                 state = with_scale(state, min(float(state.scaler.scale), _FIRST_SCALE))
-            generators = Generators((state, chosen))
             is_float16 = isinstance(plain_step, TrainStep) and plain_step._options.policy.compute_dtype == torch.float16
             overflow = _OVERFLOW if is_float16 else None
             return Comparer(Training(plain_step, state, chosen, overflow, contents, generators), compiled).run()
     finally:
-        before.restore()
+        generators.restore()
 
 
 def _first_batches(batches: Iterable[Tree], steps: int) -> list[Tree]:

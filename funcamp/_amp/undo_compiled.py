@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from funcamp import _upstream
+from funcamp._optim.class_optimizer import ClassOptimizer, eager_only
 from funcamp._optim.class_state import ClassState, Entries
-from funcamp._optim.stateless import eager_only, stateless
 
 #: A stand-in for None among the arguments of a traced function, which accepts no None as a leaf.
 _NONE = "<None>"
@@ -87,7 +87,7 @@ def _step(
     cls = getattr(torch.optim, class_name)  # by name, because a traced function takes no class
     accepted = inspect.signature(cls.__init__).parameters
     decoded = {name: _decoded(value) for name, value in arguments.items()}
-    optimizer = stateless(cls, **{name: value for name, value in decoded.items() if name in accepted})
+    optimizer = ClassOptimizer(cls, {name: value for name, value in decoded.items() if name in accepted})
     traits = optimizer._traits
     hyper = {name: decoded[name] for name in traits.step.dynamic}
     if traits.step.first_step_differs and not all(states):

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from funcamp import _tree, _upstream
-from funcamp._optim.hyperparameters import Signature, example_of, is_dynamic
+from funcamp._optim.hyperparameters import Signature, check_value, example_of, is_dynamic
 from funcamp._optim.instance import instance_of
+from funcamp._optim.torch_optim.rule import UpdateRule
 from funcamp._optim.wrong_arguments import refuse_parameters, refuse_schedulers
 from funcamp._types import Kwargs
 
@@ -17,6 +18,48 @@ from funcamp._types import Kwargs
 def is_torchs(cls: type) -> bool:
     """Return whether a class is one of torch.optim."""
     return f"{cls.__module__}.".startswith("torch.optim.")
+
+
+#: Entries of a group that do not change the numbers of a step: they choose how torch computes it.
+WITHOUT_EFFECT = ("params", "foreach", "fused", "capturable", "differentiable")
+
+
+def check_arguments(
+    cls: type[torch.optim.Optimizer], rule: UpdateRule, hyperparameters: Kwargs, arguments: Kwargs
+) -> Kwargs:
+    """Return the parameter group of a class of torch.optim: all its arguments, with its defaults.
+
+    Args:
+        cls: the class.
+        rule: its update rule.
+        hyperparameters: what the user gave.
+        arguments: the same with numbers in place of tensors and schedules.
+
+    Raises:
+        TypeError: an argument is not the class's, or the rule does not know it, or a tensor or a schedule is given for
+            what is no number.
+        ValueError: the class or the rule refuses a value.
+    """
+    accepted = inspect.signature(cls.__init__).parameters
+    check_names(cls, hyperparameters, accepted)
+    check_implementation(hyperparameters)
+    for name, value in hyperparameters.items():
+        check_value("stateless", name, value)
+        if name not in (*rule.arguments, *WITHOUT_EFFECT):
+            raise TypeError(
+                f"stateless: {cls.__name__} must be given without {name}, which torch has and funcamp has not"
+            )
+        if is_dynamic(value):
+            if name in rule.constants:
+                raise TypeError(f"stateless: {name} must be a constant; got {_tree.brief(value)}")
+            check_is_no_choice(name, value, accepted)
+        if isinstance(value, str) and value not in rule.texts:
+            raise ValueError(f"stateless: {name} must be one of {rule.texts}; got {value!r}")
+    check_constructor(
+        cls, hyperparameters, arguments, [name for name, value in hyperparameters.items() if is_dynamic(value)]
+    )
+    group: Kwargs = instance_of(cls, [torch.zeros(2, 2, requires_grad=True)], dict(arguments)).param_groups[0]
+    return group
 
 
 def impure(cls: type, why: str) -> TypeError:

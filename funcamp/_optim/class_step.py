@@ -30,10 +30,10 @@ from funcamp._optim.modes import without_modes
 from funcamp._optim.positions import ignores_positions
 from funcamp._optim.python_names import names_for_numbers
 from funcamp._optim.run import StepRun, run_step
+from funcamp._optim.torch_optim.sgd import APPLIED_ENTRY
 from funcamp._types import Kwargs
 
 #: Steps applied to one parameter: an entry of funcamp's, used if the first step has another formula.
-APPLIED_ENTRY = "funcamp_applied"
 #: Which of its forms the state of one parameter has: an entry of funcamp's, if a class adds or removes entries later.
 STAGE_ENTRY = "funcamp_stage"
 

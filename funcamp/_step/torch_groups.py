@@ -16,9 +16,9 @@ from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.chain import only_optimizer_of
-from funcamp._optim.class_state import entries_in
-from funcamp._optim.class_step import APPLIED_ENTRY, STAGE_ENTRY
-from funcamp._optim.stateless import StatelessOptimizer
+from funcamp._optim.class_step import STAGE_ENTRY
+from funcamp._optim.optimizer import StatelessOptimizer
+from funcamp._optim.torch_optim.sgd import APPLIED_ENTRY
 from funcamp._scaler.config import ScalerConfig
 from funcamp._step.state import TrainState
 
@@ -79,9 +79,7 @@ class TorchGroup(NamedTuple):
                     "an inner optimizer, which torch's format does not name; save and load with step.state_dict and "
                     "step.load_state_dict"
                 )
-        form = optimizer._traits.step.form([param])
-        leaf, shared = entries_in(form.per_param[0]), entries_in(form.shared)
-        return {entry for entry in entries if (leaf.get(entry) or shared[entry]).kind != "tensor"}
+        return set(entries) & optimizer._python_numbers(param)
 
     def entries_in(self, saved: Iterable[str]) -> list[str]:
         """Return the names of the optimizer's entries, as in torch, that are among exported names."""

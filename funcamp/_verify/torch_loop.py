@@ -125,7 +125,7 @@ class TorchLoop:
                 params = [parameters[name] for name in group.names]
                 param_groups.append({**self._hyperparameters(group), "params": params})
             stateless_optimizer = groups[0].optimizer
-            optimizer = stateless_optimizer._cls(param_groups, **stateless_optimizer._traits.step.arguments)
+            optimizer = stateless_optimizer._cls(param_groups, **stateless_optimizer._arguments)
             if not is_new:
                 optimizer.load_state_dict(saved[label] if has_several_classes else saved)
             optimizers.append((optimizer, groups))

@@ -15,11 +15,11 @@ from torch import Tensor
 from funcamp import _tree, _upstream
 from funcamp._optim.arguments import is_torchs
 from funcamp._optim.class_state import ClassState, Entries, entries_in
-from funcamp._optim.class_step import APPLIED_ENTRY
 from funcamp._optim.dataflow import can_follow
 from funcamp._optim.hyperparameters import Hyper, check_value, evaluate
 from funcamp._optim.optimizer import OptState, StatelessOptimizer
 from funcamp._optim.run import refuse_differentiation
+from funcamp._optim.torch_optim.sgd import APPLIED_ENTRY
 from funcamp._optim.traits import StoredParam, Traits, probe
 from funcamp._storage.params import Params, collapse, expand
 from funcamp._types import Kwargs, Tree

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from funcamp._dtensor import is_distributed
 from funcamp._optim.class_state import ClassState, Entries, Entry, as_tensor, entries_in, zero_of
-from funcamp._optim.class_step import APPLIED_ENTRY, STAGE_ENTRY, ClassStep
+from funcamp._optim.class_step import STAGE_ENTRY, ClassStep
 from funcamp._optim.containers import leaves_of
 from funcamp._optim.hyperparameters import Hyper
 from funcamp._optim.instance_state import Contents
+from funcamp._optim.torch_optim.sgd import APPLIED_ENTRY
 
 #: The first state of a large parameter is found in chunks of this many elements. With AdamW `init` then needs 18
 #: bytes a parameter instead of 40.

@@ -31,7 +31,7 @@ from funcamp._optim.arguments import (
 from funcamp._optim.changing_numbers import with_changing_numbers
 from funcamp._optim.class_code import catches_zero_divisions, refuse_caught_errors, refuse_identity_of_flags
 from funcamp._optim.class_state import ClassState
-from funcamp._optim.class_step import APPLIED_ENTRY, ClassStep, empty_state
+from funcamp._optim.class_step import ClassStep, empty_state
 from funcamp._optim.decisions import results_of_paths
 from funcamp._optim.first_state import CHUNK_SIZE, first_state
 from funcamp._optim.hyperparameters import Hyper, Signature, argument_of, is_dynamic, map_items, without_values
@@ -47,6 +47,7 @@ from funcamp._optim.tensor_hyperparameters import (
     refuse_reads_of,
     without_needless_questions,
 )
+from funcamp._optim.torch_optim.sgd import APPLIED_ENTRY
 from funcamp._optim.trial import Inputs, are_equal, distance, inputs_on, tensors_in
 from funcamp._optim.wrong_arguments import check_class
 from funcamp._trace.as_compiled import as_eager

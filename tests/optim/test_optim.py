@@ -77,6 +77,43 @@ def test_update_follows_torch(name: str, compiled: bool) -> None:
     assert opt_state.applied == STEPS
 
 
+LONG = 300
+SHAPES = ((4, 3), (3, 5), (37,))
+
+
+@pytest.mark.thorough(keep=2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", CASES)
+def test_three_hundred_steps_with_skips_follow_torch(name: str, dtype: torch.dtype) -> None:
+    """Gradients of all sizes; in about every fifth step they are infinite, and the step is skipped."""
+    cls, arguments = CASES[name]
+    if cls is not optim.Muon:  # which has no foreach
+        arguments = {**arguments, "foreach": False}
+    if dtype == torch.float16 and cls in (optim.Adam, optim.AdamW, optim.NAdam):
+        arguments = {**arguments, "eps": 1e-3}  # the default is 0 in float16
+    leaves = [torch.randn(shape).to(dtype).requires_grad_() for shape in (SHAPES[:2] if cls is optim.Muon else SHAPES)]
+    eager, optimizer = cls(leaves, **arguments), stateless(cls, **arguments)
+    params = [leaf.detach().clone() for leaf in leaves]
+    opt_state = optimizer.init(params)
+    for step in range(LONG):
+        is_skipped = bool(torch.rand(()) < 0.2)
+        size = torch.inf if is_skipped else 10.0 ** (step % 5 - 3)
+        grads = [(torch.randn(leaf.shape) * size).to(dtype) for leaf in leaves]
+        new = optimizer.update(params, grads, opt_state)
+        params, opt_state = skip_step(state_of(8.0, found_inf=float(is_skipped)), new=new, old=(params, opt_state))
+        if not is_skipped:
+            for leaf, grad in zip(leaves, grads):
+                leaf.grad = grad
+            eager.step()
+    expected = [leaf.detach() for leaf in leaves]
+    if name not in ROUNDED:
+        assert_same(params, expected)
+    elif dtype == torch.float32:
+        assert_close(params, expected, 1e-6)
+    else:
+        assert_close(params, expected, LONG * torch.finfo(dtype).eps)
+
+
 @pytest.fixture(autouse=True)
 def _same_data(_fresh: None) -> None:
     torch.manual_seed(0)

@@ -1,7 +1,7 @@
 """torch's own database of optimizers: each class with each of its inputs follows the class, over steps and a skip.
 
-Element by element it is bit for bit. ROUNDED are the exceptions: ASGD's and Adafactor's numbers are tensors, with which a
-tensor is multiplied and added in two roundings where torch's CPU takes one; with a tensor's learning rate torch does
+Element by element it is bit for bit. ROUNDED are the exceptions: ASGD's and Adafactor's numbers are tensors, with which
+a tensor is multiplied and added in two roundings where torch's CPU takes one; with a tensor's learning rate torch does
 arithmetic in float32. A refusal is in REFUSED with its reason; one that disappears fails the test.
 """
 

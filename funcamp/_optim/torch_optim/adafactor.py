@@ -43,11 +43,13 @@ def _variance(grad: Tensor, state: State, weight: Tensor, eps1: Number) -> tuple
 
 
 def _mean_of_squares(grad: Tensor, dim: int) -> Tensor:
-    return torch.linalg.vector_norm(grad, dim=dim, keepdim=True).square() / grad.size(dim)
+    norm: Tensor = torch.linalg.vector_norm(grad, dim=dim, keepdim=True)
+    return norm.square() / grad.size(dim)
 
 
 def _root_mean_square(tensor: Tensor) -> Tensor:
-    return wide(tensor.norm(2)) / tensor.numel() ** 0.5
+    norm: Tensor = torch.linalg.vector_norm(tensor)
+    return wide(norm) / float(tensor.numel() ** 0.5)
 
 
 ADAFACTOR = UpdateRule(

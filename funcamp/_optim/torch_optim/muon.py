@@ -18,9 +18,12 @@ def _init(param: Tensor, _: Arguments) -> State:
 def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
     buffer = lerp(state["momentum_buffer"], grad, 1 - h.momentum)
     update = lerp(grad, buffer, h.momentum) if h.nesterov else buffer
-    update = _orthogonal(update, h).to(param.dtype)
-    param = decayed(param, h)
-    return add(param, update, -(h.lr * _ratio(param, h))), {"momentum_buffer": buffer}
+    update = _orthogonal(update, h)
+    rate = h.lr * _ratio(param, h)
+    # In float32 if the parameter is float16, beside which the update is bfloat16.
+    computed_in = torch.promote_types(param.dtype, update.dtype)
+    moved = add(decayed(param, h).to(computed_in), update.to(computed_in), -rate)
+    return moved.to(param.dtype), {"momentum_buffer": buffer}
 
 
 def _ratio(param: Tensor, h: Arguments) -> float:

@@ -17,7 +17,7 @@ from funcamp._tree import settled
 
 #: A float, or a tensor of shape () in the dtype of `wide`.
 Number: TypeAlias = "float | Tensor"
-_NARROW = (torch.float16, torch.bfloat16)
+NARROW = (torch.float16, torch.bfloat16)
 
 
 def wide(tensor: Tensor) -> Tensor:
@@ -55,7 +55,7 @@ def add(tensor: Tensor, other: Tensor, alpha: Number) -> Tensor:
     """Return tensor + alpha * other."""
     if not isinstance(alpha, Tensor):
         return torch.add(tensor, other, alpha=alpha)
-    if tensor.dtype in _NARROW and tensor.device.type == "cpu":
+    if tensor.dtype in NARROW and tensor.device.type == "cpu":
         alpha = alpha.to(tensor.dtype)  # as torch's kernel for a CPU
     return _rounded(lambda n, x, y: x + n * y, alpha, tensor, other)
 
@@ -103,7 +103,7 @@ def _like(number: Number, tensor: Tensor) -> Tensor:
 def _rounded(compute: Callable[..., Tensor], number: Number, *tensors: Tensor) -> Tensor:
     """Return compute(number, *tensors), rounded once to the dtype of the tensors."""
     dtype = tensors[0].dtype
-    computed_in = torch.float32 if dtype in _NARROW else dtype
+    computed_in = torch.float32 if dtype in NARROW else dtype
     if isinstance(number, Tensor):
         number = number.to(computed_in)
         if compiling():

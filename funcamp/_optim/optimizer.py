@@ -156,10 +156,11 @@ class StatelessOptimizer(Fixed):
         flat, spec = _tree.parameters("update", "params", params)
         flat_grads = _flat_grads(params, flat, grads)
         columns = self._columns(params, flat, opt_state)
-        positions = [index for index, param in enumerate(flat) if param is not None and flat_grads[index] is not None]
+        positions = self._positions(flat, flat_grads)
         if not positions:
             return stored_params, opt_state._replace(applied=opt_state.applied + 1)
-        stepping, stepping_grads = _at(positions, flat), _at(positions, flat_grads)
+        stepping = _at(positions, flat)
+        stepping_grads = _at(positions, flat_grads)
         refuse_differentiation([*stepping, *stepping_grads])
         states = _states_at(positions, columns)
         with torch.no_grad():
@@ -287,6 +288,14 @@ class StatelessOptimizer(Fixed):
                 "others to another optimizer, with by_group"
             )
 
+    def _positions(self, flat: Leaves, flat_grads: Leaves) -> list[int]:
+        """Return the positions of the parameters that take a step: those with a gradient."""
+        positions = []
+        for index, (param, grad) in enumerate(zip(flat, flat_grads)):
+            if param is not None and grad is not None:
+                positions.append(index)
+        return positions
+
     def _check_entries(self, flat: Leaves, opt_state: OptState) -> None:
         """Raise ValueError if a state has the entries of another optimizer."""
         expected: set[str] = set()
@@ -304,15 +313,6 @@ class StatelessOptimizer(Fixed):
     def _python_numbers(self, param: Tensor) -> set[str]:  # noqa: ARG002  what a subclass needs
         """Return the entries that are Python's numbers in the class's state_dict."""
         return set()
-
-    def _with(self, hyperparameters: Kwargs, set_by_scheduler: Kwargs) -> StatelessOptimizer:  # noqa: ARG002  a subclass's
-        """Return this optimizer with other hyperparameters.
-
-        Args:
-            hyperparameters: all of them.
-            set_by_scheduler: numbers that a scheduler puts into torch's parameter group, which some classes read.
-        """
-        return StatelessOptimizer(self._cls, hyperparameters)
 
     # Trees.
 
@@ -391,13 +391,13 @@ def _flat_grads(params: Tree, flat: Leaves, grads: Tree) -> Leaves:
     return flat_grads
 
 
-def refuse_differentiation(tensors: Iterable[Tensor]) -> None:
+def refuse_differentiation(tensors: Iterable[Tensor | None]) -> None:
     """Raise ValueError if torch.func differentiates a tensor: the gradient would silently be zero."""
     if torch.compiler.is_dynamo_compiling():
         return
     for tensor in tensors:
         inner = tensor
-        while _upstream.is_wrapped(inner):
+        while inner is not None and _upstream.is_wrapped(inner):
             if _upstream.is_differentiated(inner):
                 raise ValueError(
                     "update: params and grads must not be differentiated, as no gradient flows through a torch.optim "

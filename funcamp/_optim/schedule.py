@@ -133,16 +133,12 @@ def _scheduled(optimizers: Mapping[str, StatelessOptimizer], make: _Make, steps:
         if not values_by_name:
             scheduled[label] = optimizer
             continue
-        set_by_scheduler = {name: value for name, value in group.items() if name not in {"params", *group_numbers}}
-        for name, values in list(values_by_name.items()):
-            if name not in optimizer._hyperparameters and all(value == values[0] for value in values):
-                set_by_scheduler[name] = values_by_name.pop(name)[0]  # a number of the group, such as initial_lr
         hyperparameters = dict(optimizer._hyperparameters)
         for name, values in values_by_name.items():
             hyperparameter = hyperparameters.get(name, group_numbers[name])
             source = type(scheduler).__name__
             hyperparameters[name] = _with_tables(hyperparameter, group_numbers[name], name, values, source)
-        scheduled[label] = optimizer._with(hyperparameters, set_by_scheduler)
+        scheduled[label] = type(optimizer)(optimizer._cls, hyperparameters)
     return scheduled
 
 

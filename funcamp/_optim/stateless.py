@@ -6,7 +6,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from funcamp._optim.class_optimizer import ClassOptimizer
+from funcamp._optim.foreign.optimizer import ForeignOptimizer
 from funcamp._optim.optimizer import StatelessOptimizer
 from funcamp._optim.torch_optim import RULES
 from funcamp._optim.wrong_arguments import check_class, refuse_positional
@@ -65,4 +65,4 @@ def stateless(
 
     if optimizer in RULES:
         return StatelessOptimizer(optimizer, hyperparameters)
-    return ClassOptimizer(optimizer, hyperparameters)
+    return ForeignOptimizer(optimizer, hyperparameters)

@@ -5,7 +5,7 @@ the tensor behind it computes.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -99,7 +99,7 @@ class Calls(TorchFunctionMode):
             return _masked(*args)
         if name.removeprefix("linalg_") in _DECOMPOSITIONS and isinstance(args[0], Tensor) and args[0].dim() >= 2:
             args = (_finite(args[0]), *args[1:])
-        if not any(isinstance(item, Number) for item in _leaves((args, kwargs))):
+        if not _has_number(args) and not _has_number(kwargs.values()):
             return func(*args, **kwargs)
         if name.startswith("_foreach"):
             self.refuse(f"gives torch.{name} a number that changes in training; pass foreach=False")
@@ -196,6 +196,13 @@ def _selects(index: Any) -> bool:
     if isinstance(index, tuple):
         return any(map(_selects, index))
     return isinstance(index, Tensor) and index.dtype == torch.bool
+
+
+def _has_number(values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, Number) or (isinstance(value, (tuple, list)) and _has_number(value)):
+            return True
+    return False
 
 
 def _is_same(one: object, other: object) -> bool:

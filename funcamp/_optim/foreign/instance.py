@@ -147,6 +147,9 @@ def mapped(fn: Callable[[str, Any], Any], contents: Contents) -> Contents:
     """Return containers like these with fn(name, leaf) in place of each leaf."""
     result: Contents = {}
     for key, value in contents.items():
+        if not isinstance(value, (dict, list, tuple)):
+            result[key] = fn(key, value)
+            continue
         parts, spec = _tree.flatten(value)
         names = [f"{key}{_tree.path_of(value, index).replace('.', '_')}" for index in range(len(parts))]
         result[key] = _tree.unflatten([fn(name, part) for name, part in zip(names, parts)], spec)

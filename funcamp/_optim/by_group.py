@@ -11,7 +11,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._check import Fixed
 from funcamp._optim.hyperparameters import ANOTHER
-from funcamp._optim.stateless import OptState
+from funcamp._optim.optimizer import OptState
 from funcamp._optim.wrong_arguments import as_stateless, path_of
 from funcamp._storage.params import Params, matrix_or_vector
 from funcamp._types import Tree

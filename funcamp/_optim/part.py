@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._optim.by_group import GroupedOptimizer, PureOptimizer, check_optimizer
-from funcamp._optim.stateless import StatelessOptimizer
+from funcamp._optim.optimizer import StatelessOptimizer
 from funcamp._types import Tree
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.chain import Chain
 from funcamp._step.state import TrainState
 from funcamp._step.step import TrainStep
-from funcamp._step.torch_groups import TorchGroup, as_number, groups_of, hyperparameters_of
+from funcamp._step.torch_groups import TorchGroup, groups_of, hyperparameters_of
 from funcamp._storage.params import expand
 from funcamp._types import Tree
 from funcamp._verify.rounding import Row, copied_to_host
@@ -76,12 +76,8 @@ class TorchLoop:
         self._optimizers: list[tuple[TorchGroup, torch.optim.Optimizer]] = []
         saved = step.to_torch(state)["optimizer"]
         for index, group in enumerate(groups_of("verify", step, state, None)):
-            numbers: dict[str, Any] = {}
-            for name, value in group.optimizer._hyperparameters.items():
-                if not callable(value):  # a schedule
-                    numbers[name] = as_number(value)
             parameters = [named[name] for name in group.names]
-            optimizer = group.optimizer._cls([{**self._hyperparameters(group), "params": parameters}], **numbers)
+            optimizer = group.optimizer._cls([{**self._hyperparameters(group), "params": parameters}], **group.optimizer._arguments)
             if self._applied:
                 # One for all groups, or by label if the classes differ.
                 groups = saved.get("param_groups")

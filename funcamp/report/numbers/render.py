@@ -1,0 +1,213 @@
+"""A numerics report as text and as an HTML page: a table of operations, a tree of modules."""
+
+from __future__ import annotations
+
+import base64
+import html
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+
+from funcamp._types import name_of
+from funcamp.numerics.record import Record
+from funcamp.report.numbers.backward_passes import BackwardPass, Operation, needs_loss_scaling
+
+_T = TypeVar("_T")
+
+_NUMBERS = ("shape", "std", "amax", "zero", "underflow", "subnormal", "overflow")
+COLUMNS = ("", "module", "operation", "dtype", *_NUMBERS, "")
+
+#: An operation as numbers and strings by name: a row of `NumericsReport.to_rows`.
+Row: TypeAlias = dict[str, Any]
+
+#: The statistics that count non-finite values, with the words for them.
+_NONFINITE = (("nan", "NaN"), ("posinf", "inf"), ("neginf", "-inf"))
+
+_STYLE = """
+body { font: 14px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222 }
+pre, td { font: 12px/1.4 ui-monospace, monospace } pre { overflow-x: auto; background: #f6f6f6; padding: 1em }
+table { border-collapse: collapse } td, th { padding: 1px 8px; text-align: left; white-space: nowrap }
+th { position: sticky; top: 0; background: #fff; border-bottom: 1px solid #999; font-size: 12px }
+tr.made { background: #fdd } tr.flushed { background: #fff3cd } img { max-width: 100% }
+"""
+
+
+def caption(dtype: torch.dtype, loss_scale: float) -> str:
+    """Return what the numbers in the table of operations mean."""
+    scaled = "" if loss_scale == 1 else f"gradients are times the loss scale, {power(loss_scale)}; "
+    return f"values as in this run: {scaled}fractions are those that rounding to {name_of(dtype)} would lose"
+
+
+def table(rows: list[Row], title: str) -> Any:
+    """Return a rich table of `to_rows`: red if a row creates inf or NaN, yellow above 1 % underflow."""
+    try:
+        from rich.table import Table
+    except ImportError as error:
+        raise ImportError("table: needs rich: pip install 'funcamp[demo]'; to_rows() needs nothing") from error
+
+    rich_table = Table(title=title, title_justify="left")
+    for name in COLUMNS:
+        rich_table.add_column(name, justify="right" if name in _NUMBERS else "left")
+    for row in rows:
+        rich_table.add_row(*cells(row), style=_choose_by_fault(row, "red", "yellow", None))
+    return rich_table
+
+
+def _choose_by_fault(row: Row, nonfinite: _T, flushed: _T, none: _T) -> _T:
+    """Return the first value if a row creates inf or NaN, the second above 1 % underflow, else the third."""
+    if row["creates"]:
+        return nonfinite
+    if row["underflow"] > 0.01:
+        return flushed
+    return none
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """Return a row of `to_rows` as short text, one cell per column."""
+    zero_fraction = (row["poszero"] + row["negzero"]) / max(row["count"], 1)
+    output_index = f"[{row['output']}]" if row["output"] else ""  # of an operation with several outputs
+    remarks = []
+    if row["creates"]:
+        remarks.append(f"makes {row['creates'].replace(' ', ', ')}")
+    remarks += [f"{int(row[name])} {word}" for name, word in _NONFINITE if row[name]]
+    return (
+        "<-" if row["direction"] == "backward" else "->",
+        row["module"],
+        f"{row['operation']}{output_index}",
+        row["dtype"],
+        "x".join(map(str, row["shape"])) or "()",
+        "n/a" if math.isnan(row["std"]) else f"{row['std']:.3g}",
+        f"2^{math.log2(row['amax']):.0f}" if row["amax"] else "0",
+        percent(zero_fraction),
+        percent(row["underflow"]),
+        percent(row["subnormal"]),
+        percent(row["overflow"]),
+        ", ".join(remarks),
+    )
+
+
+def power(scale: float) -> str:
+    """Format a loss scale with its power of two."""
+    exponent = math.log2(scale)
+    is_exact_integer = 1 <= scale < 2**53 and scale.is_integer()
+    number = f"{scale:.0f}" if is_exact_integer else f"{scale:g}"
+    return f"{number} (2^{exponent:.0f})" if exponent.is_integer() else number
+
+
+def no_scale_helps(operation: Operation, cause: str) -> str:
+    """Return the sentence for a loss or gradients that are non-finite at every loss scale."""
+    if operation.backward:
+        what = "gradients are inf or NaN at every loss scale"
+    else:
+        what = "loss is inf or NaN before it is scaled"
+    change = "keep it from dividing by zero, and from a root or logarithm of zero"
+    if needs_loss_scaling([operation]):
+        change = f"compute it in float32 or bfloat16, make what goes into it smaller, or {change}"
+    return f"No loss scale helps: the {what}: {cause}. Change that operation: {change}."
+
+
+def at_scales(passes: list[BackwardPass]) -> list[str]:
+    """Return sentences on the scales at which the backward passes were finite."""
+    sentences = []
+    for number, backward_pass in enumerate(passes, 1):
+        name = f"Backward pass {number}" if len(passes) > 1 else "Backward pass"
+        what = "are finite" if backward_pass.finite else "overflow"
+        beginning = f"{name}: at the loss scale {power(backward_pass.loss_scale)} the gradients {what}"
+        if backward_pass.largest_scale is not None:
+            largest_scale = power(backward_pass.largest_scale)
+            sentences.append(f"{beginning}; repeated at others, they are finite up to {largest_scale}.")
+        elif backward_pass.obstacle and not backward_pass.finite:
+            sentences.append(
+                f"{beginning}; it could not be repeated at others ({backward_pass.obstacle}), so their size is "
+                "unknown. Run this report once in float32 or bfloat16: the loss scale that it recommends works in "
+                "float16 too."
+            )
+    return sentences
+
+
+def percent(fraction: float) -> str:
+    """Format a fraction, short but distinguishable from 0."""
+    if not fraction:
+        return ""
+    return "<0.01%" if fraction < 1e-4 else f"{100 * fraction:.3g}%"
+
+
+def annotate(module: nn.Module | None, records: Mapping[str, Record | str]) -> str:
+    """Return a module's tree with the standard deviations of each part's output and of its gradient.
+
+    Format: `(-> 0.573, <- 0.000296)`, n/a if there is none. Reads the records on the host: a sync.
+
+    Args:
+        module: the module; None for the records only.
+        records: by path, as in a tracked step's metrics: scaled, unless `Record.unscale` was called.
+
+    Raises:
+        AttributeError: records contains something else than a `Record`.
+
+    Example:
+        >>> print(annotate(torch.nn.Sequential(torch.nn.ReLU()), {}))
+        Sequential
+          (0): ReLU
+    """
+    if module is None:
+        return "\n".join(f"{path or '(module)'}  {record}" for path, record in records.items())
+    lines = list(_tree_lines(module, records))
+    paths_in_module = {path for path, _ in module.named_modules()}
+    for path, record in records.items():
+        if path not in paths_in_module:
+            lines.append((path, str(record)))
+    width = max(len(name) for name, _ in lines)
+    return "\n".join(f"{name:{width}}  {record}".rstrip() for name, record in lines)
+
+
+def _tree_lines(
+    module: nn.Module, records: Mapping[str, Record | str], path: str = "", label: str = "", depth: int = 0
+) -> Iterator[tuple[str, str]]:
+    """Yield the name and the record of a module and of everything below it, indented as `print(module)` does."""
+    name = type(module).__name__
+    extra = module.extra_repr()
+    if extra and "\n" not in extra:
+        name = f"{name}({extra})"
+    record = str(records[path]) if path in records else ""
+    yield "  " * depth + label + name, record
+    for child_name, child in module.named_children():
+        child_path = f"{path}.{child_name}" if path else child_name
+        yield from _tree_lines(child, records, child_path, f"({child_name}): ", depth + 1)
+
+
+def write_page(
+    path: Path,
+    title: str,
+    sentences: list[str],
+    tree: str,
+    findings: str,
+    picture: bytes,
+    caption: str,
+    rows: list[Row],
+) -> Path:
+    """Write the page of `NumericsReport.to_html`."""
+    table_rows = []
+    for row in rows:
+        style_class = _choose_by_fault(row, "made", "flushed", "")
+        table_cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(row))
+        table_rows.append(f'<tr class="{style_class}">{table_cells}</tr>')
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in COLUMNS)
+    items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
+    loop = f"<h2>The loop</h2><pre>{html.escape(findings)}</pre>" if findings else ""
+    image = ""
+    if picture:
+        encoded = base64.b64encode(picture).decode()
+        image = f'<h2>Exponents</h2><img alt="exponents of every operation" src="data:image/png;base64,{encoded}">'
+    parts = [
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
+        f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1><ul>{items}</ul>{loop}",
+        f"<h2>Modules</h2><pre>{html.escape(tree)}</pre>{image}",
+        f"<h2>Operations</h2><p>{html.escape(caption.capitalize())}.</p>",
+        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(table_rows)}</tbody></table></body></html>\n",
+    ]
+    path.write_text("".join(parts), encoding="utf-8")
+    return path

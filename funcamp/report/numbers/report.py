@@ -1,0 +1,378 @@
+"""`numerics_report`: the values of every operation of a training step, and how they fit float16."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from funcamp import _tree
+from funcamp._types import Tree, name_of
+from funcamp.numerics.formats import format_of
+from funcamp.numerics.record import Record, text
+from funcamp.report.numbers import plot, render
+from funcamp.report.numbers.backward_passes import BackwardPass, Operation
+from funcamp.report.numbers.engine_call import leaves_behind
+from funcamp.report.numbers.float8_fit import Float8Layer, fit
+from funcamp.report.numbers.origin import Origin, created_kinds, describe, find_origin
+from funcamp.report.numbers.recommendation import (
+    NO_VALUES,
+    Recommendation,
+    advice_sentences,
+    evidence_of,
+    largest_allowed_scale,
+    unscaled_stats,
+)
+from funcamp.report.numbers.recorder import Recorder
+from funcamp.report.numbers.render import power
+from funcamp.numerics.statistics import Stats
+
+#: The statistics of a row of `NumericsReport.to_rows`, and the fractions that rounding to its dtype would lose.
+_STATISTICS = ("count", "mean", "std", "amax", "nan", "posinf", "neginf", "poszero", "negzero")
+_FRACTIONS = ("underflow", "subnormal", "overflow")
+
+
+class NumericsReport:
+    """The results of `numerics_report`. Reading it syncs; creating it does not, apart from the run itself."""
+
+    operations: list[Operation]
+    """Every output of every operation, in the order of execution, without views and copies."""
+    records: dict[str, Record]
+    """The outputs of every module, and their gradients, by path."""
+    loss_scale: float
+    """The factor of the loss in the run's last backward pass."""
+    passes: list[BackwardPass]
+    """The backward passes, and the scales at which each is finite."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.operations = recorder.recording.operations
+        self.records = recorder.recording.records
+        self.passes = recorder.passes
+        self.module = recorder.modules.root
+        self._gradients = recorder.recording.gradients
+        self._operands = recorder.operands
+        self.loss_scale = self.passes[-1].loss_scale if self.passes else recorder.loss_scale
+
+    def __repr__(self) -> str:
+        return f"NumericsReport({self._operation_counts()})"
+
+    def _operation_counts(self) -> str:
+        backward = sum(operation.backward for operation in self.operations)
+        return f"{len(self.operations) - backward} forward, {backward} backward operations"
+
+    def first_nonfinite(self) -> Origin | None:
+        """Return the first operation that created inf or NaN, else the first with NaN, or None.
+
+        An infinity that the program itself writes (a mask) does not count, nor one that an operation gets as input; a
+        NaN made of it does. A value that torch masks at once, as in the backward pass of a norm at 0, is reported too.
+        """
+        return find_origin(self.operations)
+
+    def cause(self) -> Origin | None:
+        """Return what makes the loss, or gradients at every scale, non-finite; None if a scale can help.
+
+        A loss that is non-finite before scaling comes from the forward pass. Gradients are checked by repeating the
+        backward pass at other scales.
+        """
+        for backward_pass in self.passes:
+            if not backward_pass.loss_is_finite:
+                forward_operations = [operation for operation in self.operations if not operation.backward]
+                return find_origin(forward_operations, any_infinity=True)
+            was_repeated = not (backward_pass.finite or backward_pass.obstacle)
+            if was_repeated and backward_pass.largest_scale is None:
+                return find_origin(backward_pass.evidence, any_infinity=True)
+        return None
+
+    def recommend_scale(self, dtype: torch.dtype = torch.float16, headroom: float = 2.0) -> Recommendation:
+        """Return the largest power of two at which no backward value overflows, divided by headroom.
+
+            scale = 2^floor(log2(largest / headroom))
+
+        If the pass ran in this dtype (float16, float8), it was repeated at other loss scales during recording: largest
+        is the largest scale at which its gradients were finite, whether or not the run itself overflowed. For another
+        dtype, largest is the dtype's largest power of two over the largest magnitude of the pass, rounded up to a power
+        of two; values of shape () are ignored, because the loss itself is in float32.
+
+        Args:
+            dtype: the dtype of the planned backward pass.
+            headroom: the factor by which gradients of other batches may be larger.
+
+        Returns:
+            The scale. `is_upper_bound` is set if the pass overflowed and could not be repeated (on several ranks, with
+            a reentrant checkpoint), so that only its finite values are known.
+
+        Raises:
+            ValueError: headroom is not a positive number, the pass has no nonzero gradient, or no loss scale helps,
+                because the loss or its gradients at every scale are inf or NaN (`cause`).
+            TypeError: dtype has no known limits.
+
+        Example:
+            >>> report = numerics_report(lambda w: (w * torch.tensor([1.0, 2.0])).sum(), torch.ones(2).requires_grad_())
+            >>> report.recommend_scale().scale
+            8192.0
+        """
+        if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 < headroom < math.inf:
+            raise ValueError(f"recommend_scale: headroom must be a positive number; got {headroom!r}")
+        largest_power = 2.0 ** math.floor(math.log2(format_of(dtype).max))
+        cause = self.cause()
+        if cause is not None:
+            raise ValueError(f"recommend_scale: the gradients must be finite at some loss scale; got {cause}")
+        evidence = evidence_of(self.passes, dtype)
+        amaxes = evidence.amaxes()
+        amax = max(amaxes, default=0.0)
+        is_upper_bound = bool(evidence.overflowed_scales)
+        if not amax and not is_upper_bound:
+            raise ValueError("recommend_scale: the report must have finite, nonzero gradients; got none")
+
+        largest_scale = largest_allowed_scale(self.passes, evidence, amax, largest_power)
+        scale = 2.0 ** math.floor(math.log2(largest_scale / headroom))
+        gradients = unscaled_stats(evidence.operations)
+        zeros = gradients.poszero + gradients.negzero
+        return Recommendation(
+            scale=scale,
+            underflow=gradients.underflow(dtype, scale).item(),
+            underflow_unscaled=gradients.underflow(dtype, 1.0).item(),
+            zero=(zeros / gradients.count.clamp(min=1)).item(),
+            bounded_by=describe(evidence.operations[amaxes.index(amax)]) if amax else "",
+            is_upper_bound=is_upper_bound,
+        )
+
+    def float8(self, scales: Mapping[str, Tensor] | None = None, *, most: float = 0.01) -> list[Float8Layer]:
+        """Return, per linear layer, what float8 loses of its input, weight and gradient, and whether to keep it.
+
+        Input and weight are E4M3, the gradient of the output is E5M2. A nonzero value is lost if it becomes zero, or if
+        it saturates at less than half of it. `{f"{one.path}.weight" for one in layers if one.keep}` are names for the
+        `keep` of a `Policy`.
+
+        Args:
+            scales: the scales of delayed scaling, by path: `step.float8_scales(state)`. A layer without has the current
+                scale, rounded down to a power of two.
+            most: the largest fraction of values that a layer may lose.
+
+        Returns:
+            A `Float8Layer` per torch.nn.Linear that was called.
+
+        Raises:
+            ValueError: most is not from 0 to 1.
+        """
+        if isinstance(most, bool) or not isinstance(most, (int, float)) or not 0 <= most <= 1:
+            raise ValueError(f"float8: most must be from 0 to 1; got {most!r}")
+        records = self.unscaled_records()
+        delayed_scales = scales or {}
+        layers = []
+        for path, multiplied in self._operands.items():
+            gradient = records[path].backward if path in records else NO_VALUES
+            layers.append(fit(path, multiplied, gradient, delayed_scales.get(path), most))
+        return layers
+
+    def gradients(self) -> Stats:
+        """Return all values of the backward pass without loss scaling, except those of shape ()."""
+        return unscaled_stats([operation for operation in self.operations if operation.backward and operation.shape])
+
+    def to_rows(self, dtype: torch.dtype = torch.float16) -> list[dict[str, Any]]:
+        """Return one dict of numbers and strings per operation: `pandas.DataFrame(report.to_rows())`.
+
+        Args:
+            dtype: the dtype of underflow, subnormal and overflow: the fractions of this run's values that rounding to
+                it would lose.
+
+        Raises:
+            TypeError: dtype has no known limits.
+        """
+        format_of(dtype)
+        return [_row(index, operation, dtype) for index, operation in enumerate(self.operations)]
+
+    def table(self, dtype: torch.dtype = torch.float16) -> Any:
+        """Return the rows as a `rich.table.Table`: `rich.print(report.table())`.
+
+        Raises:
+            ImportError: rich is not installed.
+        """
+        return render.table(self.to_rows(dtype), render.caption(dtype, self.loss_scale))
+
+    def annotate(self) -> str:
+        """Return the module's tree with the standard deviations of each part's output and of its gradient.
+
+        Format: `(-> 0.573, <- 0.000296)`, n/a if there is none. Gradients are without loss scaling. If a pass
+        overflowed, `(-> 0.573, <- 0.000296 (2 inf of 24))`: the number of inf or NaN in this run, and the standard
+        deviation at a loss scale that works.
+        """
+        unscaled = self.unscaled_records()
+        texts = {}
+        for path, record in self.records.items():
+            forward = text(record.forward)
+            backward = text(unscaled[path].backward, counted=record.backward)
+            texts[path] = f"(-> {forward}, <- {backward})"
+        return render.annotate(self.module, texts)
+
+    def unscaled_records(self) -> dict[str, Record]:
+        """Return `records` without loss scaling; overflowed gradients are from the largest working scale."""
+        return {
+            path: Record(record.forward, self._gradients.get(path, NO_VALUES)) for path, record in self.records.items()
+        }
+
+    def plot(self, path: str | Path, dtype: torch.dtype = torch.float16, *, modules: bool = False) -> Path:
+        """Draw a row per operation with exponents on the x axis and the limits of a format as lines.
+
+        Args:
+            path: the picture to write; its extension sets the file type.
+            dtype: the format.
+            modules: draw the outputs of modules and their gradients instead, as in this run.
+
+        Returns:
+            The path.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+            ValueError: there is nothing to draw.
+        """
+        lines = plot.of_modules(self.records) if modules else plot.of_operations(self.operations)
+        plot.draw(lines, Path(path), dtype)
+        return Path(path)
+
+    def to_html(self, path: str | Path, dtype: torch.dtype = torch.float16, title: str = "Numerics") -> Path:
+        """Write everything as one self-contained page, with the picture if matplotlib is installed.
+
+        Args:
+            path: the file to write.
+            dtype: the format whose limits are shown.
+            title: the page's title.
+
+        Returns:
+            The path.
+
+        Raises:
+            TypeError: dtype has no known limits.
+        """
+        picture = io.BytesIO()
+        with contextlib.suppress(ImportError):
+            plot.draw(plot.of_operations(self.operations), picture, dtype)
+        return self._write_page(path, dtype, title, picture.getvalue())
+
+    def _write_page(self, path: str | Path, dtype: torch.dtype, title: str, picture: bytes, findings: str = "") -> Path:
+        """Write the page of `to_html`.
+
+        picture: drawn already; empty for none.
+        findings: text about the loop.
+        """
+        return render.write_page(
+            path=Path(path),
+            title=title,
+            sentences=self.summary(dtype),
+            tree=self.annotate(),
+            findings=findings,
+            picture=picture,
+            caption=render.caption(dtype, self.loss_scale),
+            rows=self.to_rows(dtype),
+        )
+
+    def summary(self, dtype: torch.dtype = torch.float16) -> list[str]:
+        """Return the main results, one sentence each.
+
+        Raises:
+            TypeError: dtype has no known limits.
+        """
+        origin = self.first_nonfinite()
+        sentences = [
+            f"Operations: {self._operation_counts()}. Loss scale in this run: {power(self.loss_scale)}.",
+            f"Non-finite values: {'none made' if origin is None else origin}.",
+        ]
+        cause = self.cause()
+        if cause is not None:
+            sentences.append(render.no_scale_helps(cause.operation, str(cause)))
+            return sentences
+        sentences += render.at_scales(self.passes)
+        try:
+            advice = self.recommend_scale(dtype)
+        except ValueError:
+            sentences.append("Loss scale: no finite, nonzero gradient was seen.")
+            return sentences
+        return sentences + advice_sentences(advice, dtype)
+
+
+def numerics_report(
+    fn: Callable[..., Any], *args: Any, module: nn.Module | None = None, loss_scale: float | None = None, **kwargs: Any
+) -> NumericsReport:
+    """Run a function once, eagerly, and count the values of every operation.
+
+    To inspect a model, not for a loop: it takes several times as long as the run, and syncs. It writes nothing that the
+    function does not write itself: gradients come from `torch.autograd.grad`.
+
+    A backward pass that overflows, or runs in float16, is repeated at other loss scales to find the largest at which
+    its gradients are finite. Its hooks are then called again.
+
+    Args:
+        fn: any function: a loss, whose backward pass is then also run; a function that differentiates itself
+            (torch.func, `backward()`); a `TrainStep`. Compiled functions run eagerly.
+        *args: passed to fn.
+        module: the module whose paths name the operations; by default the first one that is called.
+        loss_scale: the factor of fn's loss. By default the factor used by a step, `scale` or a GradScaler in fn; 1 if
+            there is none.
+        **kwargs: passed to fn.
+
+    Returns:
+        A `NumericsReport`.
+
+    Raises:
+        TypeError: fn is not callable, or module is not a Module.
+        ValueError: loss_scale is not a positive number.
+        RuntimeError: no operation was recorded.
+        Exception: any error of fn.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.ReLU())
+        >>> report = numerics_report(lambda x: model(x).mean(), torch.ones(2, 4))
+        >>> [one.name for one in report.operations if not one.backward]
+        ['addmm', 'relu', 'mean']
+        >>> report.first_nonfinite() is None
+        True
+
+    References:
+        The idea: `analyse_module` of unit-scaling, 0.3 (`unit_scaling/utils.py`).
+    """
+    if not callable(fn):
+        raise TypeError(f"numerics_report: fn must be callable; got {fn!r}")
+    if module is not None and not isinstance(module, nn.Module):
+        raise TypeError(f"numerics_report: module must be a torch.nn.Module; got {module!r}")
+    if loss_scale is not None and not 0 < loss_scale < math.inf:
+        raise ValueError(f"numerics_report: loss_scale must be a positive number; got {loss_scale}")
+    recorder = Recorder(module, loss_scale=loss_scale)
+    with recorder.watching():
+        result = fn(*args, **kwargs)
+        if not recorder.seen_backward:
+            _differentiate(result)
+    if not recorder.recording.operations:
+        raise RuntimeError("numerics_report: fn must run operations on floating-point tensors; none was seen")
+    return NumericsReport(recorder)
+
+
+def _differentiate(result: Tree) -> None:
+    """Run the backward pass of a loss that has a graph; drop the gradients."""
+    losses = [leaf for leaf in _tree.leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    if losses and losses[0].dim() == 0 and losses[0].grad_fn is not None:
+        leaves = leaves_behind(losses[:1])
+        if leaves:
+            torch.autograd.grad(losses[0], leaves, allow_unused=True)
+
+
+def _row(index: int, operation: Operation, dtype: torch.dtype) -> render.Row:
+    """Return an operation as numbers and strings, for `NumericsReport.to_rows`."""
+    stats = operation.stats
+    return {
+        "index": index,
+        "direction": "backward" if operation.backward else "forward",
+        "module": operation.path,
+        "operation": operation.name,
+        "output": operation.output,
+        "dtype": name_of(operation.dtype),
+        "shape": operation.shape,
+        **{name: getattr(stats, name).item() for name in _STATISTICS},
+        **{name: getattr(stats, name)(dtype).item() for name in _FRACTIONS},
+        "creates": " ".join(created_kinds(operation)),
+    }

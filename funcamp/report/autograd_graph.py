@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple, cast
 
 import torch
@@ -14,8 +13,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from funcamp.report.events import Key, Reduction
-from funcamp.report.tensors import all_finite, tensors_in
-from funcamp._upstream.modes import without_modes
+from funcamp.report.torch_names import without_modes
 
 #: Parts of the names of nodes that have an argument `reduction`.
 _WITH_REDUCTION = ("Loss", "CrossEntropy")
@@ -81,26 +79,6 @@ def read_graph(outputs: Iterable[Tensor]) -> Graph:
             has_products |= node.name().startswith(_PRODUCTS)
     reduction = _reduction_of(roots[0]) if len(roots) == 1 else Reduction.OTHER
     return Graph(leaves, scaling, frozenset(dtypes), reduction, has_products)
-
-
-@contextlib.contextmanager
-def nonfinite_node_of(outputs: Iterable[Tensor]) -> Iterator[list[str]]:
-    """Context manager: gives a list that gets the name of the first node that makes inf or NaN of finite gradients."""
-    names: list[str] = []
-    handles = []
-    for node in _nodes_of(outputs):
-        if not hasattr(node, "variable"):
-
-            def check(made: Sequence[object], got: Sequence[object], name: str = node.name()) -> None:
-                if not names and all(map(all_finite, tensors_in(got))) and not all(map(all_finite, tensors_in(made))):
-                    names.append(name)
-
-            handles.append(node.register_hook(check))
-    try:
-        yield names
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _nodes_of(outputs: Iterable[Tensor]) -> Iterator[Node]:

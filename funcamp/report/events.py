@@ -7,14 +7,11 @@ that the auditor keeps no tensor alive.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from funcamp.report.lines import Line, Place
-from funcamp.report.proposals import Proposal
-from funcamp.report.reruns import Range
 
 Key = int
 
@@ -34,17 +31,11 @@ class Event:
 
     line: Line
     """The line of the script that made the call."""
-    is_in_hook: bool = field(default=False, kw_only=True)
-    """Whether a hook made the call, inside a backward pass."""
 
     @property
     def detail(self) -> str:
         """What a finding adds about this event; empty for most events."""
         return ""
-
-    def propose(self) -> Proposal | None:
-        """Return the smallest change that helps, and its proof; None if there is no operation to run again."""
-        return None
 
 
 @dataclass(frozen=True)
@@ -147,8 +138,6 @@ class StepEnded(Event):
     """Whether the optimizer took its step; False if the scaler skipped it."""
     scale: float = 1.0
     """The scale of its gradients; 1 without a scaler."""
-    nonfinite: str = ""
-    """For a skipped step: which gradient is inf or NaN, and what made it."""
 
 
 @dataclass(frozen=True)
@@ -202,9 +191,6 @@ class GradientEvent(Event):
 class Clipped(GradientEvent):
     """Gradients were clipped, by a function of torch or by the loop itself."""
 
-    is_by_value: bool = False
-    """Whether each value is bounded, and not a norm."""
-
 
 @dataclass(frozen=True)
 class GradientRead(GradientEvent):
@@ -235,31 +221,15 @@ class ReadsUsed(ReadEvent):
 class GradientWritten(GradientEvent):
     """A gradient was multiplied, divided or replaced by the loop itself."""
 
-    degree: float | None = None
-    """The power of the scale with which it grows: 1 if it is still times the scale, 0 for one of a fixed length; None
-    if it is unknown."""
-    read_ids: tuple[int, ...] = ()
-    """The reads from which its factor was computed."""
+    is_still_scaled: bool
+    """Whether it certainly grows with the scale as before."""
     divides_by_scale: bool = False
     """Whether it was certainly divided by a scale."""
 
 
 @dataclass(frozen=True)
-class GradientsAssigned(GradientEvent):
-    """The loop has made results of `torch.autograd.grad` for a scaled loss the gradients of parameters."""
-
-    scaler: Key
-    """The scaler that scaled the loss."""
-
-
-@dataclass(frozen=True)
 class NonfiniteReplaced(GradientEvent):
     """Inf and NaN in gradients were replaced by numbers."""
-
-
-@dataclass(frozen=True)
-class AddedToGradients(GradientEvent):
-    """What is not times the scale was added to gradients: parameters, or noise."""
 
 
 @dataclass(frozen=True)
@@ -330,12 +300,6 @@ class OutOfRange(Event):
 
     operation: str
     """Its name among torch's operators."""
-    make_proposal: Callable[[], Proposal] | None = field(default=None, kw_only=True, compare=False)
-    """Runs the operation again with changes; to be called before the script continues and writes into the inputs."""
-
-    def propose(self) -> Proposal | None:
-        """Return the smallest change that makes the operation finite, or why no change does."""
-        return None if self.make_proposal is None else self.make_proposal()
 
 
 @dataclass(frozen=True)
@@ -354,17 +318,14 @@ class ConstantUsed(OutOfRange):
 class Overflowed(OutOfRange):
     """A float16 operation of the forward pass made inf or NaN of finite numbers."""
 
-    inputs: Range
-    """Of all its inputs."""
-    cause: str = ""
-    """What the detail gives as the cause; empty for float16's limit."""
-    epsilon_line: Line | None = None
-    """Where the epsilon was added that is zero, if that is the cause."""
+    inputs: tuple[float, float]
+    """The smallest and the largest of them."""
 
     @property
     def detail(self) -> str:
         """The operation and the range of its inputs."""
-        return f"{self.operation} of numbers {self.inputs}; {self.cause or 'float16 ends at 65504'}"
+        smallest, largest = self.inputs
+        return f"{self.operation} of numbers from {smallest:.4g} to {largest:.4g}; float16 ends at 65504"
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import TypeAlias
@@ -14,7 +13,7 @@ from funcamp.report.lines import is_called_by_torch
 from funcamp.report.nesting import Nesting
 from funcamp.report.tensors import address_of
 from funcamp.report.tracked import Tracked
-from funcamp._upstream.replaced import replaced
+from funcamp.report.torch_names import replaced
 
 #: A hook of a tensor. It gets the gradient and may return another one, or gets a parameter with its gradient.
 Hook: TypeAlias = Callable[[Tensor], "Tensor | None"]
@@ -45,18 +44,14 @@ class ParameterHooks:
         self._nesting = nesting
         self._report_new_gradient = report_new_gradient
         self._deferred: list[Event] = []
-        self._called: set[tuple[int, Key]] = set()
-        """The hooks, with their parameters, that were called in this pass. If the report repeats the pass, they are
-        called again and must not be reported again."""
 
     def forget(self) -> None:
         """Drop the events of passes that are not reported: of `torch.autograd.grad`, or of a pass that raised."""
         self._deferred.clear()
-        self._called.clear()
 
     def defer(self, event: Event) -> None:
         """Keep an event of a hook until its backward pass has ended."""
-        self._deferred.append(dataclasses.replace(event, is_in_hook=True))
+        self._deferred.append(event)
 
     def emit_deferred(self) -> None:
         """Report what hooks did in a backward pass that has ended and was reported."""
@@ -86,9 +81,8 @@ class ParameterHooks:
 
         @functools.wraps(hook)
         def watched(argument: Tensor) -> Tensor | None:
-            if self._nesting.is_quiet or (id(hook), key) in self._called:
-                return self._nesting.quietly(hook, argument)
-            self._called.add((id(hook), key))
+            if self._nesting.is_quiet:
+                return hook(argument)
             gradient = gradient_of(argument, None)
             with replaced(self._nesting, in_hook=True), self._tracked.hooked(gradient, key):
                 result = hook(argument)

@@ -62,8 +62,6 @@ class Gradient:
     """A backward pass of an unscaled loss that added to it."""
     clipped_line: Line | None = None
     """Where it was clipped after the loop itself had written it: a mistake only if a scaler unscales it afterwards."""
-    normalized_line: Line | None = None
-    """Where the loop itself gave it a length that is free of the scale, such as 1."""
     divided_line: Line | None = None
     """Where the loop itself divided it by the scale, if it wrote nothing else into it since."""
     is_clipped: bool = False

@@ -8,7 +8,7 @@ import linecache
 import os
 import sys
 import sysconfig
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -155,39 +155,6 @@ def _has_product(line: Line) -> bool:
     return any(
         isinstance(node, _PRODUCTS) and _contains(node, line) and _is_product(node) for node in _parents(line.file)
     )
-
-
-def has_literal(argument: str, line: Line) -> bool:
-    """Return whether a call on a line has a keyword argument that is a number in the source, such as `2.0**10`."""
-    keywords = [keyword for keyword in _parents(line.file) if isinstance(keyword, ast.keyword)]
-    values = [one.value for one in keywords if one.arg == argument and _contains(one, line)]
-    return any(not any(isinstance(node, (ast.Name, ast.Call)) for node in ast.walk(value)) for value in values)
-
-
-def goes_into(method: str, functions: Collection[str], places: tuple[Place, ...]) -> bool:
-    """Return whether the result of a method's call goes into a call of one of some functions, as the source shows.
-
-    Args:
-        method: the method's name. If a function of torch or of an installed package calls it, the user's line that
-            calls this function decides.
-        functions: their names.
-        places: `calling_places` of the method's call.
-    """
-    own = [place.line for place in places if not place.line.is_installed]
-    if not own:
-        return False
-    parents = _parents(own[-1].file)
-    calls = [node for node in parents if isinstance(node, ast.Call) and _contains(node, own[-1])]
-    of_method = [call for call in calls if _name_of(call.func) == method]
-    around = [outer for call in of_method for outer in _around(call, parents)] if of_method else calls
-    return any(isinstance(node, ast.Call) and _name_of(node.func) in functions for node in around)
-
-
-def _around(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> Iterator[ast.AST]:
-    """Yield the expressions around an expression, the innermost first."""
-    while node in parents and not isinstance(parents[node], ast.stmt):
-        node = parents[node]
-        yield node
 
 
 def is_subscripted(name: str, line: Line) -> bool:

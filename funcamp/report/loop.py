@@ -16,7 +16,6 @@ from funcamp.report.events import (
     FileLoaded,
     FileSaved,
     GradientRead,
-    GradientsAssigned,
     GradientsTaken,
     GradientWritten,
     Key,
@@ -82,8 +81,6 @@ class Loop:
         """The reads among them of which a number was used that grows with the scale."""
         self.has_scale_factor = False
         """Whether the loop has multiplied or divided by a scaler's scale since the last update."""
-        self.hook_lines: set[Line] = set()
-        """The lines that hooks ran which did something with gradients."""
         self.float16_lines: dict[Key, Line] = {}
         """Where each parameter was cast to float16 by `half()`."""
 
@@ -256,32 +253,18 @@ class Loop:
                 optimizer.cleared_line = None
                 optimizer.stepped_line = None
                 optimizer.discarded.clear()
-        if event.degree == 1:
+        if event.is_still_scaled:
             return
-        for parameter in event.parameters:
-            gradient = self.gradient(parameter)
-            is_read_wrongly = not self.wrong_reads.isdisjoint(event.read_ids)  # another mistake
-            if event.degree == 0 and not is_read_wrongly and not self.has_scale_factor:
-                self.gradients[parameter] = replace(gradient, normalized_line=event.line)
         self._note_unscaled(event.parameters, event.line)
+        divided_line = event.line if event.divides_by_scale else None
         for parameter in event.parameters:
-            divided_line = event.line if event.divides_by_scale else None
-            gradient = self.gradient(parameter)
             self.gradients[parameter] = replace(
-                gradient, is_written=True, divided_line=divided_line, unsynced_line=None
+                self.gradient(parameter), is_written=True, divided_line=divided_line, unsynced_line=None
             )
 
     @follow.register
     def _(self, event: Reduced) -> None:
         self._note_summed(event.parameters)
-
-    @follow.register
-    def _(self, event: GradientsAssigned) -> None:
-        gradient = Gradient(Condition.SCALED, event.line, scaler=event.scaler, updates=self.updates_of(event.scaler))
-        self.gradients |= dict.fromkeys(event.parameters, gradient)
-        for optimizer in self.optimizers.values():
-            optimizer.stepped_line = None
-            optimizer.discarded.clear()
 
     @follow.register
     def _(self, event: NonfiniteReplaced) -> None:

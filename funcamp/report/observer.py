@@ -22,7 +22,7 @@ from funcamp.report.calls.optimizers import OptimizerCalls
 from funcamp.report.calls.run import Run
 from funcamp.report.calls.scalers import ScalerCalls
 from funcamp.report.events import Event
-from funcamp._upstream.replaced import replaced
+from funcamp.report.torch_names import replaced
 
 
 class Observer:
@@ -84,7 +84,7 @@ class Observer:
 
         @functools.wraps(function)
         def wrapped(*args: object, **kwargs: object) -> object:
-            if self._nesting.is_quiet or self._nesting.is_in_other_loop(begins=observed.is_of_loop):
+            if self._nesting.is_quiet:
                 return function(*args, **kwargs)
             return observed.handler(function, *args, **kwargs)
 

@@ -1,80 +1,77 @@
-"""The operations of the script's own code: a dispatch mode gets them all."""
+"""The operations of a run: the one dispatch mode of the report gets them all."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcamp import _upstream
-from funcamp.report.events import Event, Key
 from funcamp.report.float16_range import RAISING, Float16Range
-from funcamp.report.gradient_operations import GradientOperations
-from funcamp.report.reruns import Call, operator_name, recorded
+from funcamp.report.gradient_operations import LOOKED_AT, GradientOperations
 from funcamp.report.tensors import tensor_arguments
-from funcamp.report.tracked import Tracked
-from funcamp._types import Args, Kwargs
-from funcamp._upstream.modes import check_modes
+from funcamp.report.torch_names import DispatchMode
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
-    from torch.utils._python_dispatch import TorchDispatchMode as _Mode
-else:
-    _Mode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
 
 
-class Operations(_Mode):
-    """A dispatch mode that reports operations of the script's own code as events.
+class _Looks(NamedTuple):
+    """What is to be looked at in the calls of an operation."""
+
+    name: str
+    at_gradients: bool
+    at_range_before: bool
+    at_range: bool
+    """Not for views, which compute nothing."""
+
+
+@functools.cache
+def _looks_at(function: OpOverload) -> _Looks:
+    """Return what is to be looked at in the calls of an operation."""
+    name = function._schema.name.split("::")[1]
+    return _Looks(name, name in LOOKED_AT, name in RAISING, not function.is_view)
+
+
+class Operations(DispatchMode):
+    """A dispatch mode that looks at the operations of the script's own code.
 
     Args:
-        emit: gets each event.
-        tracked: which tensors are gradients.
+        gradients: gets those on gradients.
+        float16: gets those with a float16 result.
         is_hidden: returns whether the operations that run now are those of a scaler, an optimizer, torch's clipping or
             a backward pass.
     """
 
-    def __init__(self, emit: Callable[[Event], None], tracked: Tracked, is_hidden: Callable[[], bool]) -> None:
-        check_modes()
-        _upstream.check(_Mode)
+    def __init__(
+        self, gradients: GradientOperations, float16: Float16Range, is_hidden: Callable[[], bool]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._gradients = gradients
+        self._float16 = float16
         self._is_hidden = is_hidden
-        self._tracked = tracked
-        self._gradients = GradientOperations(emit, tracked)
-        self._float16 = Float16Range(emit)
-
-    @property
-    def nonfinite_input(self) -> str:
-        """The first float16 operation of the run with inf or NaN in an input; empty without one."""
-        return self._float16.nonfinite_input
-
-    def report_norm(self, norm: object, parameters: tuple[Key, ...]) -> None:
-        """Report the norm of gradients that a function of torch has computed."""
-        self._gradients.report_norm(norm, parameters)
-
-    def report_host_read(self, tensor: Tensor) -> None:
-        """Report that numbers that may be computed from gradients are read on the host, for a statistic."""
-        self._gradients.report_host_read(tensor)
-
-    def report_new_gradient(self, parameter: Key, gradient: Tensor) -> None:
-        """Report that the loop has replaced a parameter's gradient."""
-        self._gradients.report_new_gradients((parameter,), self._tracked.power_of_computed(gradient), [gradient])
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Sequence[type], args: Args = (), kwargs: Kwargs | None = None
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> object:
         keywords = kwargs or {}
         if self._is_hidden():
             return func(*args, **keywords)
-        name = operator_name(func)
-        if name in RAISING:
-            self._float16.check_before(Call(func, args, keywords))
-        call = recorded(func, args, keywords)
+        looks = _looks_at(func)
+        if looks.at_range_before:
+            self._float16.check_before(looks.name, args, keywords)
         result = func(*args, **keywords)
-        self._gradients.check(name, call, result)
-        for output in tensor_arguments((result,)):
-            if output.dtype == torch.float16:
-                self._float16.check_result(call, output)
-                break
+        if looks.at_gradients:
+            self._gradients.check(looks.name, args, result)
+        if looks.at_range:
+            for output in (result,) if isinstance(result, Tensor) else tensor_arguments((result,)):
+                if output.dtype == torch.float16:
+                    self._float16.check_result(looks.name, args, output)
+                    break
         return result

@@ -1,13 +1,10 @@
-"""Findings as text, as a table and as JSON."""
+"""Findings as text and as JSON."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TypeAlias
 
 from funcamp.report.audit import Auditor, Finding
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 #: A finding for JSON.
 Row: TypeAlias = dict[str, str | int]
@@ -29,42 +26,18 @@ def text(auditor: Auditor) -> str:
 
 
 def _paragraph(finding: Finding) -> str:
-    return "\n    ".join([finding.rule.name, *_lines_of(finding)])
-
-
-def _lines_of(finding: Finding) -> list[str]:
-    """Return the lines of a finding below its name: where it is, the mistake, its effect, and what to change."""
+    """Return a finding: its name, where it is, the mistake, its effect, and what to change."""
     rule = finding.rule
     kind = "note: " if rule.is_note else ""
+    detail = f" ({finding.detail})" if finding.detail else ""
     lines = [
+        rule.name,
         f"{finding.line}, {_counted(finding.times, 'time')}: {finding.line.text}",
-        f"{kind}{rule.mistake}{f' ({finding.detail})' if finding.detail else ''}",
-        f"effect: {finding.effect}",
+        f"{kind}{rule.mistake}{detail}",
+        f"effect: {rule.effect}",
+        f"change: {rule.change}",
     ]
-    if finding.change:
-        lines.append(f"change: {finding.change}")
-    if finding.proposal is not None:
-        lines.append(f"tried: {finding.proposal.proof}")
-    return lines
-
-
-def table(auditor: Auditor) -> Table:
-    """Return the findings as a `rich.table.Table`.
-
-    Raises:
-        ImportError: rich is not installed.
-    """
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    rich_table = Table(title=headline(auditor), title_justify="left", box=box.SIMPLE_HEAD, show_lines=True)
-    rich_table.add_column("mistake", no_wrap=True)
-    rich_table.add_column("where, what it does to training, and the changed line")
-    for finding in auditor.findings():
-        name, style = finding.rule.name, "yellow" if finding.rule.is_note else "red"
-        rich_table.add_row(Text(name, style=style), Text("\n".join(_lines_of(finding))))
-    return rich_table
+    return "\n    ".join(lines)
 
 
 def rows(auditor: Auditor) -> list[Row]:
@@ -79,9 +52,8 @@ def rows(auditor: Auditor) -> list[Row]:
             "detail": finding.detail,
             "note": finding.rule.is_note,
             "mistake": finding.rule.mistake,
-            "effect": finding.effect,
-            "change": finding.change,
-            "tried": "" if finding.proposal is None else finding.proposal.proof,
+            "effect": finding.rule.effect,
+            "change": finding.rule.change,
         }
         for finding in auditor.findings()
     ]

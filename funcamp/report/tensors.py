@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import TypeGuard
@@ -9,8 +10,7 @@ from typing import TypeGuard
 import torch
 from torch import Tensor, nn
 
-from funcamp import _upstream
-from funcamp._upstream.modes import without_modes
+from funcamp.report.torch_names import is_wrapped, without_modes
 
 
 class WeakTensors:
@@ -19,19 +19,13 @@ class WeakTensors:
     def __init__(self) -> None:
         self._references: dict[int, weakref.ref[Tensor]] = {}
 
-    def add(self, tensor: Tensor) -> None:
-        """Add a tensor until it is gone."""
-        number = id(tensor)
-        references = self._references
-
-        def remove(reference: weakref.ref[Tensor]) -> None:
-            if references.get(number) is reference:  # another tensor may have this number now
-                del references[number]
-
-        references[number] = weakref.ref(tensor, remove)
+    def add_all(self, tensors: Iterable[Tensor]) -> None:
+        """Add tensors, each until it is gone."""
+        for tensor in tensors:
+            self._references[id(tensor)] = weakref.ref(tensor)
 
     def __contains__(self, tensor: object) -> bool:
-        reference = self._references.get(id(tensor))
+        reference = self._references.get(id(tensor))  # another tensor may have this number now
         return reference is not None and reference() is tensor
 
 
@@ -42,12 +36,12 @@ def is_plain(value: object) -> TypeGuard[Tensor]:
     if value.layout is not torch.strided or value.device.type == "meta" or value.is_nested:
         return False
     # FSDP frees the memory of parameters between their uses.
-    return _upstream.is_wrapped(value) or not value.numel() or value.untyped_storage().nbytes() > 0
+    return is_wrapped(value) or not value.numel() or value.untyped_storage().nbytes() > 0
 
 
 def address_of(value: object) -> int:
     """Return the address of a plain tensor's memory; 0 for anything else."""
-    if not is_plain(value) or _upstream.is_wrapped(value):
+    if not is_plain(value) or is_wrapped(value):
         return 0
     return int(value.untyped_storage().data_ptr())
 
@@ -72,8 +66,23 @@ def all_finite(tensor: Tensor) -> bool:
     if not is_plain(tensor) or not tensor.is_floating_point():
         return True
     with without_modes(), torch.no_grad():
+        if tensor.dtype == torch.float16:  # its sum is finite in float32
+            return math.isfinite(tensor.sum(dtype=torch.float32).item())
         values = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # float8 has no product
         return float((values * 0).sum()) == 0  # inf and NaN times 0 are NaN; `isfinite` takes several times as long
+
+
+def smallest_and_largest(tensors: Iterable[Tensor]) -> tuple[float, float]:
+    """Return the smallest and the largest number of tensors, NaN if one is NaN; 0 without any. Waits for the device."""
+    bounds: list[float] = []
+    with without_modes(), torch.no_grad():
+        for tensor in tensors:
+            if tensor.numel() and is_plain(tensor):
+                values = tensor.float() if tensor.dtype.itemsize == 1 else tensor  # float8 has no minimum
+                bounds += [bound.item() for bound in torch.aminmax(values)]
+    if any(map(math.isnan, bounds)):
+        return math.nan, math.nan
+    return min(bounds, default=0.0), max(bounds, default=0.0)
 
 
 def is_zero(gradient: Tensor | None) -> bool:

@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from funcamp.report import events
 from funcamp.report.calls.observed import Function, Observed
 from funcamp.report.calls.run import Run
+from funcamp.report.derived import Derived
 from funcamp.report.lines import calling_line
 from funcamp.report.tensors import tensors_in
 
@@ -51,17 +52,21 @@ class CommunicationCalls:
             if keys:
                 self._emit(events.Reduced(calling_line(), keys))
             else:
-                self._tracked.remember_reduced(tensor, calling_line())
+                self._note_reduced([tensor], self._tracked.derived(tensor))
         return self._quietly(function, *args, **kwargs)
 
     def _gather(self, function: Function, *args: object, **kwargs: object) -> object:
         outputs, tensors = args[:2] if len(args) > 1 else ((), ())  # only if both are positional
-        power = self._tracked.power_of(tensors)
+        derived = self._tracked.derived(tensors)
         result = self._quietly(function, *args, **kwargs)
-        if power is not None:
-            for output in tensors_in(outputs):
-                self._tracked.remember_power(output, power._replace(reduced_line=calling_line()))
+        self._note_reduced(tensors_in(outputs), derived)
         return result
+
+    def _note_reduced(self, tensors: list[Tensor], derived: Derived | None) -> None:
+        """Note that tensors that are computed from gradients have numbers of all ranks now."""
+        if derived is not None:
+            for tensor in tensors:
+                self._tracked.remember_derived(tensor, derived._replace(reduced_line=calling_line()))
 
     def _make_replica(
         self, function: Function, model: DistributedDataParallel, *args: object, **kwargs: object

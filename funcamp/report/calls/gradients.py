@@ -12,14 +12,9 @@ from funcamp.report import events
 from funcamp.report.calls.observed import Function, Observed
 from funcamp.report.calls.run import Run
 from funcamp.report.hooks import Hook
-from funcamp.report.lines import calling_line, calling_places, goes_into
-from funcamp.report.powers import Power
+from funcamp.report.lines import calling_line
+from funcamp.report.derived import Derived
 from funcamp.report.tensors import tensors_in
-
-#: The names of functions that compute a statistic of numbers, or log one.
-_STATISTICS = {"norm", "hist", "histogram", "mean", "median", "std", "var", "percentile", "quantile"}
-_STATISTICS |= {"add_histogram", "add_scalar", "log_histogram"}
-
 
 class GradientCalls:
     """Handles the calls of tensors, of modules and of torch's clipping that concern gradients."""
@@ -32,8 +27,6 @@ class GradientCalls:
 
     def handlers(self) -> Iterator[Observed]:
         """Yield the functions that are observed, with the handlers of their calls."""
-        yield Observed(Tensor, "numpy", self._read_as_numbers)
-        yield Observed(Tensor, "tolist", self._read_as_numbers)
         yield Observed(Tensor, "register_hook", self._register_hook)
         yield Observed(Tensor, "register_post_accumulate_grad_hook", self._register_hook_after)
         yield Observed(nn.Module, "zero_grad", self._clear)
@@ -65,23 +58,17 @@ class GradientCalls:
             self._emit(events.CastToFloat16(calling_line(), keys))
         return result
 
-    def _read_as_numbers(self, function: Function, tensor: Tensor, *args: object, **kwargs: object) -> object:
-        is_of_gradients = self._tracked.power_of(tensor) is not None
-        if is_of_gradients and goes_into(function.__name__, _STATISTICS, calling_places()):
-            self._run.operations.report_host_read(tensor)
-        return function(tensor, *args, **kwargs)
-
     def _clip(self, function: Function, parameters: object, *args: object, **kwargs: object) -> object:
         clipped = tensors_in(parameters)  # a generator can be read once
         self._run.report_replaced_gradients(clipped)
         keys = self._tracked.parameters(clipped)
         bound = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
         if bound != math.inf:
-            self._emit(events.Clipped(calling_line(), keys, function.__name__ == "clip_grad_value_"))
+            self._emit(events.Clipped(calling_line(), keys))
             norm = self._quietly(function, clipped, *args, **kwargs)
             for tensor in tensors_in(norm):  # a loop may look for inf in it
-                self._tracked.remember_power(tensor, Power(keys, 0.0))
+                self._tracked.remember_derived(tensor, Derived(keys, grows=False))
             return norm
         norm = self._quietly(function, clipped, *args, **kwargs)  # to log it
-        self._run.operations.report_norm(norm, keys)
+        self._run.gradient_operations.report_norm(norm, keys)
         return norm

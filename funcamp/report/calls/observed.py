@@ -18,5 +18,3 @@ class Observed(NamedTuple):
     """The module or class that has it."""
     name: str
     handler: Handler
-    is_of_loop: bool = False
-    """Whether only the thread of a loop calls it: it scales or differentiates a loss."""

@@ -15,7 +15,7 @@ from funcamp.report.calls.observed import Function, Observed
 from funcamp.report.calls.run import Run
 from funcamp.report.events import Key
 from funcamp.report.lines import calling_line, calling_places
-from funcamp._upstream.replaced import with_subclasses
+from funcamp.report.torch_names import with_subclasses
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
@@ -74,8 +74,6 @@ class OptimizerCalls:
 
     def _begin_step(self, optimizer: Optimizer, *_: object) -> None:
         """Before an optimizer's own step, after its hooks."""
-        if self._run.nesting.is_in_other_loop():
-            return
         if not self._run.nesting.in_scaler_step:
             self.report_use(events.StepCalled, optimizer, None)
         self._run.nesting.stepping.add(self._tracked.key(optimizer))
@@ -84,8 +82,6 @@ class OptimizerCalls:
         """After an optimizer's own step."""
         key = self._tracked.key(optimizer)
         self._drop_last_hook(key)
-        if self._run.nesting.is_in_other_loop():
-            return
         self._run.nesting.stepping.discard(key)
         self.applied.add(key)
         if not self._run.nesting.in_scaler_step:

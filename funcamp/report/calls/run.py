@@ -12,13 +12,11 @@ from funcamp.report.events import Event, Key
 from funcamp.report.hooks import ParameterHooks
 from funcamp.report.lines import calling_line
 from funcamp.report.nesting import Nesting
+from funcamp.report.float16_range import Float16Range
+from funcamp.report.gradient_operations import GradientOperations
 from funcamp.report.operations import Operations
 from funcamp.report.replicas import Replicas
 from funcamp.report.tracked import Tracked
-
-#: After as many skipped steps in a row, the operation that makes inf or NaN is searched.
-SKIPS_BEFORE_SEARCH = 7
-
 
 class Run:
     """What is known about a run, for the handlers of all calls.
@@ -35,10 +33,11 @@ class Run:
         """The keys of objects, and which tensor is whose gradient."""
         self.replicas = Replicas(self.tracked)
         """The DDP models."""
-        self.operations = Operations(self.emit, self.tracked, self.nesting.hides_operations)
+        self.gradient_operations = GradientOperations(self.emit, self.tracked)
+        self.float16_range = Float16Range(self.emit)
+        self.operations = Operations(self.gradient_operations, self.float16_range, self.nesting.hides_operations)
         """The mode that gets the operations of the script's own code."""
-        report_new_gradient = self.operations.report_new_gradient
-        self.hooks = ParameterHooks(self.emit, self.tracked, self.nesting, report_new_gradient)
+        self.hooks = ParameterHooks(self.emit, self.tracked, self.nesting, self.report_new_gradient)
         """The hooks of parameters."""
 
         # The calls of scalers set these for the backward passes.
@@ -48,13 +47,6 @@ class Run:
         """Whether the loss was finite that a scaler scaled last."""
         self.factor_scaling: Scaling | None = None
         """The scaling of a tensor without a graph: the loop multiplies losses by it."""
-        self.skips: dict[Key, int] = {}
-        """For each optimizer, how many of its last steps were skipped."""
-
-        # Backward passes set this for the calls of scalers.
-        self.nonfinite_node = ""
-        """The first node of the last backward pass that made inf or NaN; it is searched after several skipped steps."""
-
         # The calls of scalers set the first one for those that save files; those that load files set the second one.
         self.read_scales: dict[Key, float] = {}
         """The scale that each scaler's `get_scale` returned last."""
@@ -68,11 +60,12 @@ class Run:
         else:
             self._emit(event)
 
+    def report_new_gradient(self, parameter: Key, gradient: Tensor) -> None:
+        """Report that the loop has replaced a parameter's gradient."""
+        self.gradient_operations.report_new_gradients((parameter,), self.tracked.derived_alone(gradient))
+
     def report_replaced_gradients(self, parameters: list[Tensor]) -> None:
         """Report the gradients of parameters that the loop has replaced since the backward pass."""
-        if self.nesting.in_backward:  # the pass replaces them
-            return
-        for key, scaling in self.tracked.assigned_gradients(parameters):
-            self.emit(events.GradientsAssigned(calling_line(), (key,), scaling.scaler))
-        for key, gradient in self.tracked.replaced_gradients(parameters):
-            self.operations.report_new_gradient(key, gradient)
+        if not self.nesting.in_backward:  # the pass replaces them
+            for key, gradient in self.tracked.replaced_gradients(parameters):
+                self.report_new_gradient(key, gradient)

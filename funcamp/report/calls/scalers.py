@@ -13,19 +13,14 @@ from funcamp.report import events
 from funcamp.report.autograd_graph import Scaling, is_scaled, mark_scaled
 from funcamp.report.calls.observed import Function, Handler, Observed
 from funcamp.report.calls.optimizers import OptimizerCalls
-from funcamp.report.calls.run import SKIPS_BEFORE_SEARCH, Run
+from funcamp.report.calls.run import Run
 from funcamp.report.events import Key
-from funcamp.report.lines import calling_line, calling_places, has_literal, is_factor, is_subscripted
+from funcamp.report.lines import calling_line, calling_places, is_factor, is_subscripted
 from funcamp.report.tensors import all_finite, tensors_in
-from funcamp.report.weight_names import name_of_parameter
-from funcamp._upstream.modes import without_modes
-from funcamp._upstream.replaced import replaced, with_subclasses
+from funcamp.report.torch_names import replaced, with_subclasses, without_modes
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
-
-#: The first scale of a scaler whose script passes none.
-_DEFAULT_SCALE = 2.0**16
 
 
 class ScalerCalls:
@@ -65,30 +60,27 @@ class ScalerCalls:
     def handlers_of(self, scaler_class: type) -> Iterator[Observed]:
         """Yield the methods that one class of scalers defines: a subclass may override some."""
         for name in self._handlers.keys() & vars(scaler_class).keys():
-            yield Observed(scaler_class, name, self._handlers[name], is_of_loop=name == "scale")
+            yield Observed(scaler_class, name, self._handlers[name])
 
     def _make(self, function: Function, scaler: GradScaler, *args: object, **kwargs: object) -> None:
         self._quietly(function, scaler, *args, **kwargs)
         key = self._tracked.key(scaler)
         self._emit(events.ScalerMade(calling_line(), key, calling_places()))
-        if scaler.is_enabled() and self._is_scale_of_file(scaler._init_scale, [*args, *kwargs.values()]):
+        # Its first scale may come from a file, without `load_state_dict`.
+        if self._has_loaded_number([*args, *kwargs.values()]):
             self._emit(events.ScalerLoaded(calling_line(), key))
 
-    def _is_scale_of_file(self, scale: float, arguments: list[object]) -> bool:
-        """Return whether a new scaler got its first scale from a file, without `load_state_dict`.
-
-        A file may have the same scale by chance. Then the script has a number in its source, or passes none.
-        """
-        is_default = scale == _DEFAULT_SCALE and scale not in [one for one in arguments if isinstance(one, float)]
-        return scale in self._run.loaded_numbers and not is_default and not has_literal("init_scale", calling_line())
+    def _has_loaded_number(self, arguments: list[object]) -> bool:
+        """Return whether an argument is a number that a file had which the script has loaded."""
+        return any(isinstance(one, float) and one in self._run.loaded_numbers for one in arguments)
 
     def _scale(self, function: Function, scaler: GradScaler, outputs: object) -> object:
         if isinstance(outputs, Tensor):
             self._run.loss_is_finite = all_finite(outputs)
-        if isinstance(outputs, Tensor) and scaler.is_enabled():
-            power = self._tracked.power_of(outputs)
-            grows = power is not None and power.degree > 0
-            self._emit(events.LossScaled(calling_line(), is_scaled(outputs), grows))
+            if scaler.is_enabled():
+                derived = self._tracked.derived(outputs)
+                grows = derived is not None and derived.grows
+                self._emit(events.LossScaled(calling_line(), is_scaled(outputs), grows))
         result = self._quietly(function, scaler, outputs)
         if isinstance(result, Iterator):
             losses = list(result)
@@ -102,10 +94,7 @@ class ScalerCalls:
         if not scaler.is_enabled():
             return
         key = self._tracked.key(scaler)
-        scale = scaler._scale
-        if isinstance(scale, Tensor):  # before the scale is made, there is none
-            with without_modes():
-                self._tracked.scales.add(scale.item())
+        self._tracked.scales.add(_scale_of(scaler))
         scaling = Scaling(key, self._updates.get(key, 0))
         self._run.has_scaled = True
         for loss in tensors_in(losses):
@@ -123,34 +112,19 @@ class ScalerCalls:
         self, function: Function, scaler: GradScaler, optimizer: Optimizer, *args: object, **kwargs: object
     ) -> object:
         self._optimizers.report_use(events.StepCalled, optimizer, scaler)
-        key = self._tracked.key(optimizer)
         self._optimizers.applied.clear()
         with replaced(self._run.nesting, in_scaler_step=True):
             result = self._quietly(function, scaler, optimizer, *args, **kwargs)
         # An optimizer that wraps another may have no hooks of its own; then its step is taken as applied.
         has_hooks = hasattr(getattr(type(optimizer), "step", None), "hooked")
         is_applied = (bool(self._optimizers.applied) or not has_hooks) and not _skips_itself(scaler, optimizer)
-        self._run.skips[key] = 0 if is_applied else self._run.skips.get(key, 0) + 1
-        nonfinite = self._describe_nonfinite(optimizer) if self._run.skips[key] > SKIPS_BEFORE_SEARCH else ""
-        self._emit(events.StepEnded(calling_line(), key, is_applied, _scale_of(scaler), nonfinite))
+        self._emit(events.StepEnded(calling_line(), self._tracked.key(optimizer), is_applied, _scale_of(scaler)))
         return result
-
-    def _describe_nonfinite(self, optimizer: Optimizer) -> str:
-        """Return which gradient of an optimizer is inf or NaN, and what made it; empty if there is none now."""
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None and not all_finite(parameter.grad):
-                    name = name_of_parameter(parameter)
-                    loss = f"the loss is {'finite' if self._run.loss_is_finite else 'inf or NaN'}"
-                    node = self._run.nonfinite_node
-                    cause = f"; {node} makes the first inf or NaN" if node else ""
-                    return f"the gradient of {name} is not finite; {loss}{cause}"
-        return ""
 
     def _update(self, function: Function, scaler: GradScaler, *args: object, **kwargs: object) -> None:
         key = self._tracked.key(scaler)
         new_scales = [value for value in (*args, *kwargs.values()) if value is not None]
-        if any(isinstance(value, (int, float)) and value in self._run.loaded_numbers for value in new_scales):
+        if self._has_loaded_number(new_scales):
             self._emit(events.ScalerLoaded(calling_line(), key))
         self._emit(events.Updated(calling_line(), key, bool(new_scales), scaler.is_enabled()))
         self._quietly(function, scaler, *args, **kwargs)

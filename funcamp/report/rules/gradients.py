@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from funcamp.report.events import (
-    AddedToGradients,
     Cleared,
     Clipped,
     Ended,
@@ -19,40 +18,26 @@ from funcamp.report.lines import UNKNOWN, Line
 from funcamp.report.loop import Loop
 from funcamp.report.rules.rule import Found, rule
 
-_EFFECT_BY_VALUE = "the values are times the scale, so almost each is clipped, to the bound / scale after the step"
-_EFFECT_ON_VALUES_OF_ONE = (
-    "its values are times the scale, so almost each is clipped, to the bound / scale after the step"
-)
-#: For gradients that the loop has divided by the scale itself.
-_EFFECT_OF_DIVISION = "scaler.step divides the gradients by the scale again: the step has almost no length"
-_CHANGE_OF_DIVISION = "scaler.unscale_(optimizer)  # in place of the loop's own division by the scale"
-
-
 @rule(
     Clipped,
     OptimizerEvent,
     mistake="gradients are clipped before unscale_",
-    effect="the norm is times the scale, so almost every gradient is clipped, to max_norm / scale after the step",
+    effect="norm and values are times the scale, so almost all is clipped, to the bound / scale after the step",
     change="scaler.unscale_(optimizer)  # before the clipping",
 )
-def clip_before_unscale(event: Clipped | OptimizerEvent, loop: Loop) -> Iterator[Found]:
+def clip_before_unscale(event: Clipped | OptimizerEvent, loop: Loop) -> Iterator[Line]:
     """Clipped, and no gradient is unscaled.
 
     If the loop itself multiplied the gradients, it may have unscaled them. Then the mistake is certain only when the
     scaler unscales them later. If it multiplied by the scale, the bound may be times the scale too.
     """
     if isinstance(event, OptimizerEvent):
-        if event.scaler is None or not event.has_enabled_scaler:
-            return
-        if event.optimizer not in loop.scaler(event.scaler).unscaled:
-            gradients = [one for one in loop.gradients_of(event.parameters) if one.divided_line is None]
-            change = _CHANGE_OF_DIVISION if loop.has_scale_factor else ""
-            for line in {gradient.clipped_line for gradient in gradients if gradient.clipped_line is not None}:
-                yield Found(line, effect=_EFFECT_OF_DIVISION if change else "", change=change)
+        gradients = _divided_now(event, loop)
+        yield from {one.clipped_line for one in gradients if one.clipped_line is not None and one.divided_line is None}
         return
     conditions = loop.conditions(event.parameters)
     if Condition.SCALED in conditions and Condition.UNSCALED not in conditions and not loop.has_scale_factor:
-        yield Found(event.line, effect=_EFFECT_BY_VALUE if event.is_by_value else "")
+        yield event.line
 
 
 @rule(
@@ -78,8 +63,7 @@ def optimizer_not_unscaled(event: Clipped, loop: Loop) -> Iterator[Found]:
     if loop.conditions(event.parameters) >= {Condition.SCALED, Condition.UNSCALED}:
         scaled = {one for one in event.parameters if loop.gradient(one).condition is Condition.SCALED}
         optimizers = [str(one) for one in loop.optimizers.values() if scaled.intersection(one.parameters)]
-        effect = _EFFECT_ON_VALUES_OF_ONE if event.is_by_value else ""
-        yield Found(event.line, "; ".join(optimizers), effect)
+        yield Found(event.line, "; ".join(optimizers))
 
 
 @rule(
@@ -99,20 +83,9 @@ def read_before_unscale(_event: OptimizerEvent | Ended, loop: Loop) -> Iterator[
 
 @rule(
     OptimizerEvent,
-    mistake="gradients are normalized before unscale_",
-    effect="unscale_ divides by the scale what is free of it: the step is too short by the factor of the scale",
-    change="scaler.unscale_(optimizer)  # before the gradients are normalized",
-)
-def normalized_before_unscale(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
-    """About to be divided by the scale, and the loop gave the gradients a fixed length while they were scaled."""
-    yield from {one.normalized_line for one in _divided_now(event, loop) if one.normalized_line is not None}
-
-
-@rule(
-    OptimizerEvent,
     mistake="the loop divides gradients by the scale itself, and scaler.step divides them again",
-    effect=_EFFECT_OF_DIVISION,
-    change=_CHANGE_OF_DIVISION,
+    effect="scaler.step divides the gradients by the scale again: the step has almost no length",
+    change="scaler.unscale_(optimizer)  # in place of the loop's own division by the scale",
 )
 def divided_twice(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
     """About to be divided by the scale; the loop has divided the gradients by that number, and wrote nothing since.
@@ -139,18 +112,6 @@ def _divided_now(event: OptimizerEvent, loop: Loop) -> list[Gradient]:
     if event.scaler is None or not event.has_enabled_scaler or event.optimizer in loop.scaler(event.scaler).unscaled:
         return []
     return [one for one in loop.gradients_of(event.parameters) if one.condition is not Condition.USED]
-
-
-@rule(
-    AddedToGradients,
-    mistake="a weight decay or noise is added to gradients before unscale_",
-    effect="unscale_ divides it by the scale too: it has almost no weight",
-    change="scaler.unscale_(optimizer)  # before it is added",
-)
-def added_before_unscale(event: AddedToGradients, loop: Loop) -> Iterator[Line]:
-    """Added to scaled gradients. Not if the loop multiplies by the scale: it may multiply what it adds."""
-    if loop.conditions(event.parameters) == {Condition.SCALED} and not loop.has_scale_factor:
-        yield event.line
 
 
 @rule(

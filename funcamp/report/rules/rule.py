@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,13 +14,10 @@ _E = TypeVar("_E", bound=Event)
 
 
 class Found(NamedTuple):
-    """A line of a mistake, with texts in place of the rule's; an empty one stays the rule's."""
+    """A line of a mistake, and what is added about it in place of the event's detail."""
 
     line: Line
-    detail: str = ""
-    """In place of the event's."""
-    effect: str = ""
-    change: str = ""
+    detail: str
 
 
 #: Yields the lines of the mistake, from an event and from the state of the loop before that event.
@@ -41,12 +39,6 @@ class Rule(NamedTuple):
     events: tuple[type[Event], ...]
     """The kinds of events at which it is checked."""
     check: Check[Any]
-
-    def find(self, event: Event, loop: Loop) -> Iterator[Found]:
-        """Yield the lines of the mistake at an event, with the texts that differ from the rule's."""
-        if isinstance(event, self.events):
-            for found in self.check(event, loop):
-                yield found if isinstance(found, Found) else Found(found)
 
 
 #: All rules, in the order of their files.
@@ -74,3 +66,9 @@ def rule(
         return check
 
     return add
+
+
+@functools.cache
+def rules_at(event_type: type[Event]) -> list[Rule]:
+    """Return the rules that look at a kind of event."""
+    return [one for one in RULES if issubclass(event_type, one.events)]

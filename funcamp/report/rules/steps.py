@@ -222,6 +222,5 @@ def each_step_skipped(_event: Ended, loop: Loop) -> Iterator[Found]:
             continue
         first, last = skips[0].scale, skips[-1].scale
         if last < first and (optimizer.applied or last < 1):
-            reason = f"; {last_reason}" if (last_reason := skips[-1].nonfinite) else ""
-            detail = f"the last {len(skips)} steps; the scale fell from {first:g} to {last:g}{reason}"
+            detail = f"the last {len(skips)} steps; the scale fell from {first:g} to {last:g}"
             yield Found(optimizer.last_pass.line, detail)

@@ -11,8 +11,10 @@ from typing import NamedTuple
 from funcamp.report.events import Backward, Ended, Event, GradientsTaken
 from funcamp.report.lines import UNKNOWN, Line
 from funcamp.report.loop import Loop
+from funcamp.report.mode import Mode
 from funcamp.report.observer import Observer
 from funcamp.report.rules import Found, Rule, rules_at
+
 
 class Enough(BaseException):
     """Ends a run that was watched long enough. A BaseException: `except Exception` in the script does not catch it."""
@@ -50,12 +52,12 @@ class Auditor:
         self._details: dict[tuple[Rule, Line], str] = {}
 
     @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """Context manager: the run is watched."""
+    def watching(self, mode: Mode | None = None) -> Iterator[None]:
+        """Context manager: the run is watched; mode: gets its operations, and a recorder may get them from it too."""
         observer = Observer(self._take)
         is_cut = True  # unless the run ends by itself
         try:
-            with contextlib.suppress(Enough), observer.observing():
+            with contextlib.suppress(Enough), observer.observing(mode or Mode()):
                 yield
                 is_cut = False
         except SystemExit:

@@ -69,7 +69,7 @@ def read_graph(outputs: Iterable[Tensor]) -> Graph:
     has_products = False
     outputs = list(outputs)
     roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    for node in _nodes_of(outputs):
+    for node in nodes_from(output.grad_fn for output in outputs):
         if scaling is None:
             scaling = _scaling_of(node)
         if hasattr(node, "variable"):  # a node that accumulates the gradient of a leaf
@@ -81,10 +81,10 @@ def read_graph(outputs: Iterable[Tensor]) -> Graph:
     return Graph(leaves, scaling, frozenset(dtypes), reduction, has_products)
 
 
-def _nodes_of(outputs: Iterable[Tensor]) -> Iterator[Node]:
-    """Yield the nodes of the graph of some losses, each once."""
+def nodes_from(roots: Iterable[Node | None]) -> Iterator[Node]:
+    """Yield the nodes of a graph, each once."""
     seen: set[Node] = set()
-    stack: list[Node | None] = [output.grad_fn for output in outputs]
+    stack = list(roots)
     while stack:
         node = stack.pop()
         if node is None or node in seen:

@@ -12,8 +12,8 @@ from funcamp.report.events import Event, Key
 from funcamp.report.lines import is_called_by_torch
 from funcamp.report.nesting import Nesting
 from funcamp.report.tensors import address_of
-from funcamp.report.tracked import Tracked
 from funcamp.report.torch_names import replaced
+from funcamp.report.tracked import Tracked
 
 #: A hook of a tensor. It gets the gradient and may return another one, or gets a parameter with its gradient.
 Hook: TypeAlias = Callable[[Tensor], "Tensor | None"]

@@ -22,6 +22,7 @@ from funcamp.report.calls.optimizers import OptimizerCalls
 from funcamp.report.calls.run import Run
 from funcamp.report.calls.scalers import ScalerCalls
 from funcamp.report.events import Event
+from funcamp.report.mode import Mode
 from funcamp.report.torch_names import replaced
 
 
@@ -44,8 +45,8 @@ class Observer:
         self._files = FileCalls(run)
 
     @contextlib.contextmanager
-    def observing(self) -> Iterator[None]:
-        """Context manager: calls of torch are events."""
+    def observing(self, mode: Mode) -> Iterator[None]:
+        """Context manager: calls of torch, and operations that a mode gets, are events."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._optimizers.observing_steps())
             # A function that two modules have stays one function: pickle looks it up in the module that it names.
@@ -58,8 +59,9 @@ class Observer:
                 if id(function) not in wrapped:
                     wrapped[id(function)] = self._wrap(function, observed)
                 stack.enter_context(replaced(observed.owner, **{observed.name: wrapped[id(function)]}))
+            stack.enter_context(replaced(mode, look=self._operations.look))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(self._operations)
+            stack.enter_context(mode)
             # What the run imported from torch by name stays a wrapped function in its own modules.
             stack.callback(setattr, self._nesting, "is_quiet", True)
             yield

@@ -1,9 +1,9 @@
-"""The operations of a run: the one dispatch mode of the report gets them all."""
+"""The operations of the script's own code, and which of them are looked at."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -11,8 +11,8 @@ from torch import Tensor
 
 from funcamp.report.float16_range import RAISING, Float16Range
 from funcamp.report.gradient_operations import LOOKED_AT, GradientOperations
+from funcamp.report.mode import Run
 from funcamp.report.tensors import tensor_arguments
-from funcamp.report.torch_names import DispatchMode
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -35,8 +35,8 @@ def _looks_at(function: OpOverload) -> _Looks:
     return _Looks(name, name in LOOKED_AT, name in RAISING, not function.is_view)
 
 
-class Operations(DispatchMode):
-    """A dispatch mode that looks at the operations of the script's own code.
+class Operations:
+    """Looks at the operations of the script's own code.
 
     Args:
         gradients: gets those on gradients.
@@ -45,28 +45,19 @@ class Operations(DispatchMode):
             a backward pass.
     """
 
-    def __init__(
-        self, gradients: GradientOperations, float16: Float16Range, is_hidden: Callable[[], bool]
-    ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+    def __init__(self, gradients: GradientOperations, float16: Float16Range, is_hidden: Callable[[], bool]) -> None:
         self._gradients = gradients
         self._float16 = float16
         self._is_hidden = is_hidden
 
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> object:
-        keywords = kwargs or {}
+    def look(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], run: Run) -> object:
+        """Run an operation, and look at its arguments and its result if a rule needs it."""
         if self._is_hidden():
-            return func(*args, **keywords)
+            return run(func, args, keywords)
         looks = _looks_at(func)
         if looks.at_range_before:
             self._float16.check_before(looks.name, args, keywords)
-        result = func(*args, **keywords)
+        result = run(func, args, keywords)
         if looks.at_gradients:
             self._gradients.check(looks.name, args, result)
         if looks.at_range:

@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from funcamp.report.autograd_graph import Scaling
-from funcamp.report.events import Key
 from funcamp.report.derived import Derived, joined
+from funcamp.report.events import Key
 from funcamp.report.tensors import address_of, overlap
 
 #: The number of scaled losses that are remembered, to notice when one is read.

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from funcamp.report.proposals import propose_for_epsilon
+from funcamp.report.reruns import Call, Change
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import funcamp
 from funcamp.report.audit import Auditor, Finding
-from funcamp.report.proposals import propose_for_epsilon
 from funcamp.report.render import rows, text
-from funcamp.report.reruns import Call, Change
 
 X = torch.tensor([[1.0, -2.0, 3.0, -4.0]], dtype=torch.float16)
 

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from funcamp.report import events
 from funcamp.report.calls.observed import Function, Observed
 from funcamp.report.calls.run import Run
+from funcamp.report.derived import Derived
 from funcamp.report.hooks import Hook
 from funcamp.report.lines import calling_line
-from funcamp.report.derived import Derived
 from funcamp.report.tensors import tensors_in
+
 
 class GradientCalls:
     """Handles the calls of tensors, of modules and of torch's clipping that concern gradients."""

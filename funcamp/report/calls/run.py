@@ -6,17 +6,16 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from funcamp.report import events
 from funcamp.report.autograd_graph import Scaling
 from funcamp.report.events import Event, Key
-from funcamp.report.hooks import ParameterHooks
-from funcamp.report.lines import calling_line
-from funcamp.report.nesting import Nesting
 from funcamp.report.float16_range import Float16Range
 from funcamp.report.gradient_operations import GradientOperations
+from funcamp.report.hooks import ParameterHooks
+from funcamp.report.nesting import Nesting
 from funcamp.report.operations import Operations
 from funcamp.report.replicas import Replicas
 from funcamp.report.tracked import Tracked
+
 
 class Run:
     """What is known about a run, for the handlers of all calls.

@@ -7,14 +7,13 @@ two, which is the same as another loss scale: an overflow at one scale can be me
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from funcamp.numerics.statistics import Stats
+from funcamp.report.lines import Line
 
 #: Distance of the first repetition below a pass that overflowed; it doubles for each further one.
 _STRIDE = 8
@@ -33,11 +32,11 @@ class Operation(NamedTuple):
     dtype: torch.dtype
     shape: tuple[int, ...]
     stats: Stats
-    creates: Tensor
-    """Bool, shape (2,): whether it contains inf, or NaN, although no input did."""
+    creates: str
+    """What it contains although no input did: inf, NaN, both ("inf NaN") or nothing ("")."""
     loss_scale: float
     """The factor of the loss at that time."""
-    line: tuple[str, int] | None = None
+    line: Line | None = None
     """The file and the line that called it, or that called the operation whose backward pass it is part of; None if
     unknown. Lines of torch and of this library are skipped."""
 
@@ -64,8 +63,7 @@ class BackwardPass(NamedTuple):
     """The largest loss scale, a power of two times the run's, at which its gradients are finite; None if there is none,
     or if the pass was not repeated."""
     evidence: list[Operation]
-    """Its operations, each at the largest scale at which it was recorded without overflow. Without `largest_scale`: as
-    at the smallest scale tried."""
+    """Its operations at the largest scale; without one, as at the smallest scale tried."""
     obstacle: str = ""
     """Why it could not be repeated, or empty."""
 
@@ -120,8 +118,8 @@ def examine_pass(
     if exponent >= 0:
         return Examination(BackwardPass(loss_scale, True, True, largest_scale, best.operations))
     # The run overflowed, so the gradients of modules are those of the trial.
-    evidence = combined(operations, best.operations)
-    return Examination(BackwardPass(loss_scale, True, False, largest_scale, evidence), best.gradients)
+    findings = BackwardPass(loss_scale, True, False, largest_scale, best.operations)
+    return Examination(findings, best.gradients)
 
 
 def find_largest_scale(again: Callable[[int], Trial], lowest: int, highest: int) -> tuple[int | None, Trial]:
@@ -175,25 +173,6 @@ def _doublings_left(operations: list[Operation]) -> int | None:
             largest_exponent = math.frexp(torch.finfo(operation.dtype).max)[1]
             doublings.append(largest_exponent - round(math.log2(amax)))
     return min(doublings, default=None)
-
-
-def combined(run: list[Operation], repeated: list[Operation]) -> list[Operation]:
-    """Return a repeated pass's operations, or the run's (at a larger scale) if those are finite."""
-    run_by_key: dict[object, list[Operation]] = defaultdict(list)
-    for operation in reversed(run):  # so that pop() takes the first of several with one key
-        run_by_key[_key(operation)].append(operation)
-    evidence = []
-    for operation in repeated:
-        same_in_run = run_by_key[_key(operation)]
-        at_larger_scale = same_in_run.pop() if same_in_run else operation
-        overflowed = at_larger_scale.stats.nonfinite > 0
-        evidence.append(operation if overflowed else at_larger_scale)
-    return evidence
-
-
-def _key(operation: Operation) -> object:
-    """Return what an operation has in common with its repetition."""
-    return operation.path, operation.name, operation.output, operation.dtype, operation.shape
 
 
 def needs_loss_scaling(operations: list[Operation]) -> bool:

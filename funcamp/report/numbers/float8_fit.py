@@ -6,11 +6,14 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from funcamp.float8.config import BACKWARD, FORWARD, MULTIPLE, fits
 from funcamp.numerics.formats import format_of
 from funcamp.numerics.statistics import Stats
+
+#: The formats of inputs and weights, and of gradients.
+_FORWARD, _BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
+#: The sizes that float8 products accept are multiples of this.
+_MULTIPLE = 16
 
 
 class Multiplied(NamedTuple):
@@ -40,26 +43,23 @@ class Float8Layer(NamedTuple):
         return f"{self.path or 'the module'}: {advice} (lost: {lost})"
 
 
-def fit(path: str, multiplied: Multiplied, gradient: Stats, scales: Tensor | None, most: float) -> Float8Layer:
-    """Return how well float8 represents a layer.
+def fit(path: str, multiplied: Multiplied, gradient: Stats, most: float) -> Float8Layer:
+    """Return how well float8 represents a layer, with the scale of each tensor's own largest magnitude.
 
     gradient: of the layer's output; empty if there is none.
-    scales: of delayed scaling, for input, weight and gradient; None for the current scales.
     most: the largest fraction of values that the layer may lose.
     """
     tensors = {
-        "input": (multiplied.input, FORWARD),
-        "weight": (multiplied.weight, FORWARD),
-        "gradient": (gradient, BACKWARD),
+        "input": (multiplied.input, _FORWARD, "E4M3"),
+        "weight": (multiplied.weight, _FORWARD, "E4M3"),
+        "gradient": (gradient, _BACKWARD, "E5M2"),
     }
     lost_fractions = {}
     reasons = []
-    if not fits(multiplied.sizes):
-        reasons.append(f"its sizes {multiplied.sizes} are not multiples of {MULTIPLE}")
-    for index, (name, (stats, dtype)) in enumerate(tensors.items()):
-        scale = _current_scale(stats, dtype) if scales is None else scales[index].item()
-        lost_fractions[name] = _lost_fraction(stats, dtype, min(scale, 2.0**127))
-        format_name = "E5M2" if dtype == BACKWARD else "E4M3"
+    if any(size % _MULTIPLE for size in multiplied.sizes):
+        reasons.append(f"its sizes {multiplied.sizes} are not multiples of {_MULTIPLE}")
+    for name, (stats, dtype, format_name) in tensors.items():
+        lost_fractions[name] = _lost_fraction(stats, dtype, min(_current_scale(stats, dtype), 2.0**127))
         if stats.nonfinite > 0:
             reasons.append(f"its {name} has values that are not finite")
         elif lost_fractions[name] > most:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from io import BytesIO
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from funcamp._types import name_of
 from funcamp.numerics.counting import LOWEST
 from funcamp.numerics.formats import format_of
 from funcamp.numerics.record import Record
-from funcamp.report.numbers.backward_passes import Operation
 from funcamp.numerics.statistics import Stats
+from funcamp.report.numbers.backward_passes import Operation
+from funcamp.report.torch_names import name_of
 
 #: The exponents that a picture shows at least: from the first up to the second.
 _LEAST_EXPONENTS = (-30, 18)
@@ -53,7 +52,7 @@ def of_operations(operations: list[Operation]) -> list[Line]:
     for operation in shown_operations:
         output_index = f"[{operation.output}]" if operation.output else ""
         label = f"{operation.path} {operation.name}{output_index}"
-        lines.append(Line(label, operation.backward, operation.stats, failed=bool(operation.creates.any())))
+        lines.append(Line(label, operation.backward, operation.stats, failed=bool(operation.creates)))
     return lines
 
 
@@ -68,7 +67,7 @@ def of_modules(records: Mapping[str, Record]) -> list[Line]:
     return [line for line in [*forward, *reversed(backward)] if line.stats.count > 0]
 
 
-def draw(rows: list[Line], path: Path | BytesIO, dtype: torch.dtype) -> None:
+def draw(rows: list[Line], path: Path, dtype: torch.dtype) -> None:
     """Draw the picture of `NumericsReport.plot`: each row's histogram relative to its fullest bin."""
     bounds = format_of(dtype)
     pyplot = _import_pyplot("plot")

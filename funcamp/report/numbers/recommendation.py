@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from funcamp._types import name_of
 from funcamp.numerics.counting import WIDTH
+from funcamp.numerics.statistics import Stats
 from funcamp.report.numbers.backward_passes import BackwardPass, Operation
 from funcamp.report.numbers.render import power
-from funcamp.numerics.statistics import Stats
+from funcamp.report.torch_names import name_of
 
 NO_VALUES = Stats(torch.zeros(WIDTH, dtype=torch.float64))
 

@@ -1,39 +1,37 @@
-"""A numerics report as text and as an HTML page: a table of operations, a tree of modules."""
+"""A numerics report as text: a table of operations, a tree of modules, sentences."""
 
 from __future__ import annotations
 
-import base64
-import html
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from funcamp._types import name_of
 from funcamp.numerics.record import Record
 from funcamp.report.numbers.backward_passes import BackwardPass, Operation, needs_loss_scaling
-
-_T = TypeVar("_T")
-
-_NUMBERS = ("shape", "std", "amax", "zero", "underflow", "subnormal", "overflow")
-COLUMNS = ("", "module", "operation", "dtype", *_NUMBERS, "")
+from funcamp.report.torch_names import name_of
 
 #: An operation as numbers and strings by name: a row of `NumericsReport.to_rows`.
 Row: TypeAlias = dict[str, Any]
 
+_COLUMNS = (
+    "",
+    "module",
+    "operation",
+    "dtype",
+    "shape",
+    "std",
+    "amax",
+    "zero",
+    "underflow",
+    "subnormal",
+    "overflow",
+    "",
+)
 #: The statistics that count non-finite values, with the words for them.
 _NONFINITE = (("nan", "NaN"), ("posinf", "inf"), ("neginf", "-inf"))
-
-_STYLE = """
-body { font: 14px/1.5 system-ui, sans-serif; margin: 2em auto; max-width: 75em; padding: 0 1em; color: #222 }
-pre, td { font: 12px/1.4 ui-monospace, monospace } pre { overflow-x: auto; background: #f6f6f6; padding: 1em }
-table { border-collapse: collapse } td, th { padding: 1px 8px; text-align: left; white-space: nowrap }
-th { position: sticky; top: 0; background: #fff; border-bottom: 1px solid #999; font-size: 12px }
-tr.made { background: #fdd } tr.flushed { background: #fff3cd } img { max-width: 100% }
-"""
 
 
 def caption(dtype: torch.dtype, loss_scale: float) -> str:
@@ -42,38 +40,20 @@ def caption(dtype: torch.dtype, loss_scale: float) -> str:
     return f"values as in this run: {scaled}fractions are those that rounding to {name_of(dtype)} would lose"
 
 
-def table(rows: list[Row], title: str) -> Any:
-    """Return a rich table of `to_rows`: red if a row creates inf or NaN, yellow above 1 % underflow."""
-    try:
-        from rich.table import Table
-    except ImportError as error:
-        raise ImportError("table: needs rich: pip install 'funcamp[demo]'; to_rows() needs nothing") from error
-
-    rich_table = Table(title=title, title_justify="left")
-    for name in COLUMNS:
-        rich_table.add_column(name, justify="right" if name in _NUMBERS else "left")
-    for row in rows:
-        rich_table.add_row(*cells(row), style=_choose_by_fault(row, "red", "yellow", None))
-    return rich_table
+def table(rows: list[Row]) -> str:
+    """Return rows of `to_rows` as a table, a line each."""
+    lines = [_COLUMNS, *map(_cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
 
 
-def _choose_by_fault(row: Row, nonfinite: _T, flushed: _T, none: _T) -> _T:
-    """Return the first value if a row creates inf or NaN, the second above 1 % underflow, else the third."""
-    if row["creates"]:
-        return nonfinite
-    if row["underflow"] > 0.01:
-        return flushed
-    return none
-
-
-def cells(row: Row) -> tuple[str, ...]:
+def _cells(row: Row) -> tuple[str, ...]:
     """Return a row of `to_rows` as short text, one cell per column."""
     zero_fraction = (row["poszero"] + row["negzero"]) / max(row["count"], 1)
     output_index = f"[{row['output']}]" if row["output"] else ""  # of an operation with several outputs
-    remarks = []
+    remarks = [f"{int(row[name])} {word}" for name, word in _NONFINITE if row[name]]
     if row["creates"]:
-        remarks.append(f"makes {row['creates'].replace(' ', ', ')}")
-    remarks += [f"{int(row[name])} {word}" for name, word in _NONFINITE if row[name]]
+        remarks = [f"makes {row['creates'].replace(' ', ', ')}", *remarks]
     return (
         "<-" if row["direction"] == "backward" else "->",
         row["module"],
@@ -82,10 +62,7 @@ def cells(row: Row) -> tuple[str, ...]:
         "x".join(map(str, row["shape"])) or "()",
         "n/a" if math.isnan(row["std"]) else f"{row['std']:.3g}",
         f"2^{math.log2(row['amax']):.0f}" if row["amax"] else "0",
-        percent(zero_fraction),
-        percent(row["underflow"]),
-        percent(row["subnormal"]),
-        percent(row["overflow"]),
+        *map(_percent, (zero_fraction, row["underflow"], row["subnormal"], row["overflow"])),
         ", ".join(remarks),
     )
 
@@ -129,7 +106,7 @@ def at_scales(passes: list[BackwardPass]) -> list[str]:
     return sentences
 
 
-def percent(fraction: float) -> str:
+def _percent(fraction: float) -> str:
     """Format a fraction, short but distinguishable from 0."""
     if not fraction:
         return ""
@@ -177,37 +154,3 @@ def _tree_lines(
     for child_name, child in module.named_children():
         child_path = f"{path}.{child_name}" if path else child_name
         yield from _tree_lines(child, records, child_path, f"({child_name}): ", depth + 1)
-
-
-def write_page(
-    path: Path,
-    title: str,
-    sentences: list[str],
-    tree: str,
-    findings: str,
-    picture: bytes,
-    caption: str,
-    rows: list[Row],
-) -> Path:
-    """Write the page of `NumericsReport.to_html`."""
-    table_rows = []
-    for row in rows:
-        style_class = _choose_by_fault(row, "made", "flushed", "")
-        table_cells = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells(row))
-        table_rows.append(f'<tr class="{style_class}">{table_cells}</tr>')
-    head = "".join(f"<th>{html.escape(name)}</th>" for name in COLUMNS)
-    items = "".join(f"<li>{html.escape(sentence)}</li>" for sentence in sentences)
-    loop = f"<h2>The loop</h2><pre>{html.escape(findings)}</pre>" if findings else ""
-    image = ""
-    if picture:
-        encoded = base64.b64encode(picture).decode()
-        image = f'<h2>Exponents</h2><img alt="exponents of every operation" src="data:image/png;base64,{encoded}">'
-    parts = [
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{html.escape(title)}</title>',
-        f"<style>{_STYLE}</style></head><body><h1>{html.escape(title)}</h1><ul>{items}</ul>{loop}",
-        f"<h2>Modules</h2><pre>{html.escape(tree)}</pre>{image}",
-        f"<h2>Operations</h2><p>{html.escape(caption.capitalize())}.</p>",
-        f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(table_rows)}</tbody></table></body></html>\n",
-    ]
-    path.write_text("".join(parts), encoding="utf-8")
-    return path

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from funcamp import _tree
-from funcamp._types import Tree, name_of
 from funcamp.numerics.formats import format_of
 from funcamp.numerics.record import Record, text
+from funcamp.numerics.statistics import Stats
+from funcamp.report.mode import Mode
 from funcamp.report.numbers import plot, render
 from funcamp.report.numbers.backward_passes import BackwardPass, Operation
 from funcamp.report.numbers.engine_call import leaves_behind
 from funcamp.report.numbers.float8_fit import Float8Layer, fit
-from funcamp.report.numbers.origin import Origin, created_kinds, describe, find_origin
+from funcamp.report.numbers.origin import Origin, describe, find_origin
 from funcamp.report.numbers.recommendation import (
     NO_VALUES,
     Recommendation,
@@ -31,7 +29,7 @@ from funcamp.report.numbers.recommendation import (
 )
 from funcamp.report.numbers.recorder import Recorder
 from funcamp.report.numbers.render import power
-from funcamp.numerics.statistics import Stats
+from funcamp.report.torch_names import name_of, tree_leaves
 
 #: The statistics of a row of `NumericsReport.to_rows`, and the fractions that rounding to its dtype would lose.
 _STATISTICS = ("count", "mean", "std", "amax", "nan", "posinf", "neginf", "poszero", "negzero")
@@ -39,7 +37,7 @@ _FRACTIONS = ("underflow", "subnormal", "overflow")
 
 
 class NumericsReport:
-    """The results of `numerics_report`. Reading it syncs; creating it does not, apart from the run itself."""
+    """The results of `numerics_report`. Creating and reading it syncs."""
 
     operations: list[Operation]
     """Every output of every operation, in the order of execution, without views and copies."""
@@ -117,7 +115,7 @@ class NumericsReport:
             >>> report.recommend_scale().scale
             8192.0
         """
-        if isinstance(headroom, bool) or not isinstance(headroom, (int, float)) or not 0 < headroom < math.inf:
+        if not 0 < headroom < math.inf:
             raise ValueError(f"recommend_scale: headroom must be a positive number; got {headroom!r}")
         largest_power = 2.0 ** math.floor(math.log2(format_of(dtype).max))
         cause = self.cause()
@@ -143,16 +141,14 @@ class NumericsReport:
             is_upper_bound=is_upper_bound,
         )
 
-    def float8(self, scales: Mapping[str, Tensor] | None = None, *, most: float = 0.01) -> list[Float8Layer]:
+    def float8(self, *, most: float = 0.01) -> list[Float8Layer]:
         """Return, per linear layer, what float8 loses of its input, weight and gradient, and whether to keep it.
 
-        Input and weight are E4M3, the gradient of the output is E5M2. A nonzero value is lost if it becomes zero, or if
-        it saturates at less than half of it. `{f"{one.path}.weight" for one in layers if one.keep}` are names for the
-        `keep` of a `Policy`.
+        Input and weight are E4M3, the gradient of the output is E5M2, each with the scale of its own largest magnitude,
+        rounded down to a power of two. A nonzero value is lost if it becomes zero, or if it saturates at less than
+        half of it.
 
         Args:
-            scales: the scales of delayed scaling, by path: `step.float8_scales(state)`. A layer without has the current
-                scale, rounded down to a power of two.
             most: the largest fraction of values that a layer may lose.
 
         Returns:
@@ -161,14 +157,13 @@ class NumericsReport:
         Raises:
             ValueError: most is not from 0 to 1.
         """
-        if isinstance(most, bool) or not isinstance(most, (int, float)) or not 0 <= most <= 1:
+        if not 0 <= most <= 1:
             raise ValueError(f"float8: most must be from 0 to 1; got {most!r}")
         records = self.unscaled_records()
-        delayed_scales = scales or {}
         layers = []
         for path, multiplied in self._operands.items():
             gradient = records[path].backward if path in records else NO_VALUES
-            layers.append(fit(path, multiplied, gradient, delayed_scales.get(path), most))
+            layers.append(fit(path, multiplied, gradient, most))
         return layers
 
     def gradients(self) -> Stats:
@@ -188,13 +183,13 @@ class NumericsReport:
         format_of(dtype)
         return [_row(index, operation, dtype) for index, operation in enumerate(self.operations)]
 
-    def table(self, dtype: torch.dtype = torch.float16) -> Any:
-        """Return the rows as a `rich.table.Table`: `rich.print(report.table())`.
+    def table(self, dtype: torch.dtype = torch.float16) -> str:
+        """Return the rows as text, with what the numbers mean.
 
         Raises:
-            ImportError: rich is not installed.
+            TypeError: dtype has no known limits.
         """
-        return render.table(self.to_rows(dtype), render.caption(dtype, self.loss_scale))
+        return f"{render.caption(dtype, self.loss_scale)}\n{render.table(self.to_rows(dtype))}"
 
     def annotate(self) -> str:
         """Return the module's tree with the standard deviations of each part's output and of its gradient.
@@ -235,42 +230,6 @@ class NumericsReport:
         lines = plot.of_modules(self.records) if modules else plot.of_operations(self.operations)
         plot.draw(lines, Path(path), dtype)
         return Path(path)
-
-    def to_html(self, path: str | Path, dtype: torch.dtype = torch.float16, title: str = "Numerics") -> Path:
-        """Write everything as one self-contained page, with the picture if matplotlib is installed.
-
-        Args:
-            path: the file to write.
-            dtype: the format whose limits are shown.
-            title: the page's title.
-
-        Returns:
-            The path.
-
-        Raises:
-            TypeError: dtype has no known limits.
-        """
-        picture = io.BytesIO()
-        with contextlib.suppress(ImportError):
-            plot.draw(plot.of_operations(self.operations), picture, dtype)
-        return self._write_page(path, dtype, title, picture.getvalue())
-
-    def _write_page(self, path: str | Path, dtype: torch.dtype, title: str, picture: bytes, findings: str = "") -> Path:
-        """Write the page of `to_html`.
-
-        picture: drawn already; empty for none.
-        findings: text about the loop.
-        """
-        return render.write_page(
-            path=Path(path),
-            title=title,
-            sentences=self.summary(dtype),
-            tree=self.annotate(),
-            findings=findings,
-            picture=picture,
-            caption=render.caption(dtype, self.loss_scale),
-            rows=self.to_rows(dtype),
-        )
 
     def summary(self, dtype: torch.dtype = torch.float16) -> list[str]:
         """Return the main results, one sentence each.
@@ -342,8 +301,9 @@ def numerics_report(
         raise TypeError(f"numerics_report: module must be a torch.nn.Module; got {module!r}")
     if loss_scale is not None and not 0 < loss_scale < math.inf:
         raise ValueError(f"numerics_report: loss_scale must be a positive number; got {loss_scale}")
-    recorder = Recorder(module, loss_scale=loss_scale)
-    with recorder.watching():
+    mode = Mode()
+    recorder = Recorder(mode, module, loss_scale=loss_scale)
+    with recorder.watching(), torch.compiler.set_stance("force_eager"), mode:
         result = fn(*args, **kwargs)
         if not recorder.seen_backward:
             _differentiate(result)
@@ -352,9 +312,9 @@ def numerics_report(
     return NumericsReport(recorder)
 
 
-def _differentiate(result: Tree) -> None:
+def _differentiate(result: object) -> None:
     """Run the backward pass of a loss that has a graph; drop the gradients."""
-    losses = [leaf for leaf in _tree.leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    losses = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if losses and losses[0].dim() == 0 and losses[0].grad_fn is not None:
         leaves = leaves_behind(losses[:1])
         if leaves:
@@ -374,5 +334,5 @@ def _row(index: int, operation: Operation, dtype: torch.dtype) -> render.Row:
         "shape": operation.shape,
         **{name: getattr(stats, name).item() for name in _STATISTICS},
         **{name: getattr(stats, name)(dtype).item() for name in _FRACTIONS},
-        "creates": " ".join(created_kinds(operation)),
+        "creates": operation.creates,
     }

@@ -18,6 +18,7 @@ from funcamp.report.lines import UNKNOWN, Line
 from funcamp.report.loop import Loop
 from funcamp.report.rules.rule import Found, rule
 
+
 @rule(
     Clipped,
     OptimizerEvent,

@@ -54,10 +54,10 @@ class Auditor:
     @contextlib.contextmanager
     def watching(self, mode: Mode | None = None) -> Iterator[None]:
         """Context manager: the run is watched; mode: gets its operations, and a recorder may get them from it too."""
-        observer = Observer(self._take)
+        observer = Observer(self._take, mode or Mode())
         is_cut = True  # unless the run ends by itself
         try:
-            with contextlib.suppress(Enough), observer.observing(mode or Mode()):
+            with contextlib.suppress(Enough), observer.observing():
                 yield
                 is_cut = False
         except SystemExit:

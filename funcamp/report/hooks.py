@@ -84,7 +84,8 @@ class ParameterHooks:
             if self._nesting.is_quiet:
                 return hook(argument)
             gradient = gradient_of(argument, None)
-            with replaced(self._nesting, in_hook=True), self._tracked.hooked(gradient, key):
+            in_hook = replaced(self._nesting, in_hook=True)
+            with in_hook, self._nesting.mode.resumed(), self._tracked.hooked(gradient, key):
                 result = hook(argument)
                 new_gradient = gradient_of(argument, result)
                 is_other = address_of(new_gradient) not in (0, address_of(gradient))

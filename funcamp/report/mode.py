@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from funcamp.report.torch_names import DispatchMode
+from funcamp.report.torch_names import DispatchMode, dispatch_modes
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -27,6 +28,29 @@ class Mode(DispatchMode):
         """Runs each operation; a recorder records it too."""
         self.look: Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Run], object] | None = None
         """Looks at each operation of the script's own code, and runs it."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: everything runs eagerly while the report watches, and torch's check of that costs time."""
+        return False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context manager: operations do not go through this mode, unless they are recorded or go through others first."""
+        if self.run is not _run or dispatch_modes()[-1:] != [self]:
+            yield
+            return
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
+
+    @contextlib.contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Context manager: operations go through this mode, also while it is paused."""
+        with contextlib.nullcontext() if self in dispatch_modes() else self:
+            yield
 
     def __torch_dispatch__(
         self,

@@ -6,15 +6,21 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from funcamp.report.events import Key
+from funcamp.report.mode import Mode
 from funcamp.report.torch_names import current_node, replaced
 
 _T = TypeVar("_T")
 
 
 class Nesting:
-    """What runs now, around a call or an operation."""
+    """What runs now, around a call or an operation.
 
-    def __init__(self) -> None:
+    Args:
+        mode: gets the operations of the run; it is paused while torch's own run.
+    """
+
+    def __init__(self, mode: Mode) -> None:
+        self.mode = mode
         self.is_quiet = False
         """Whether an observed call runs: the calls inside it are torch's, and no events."""
         self.in_backward = False
@@ -27,7 +33,7 @@ class Nesting:
 
     def quietly(self, function: Callable[..., _T], *args: object, **kwargs: object) -> _T:
         """Call a function; the calls inside it are no events."""
-        with replaced(self, is_quiet=True):
+        with replaced(self, is_quiet=True), self.mode.paused():
             return function(*args, **kwargs)
 
     def hides_operations(self) -> bool:

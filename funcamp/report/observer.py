@@ -31,10 +31,11 @@ class Observer:
 
     Args:
         emit: gets each event.
+        mode: gets the operations of the run.
     """
 
-    def __init__(self, emit: Callable[[Event], None]) -> None:
-        run = Run(emit)
+    def __init__(self, emit: Callable[[Event], None], mode: Mode) -> None:
+        run = Run(emit, mode)
         self._nesting = run.nesting
         self._operations = run.operations
         self._optimizers = OptimizerCalls(run)
@@ -45,8 +46,9 @@ class Observer:
         self._files = FileCalls(run)
 
     @contextlib.contextmanager
-    def observing(self, mode: Mode) -> Iterator[None]:
-        """Context manager: calls of torch, and operations that a mode gets, are events."""
+    def observing(self) -> Iterator[None]:
+        """Context manager: calls of torch, and operations that the mode gets, are events."""
+        mode = self._nesting.mode
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._optimizers.observing_steps())
             # A function that two modules have stays one function: pickle looks it up in the module that it names.

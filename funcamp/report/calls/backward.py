@@ -78,7 +78,8 @@ class BackwardCalls:
             initial_gradients=tensors_in(args[0] if args else kwargs.get("grad_tensors")),
             retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
         )
-        with replaced(self, _outer_scaling=backward.scaling), replaced(self._run.nesting, in_backward=True):
+        nesting = self._run.nesting
+        with replaced(self, _outer_scaling=backward.scaling), replaced(nesting, in_backward=True), nesting.mode.paused():
             result = function(tensors, *args, inputs=inputs, **kwargs)
         self._end_pass(backward)
         return result

@@ -11,6 +11,7 @@ from funcamp.report.events import Event, Key
 from funcamp.report.float16_range import Float16Range
 from funcamp.report.gradient_operations import GradientOperations
 from funcamp.report.hooks import ParameterHooks
+from funcamp.report.mode import Mode
 from funcamp.report.nesting import Nesting
 from funcamp.report.operations import Operations
 from funcamp.report.replicas import Replicas
@@ -22,11 +23,12 @@ class Run:
 
     Args:
         emit: gets each event.
+        mode: gets the operations of the run.
     """
 
-    def __init__(self, emit: Callable[[Event], None]) -> None:
+    def __init__(self, emit: Callable[[Event], None], mode: Mode) -> None:
         self._emit = emit
-        self.nesting = Nesting()
+        self.nesting = Nesting(mode)
         """What runs now."""
         self.tracked = Tracked()
         """The keys of objects, and which tensor is whose gradient."""
@@ -35,7 +37,7 @@ class Run:
         self.gradient_operations = GradientOperations(self.emit, self.tracked)
         self.float16_range = Float16Range(self.emit)
         self.operations = Operations(self.gradient_operations, self.float16_range, self.nesting.hides_operations)
-        """The mode that gets the operations of the script's own code."""
+        """Looks at the operations of the script's own code."""
         self.hooks = ParameterHooks(self.emit, self.tracked, self.nesting, self.report_new_gradient)
         """The hooks of parameters."""
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
@@ -17,6 +17,10 @@ from funcamp.report.lines import Line
 
 #: Distance of the first repetition below a pass that overflowed; it doubles for each further one.
 _STRIDE = 8
+
+
+#: The gradients of modules' outputs, by path and loss scale.
+Measured: TypeAlias = dict[tuple[str, float], Stats]
 
 
 class Operation(NamedTuple):
@@ -47,8 +51,7 @@ class Trial(NamedTuple):
     operations: list[Operation]
     finite: bool
     """Whether the gradients that it returns are finite, as a scaler checks."""
-    gradients: dict[str, Stats]
-    """The gradients of modules' outputs, by path, without loss scaling."""
+    gradients: Measured
 
 
 class BackwardPass(NamedTuple):
@@ -72,9 +75,8 @@ class Examination(NamedTuple):
     """What `examine_pass` returns."""
 
     findings: BackwardPass
-    gradients: dict[str, Stats] | None = None
-    """The gradients of modules' outputs at the largest scale at which the pass is finite, by path, without loss
-    scaling; None if those of the run itself are right."""
+    gradients: Measured | None = None
+    """Those at the largest scale at which the pass is finite; None if those of the run itself are right."""
 
 
 def examine_pass(
@@ -96,7 +98,7 @@ def examine_pass(
         initial_dtypes: the dtypes of the initial gradients.
         obstacle: why the pass must not be repeated, or empty.
     """
-    is_finite = not any(operation.stats.nonfinite > 0 for operation in operations)
+    is_finite = not operations or not bool((stacked(operations).nonfinite > 0).any())
     needs_no_repetition = is_finite and not needs_loss_scaling(operations)
     if obstacle or not loss_is_finite or needs_no_repetition:
         return Examination(BackwardPass(loss_scale, loss_is_finite, is_finite, None, operations, obstacle))
@@ -167,12 +169,21 @@ def find_largest_scale(again: Callable[[int], Trial], lowest: int, highest: int)
 def _doublings_left(operations: list[Operation]) -> int | None:
     """Return how many doublings the finite values allow, each in its dtype; None if all are zero."""
     doublings = []
-    for operation in operations:
-        amax = operation.stats.amax.item()
+    for operation, amax in zip(operations, amaxes(operations)):
         if amax:
             largest_exponent = math.frexp(torch.finfo(operation.dtype).max)[1]
             doublings.append(largest_exponent - round(math.log2(amax)))
     return min(doublings, default=None)
+
+
+def stacked(operations: list[Operation]) -> Stats:
+    """Return the statistics of one or more operations as a batch, which is read at once."""
+    return Stats(torch.stack([operation.stats.row.cpu() for operation in operations]))
+
+
+def amaxes(operations: list[Operation]) -> list[float]:
+    """Return the largest magnitude of each operation's output, rounded up to a power of two."""
+    return stacked(operations).amax.tolist() if operations else []
 
 
 def needs_loss_scaling(operations: list[Operation]) -> bool:

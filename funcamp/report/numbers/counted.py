@@ -11,15 +11,14 @@ import torch
 from torch import Tensor
 
 from funcamp.numerics.counting import has_values
-from funcamp.numerics.record import Record, probe
 from funcamp.numerics.statistics import Stats
-from funcamp.report.numbers.backward_passes import Operation
+from funcamp.report.numbers.backward_passes import Measured, Operation
 from funcamp.report.torch_names import tree_leaves
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-_Sum = TypeVar("_Sum", Record, Stats)
+_Place = TypeVar("_Place")
 
 #: Operations that create tensors, possibly with another's shape, or return their input's values. Like views and
 #: `resize_`, they compute nothing.
@@ -70,26 +69,28 @@ class Recording:
     """The operations of a run or of a repeated backward pass, and the counts of modules' outputs and gradients."""
 
     operations: list[Operation] = dataclasses.field(default_factory=list)
-    records: dict[str, Record] = dataclasses.field(default_factory=dict)
-    """The outputs of modules and their gradients, by path."""
+    outputs: dict[str, Stats] = dataclasses.field(default_factory=dict)
+    """The outputs of modules, by path."""
     gradients: dict[str, Stats] = dataclasses.field(default_factory=dict)
-    """The gradients of modules' outputs, by path, without loss scaling."""
+    """The gradients of modules' outputs, by path, as in this run."""
+    measured: Measured = dataclasses.field(default_factory=dict)
+    """The same, except that those of a pass that overflowed are from a scale at which it is finite."""
 
     def add_output(self, path: str, counted: Stats) -> None:
         """Add the counts of a module's output."""
-        _add(self.records, path, Record(counted, probe(counted.row.device).forward))
+        _add(self.outputs, path, counted)
 
     def add_gradient(self, path: str, counted: Stats, loss_scale: float) -> None:
         """Add the counts of the gradient of a module's output."""
-        _add(self.gradients, path, counted.rescale(1 / loss_scale))
-        _add(self.records, path, Record(probe(counted.row.device).forward, counted))
+        _add(self.gradients, path, counted)
+        _add(self.measured, (path, loss_scale), counted)
 
-    def replace_gradients(self, before: dict[str, Stats], gradients: dict[str, Stats]) -> None:
-        """Replace the gradients of the last backward pass; before: those of the passes before it."""
-        self.gradients = before
-        for path, gradient in gradients.items():
-            _add(self.gradients, path, gradient)
+    def replace_gradients(self, before: Measured, gradients: Measured) -> None:
+        """Replace what was measured in the last backward pass; before: in the passes before it."""
+        self.measured = before
+        for place, counted in gradients.items():
+            _add(self.measured, place, counted)
 
 
-def _add(sums: dict[str, _Sum], path: str, counted: _Sum) -> None:
-    sums[path] = sums[path] + counted if path in sums else counted
+def _add(sums: dict[_Place, Stats], place: _Place, counted: Stats) -> None:
+    sums[place] = sums[place] + counted if place in sums else counted

@@ -8,7 +8,7 @@ import torch
 
 from funcamp.numerics.counting import WIDTH
 from funcamp.numerics.statistics import Stats
-from funcamp.report.numbers.backward_passes import BackwardPass, Operation
+from funcamp.report.numbers.backward_passes import BackwardPass, Operation, amaxes
 from funcamp.report.numbers.render import power
 from funcamp.report.torch_names import name_of
 
@@ -44,7 +44,7 @@ class Evidence(NamedTuple):
 
     def amaxes(self) -> list[float]:
         """Return the largest magnitude of each operation, without loss scaling."""
-        return [operation.stats.amax.item() / operation.loss_scale for operation in self.operations]
+        return [amax / one.loss_scale for amax, one in zip(amaxes(self.operations), self.operations)]
 
 
 def evidence_of(passes: list[BackwardPass], dtype: torch.dtype) -> Evidence:

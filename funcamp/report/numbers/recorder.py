@@ -22,7 +22,7 @@ from funcamp.numerics.counting import count
 from funcamp.numerics.statistics import Stats
 from funcamp.report.lines import is_called_by_funcamp
 from funcamp.report.mode import Mode
-from funcamp.report.numbers.backward_passes import BackwardPass, Operation, Trial, examine_pass
+from funcamp.report.numbers.backward_passes import BackwardPass, Measured, Operation, Trial, examine_pass
 from funcamp.report.numbers.counted import Recording, computes, is_countable, is_finite, nonfinite_among
 from funcamp.report.numbers.engine_call import EngineCall, find_obstacle, function_behind
 from funcamp.report.numbers.float8_fit import Multiplied
@@ -290,7 +290,7 @@ class Recorder:
         if self._is_script and script_code and not obstacle:
             obstacle = f"that would run the script's code again: {script_code}"
         keeps_graph = call.keeps_graph or not obstacle
-        gradients_before = dict(self.recording.gradients)
+        gradients_before = dict(self.recording.measured)
         result = call.run(keeps_graph=keeps_graph)
         self.seen_backward = True
         if not self._finite_losses:  # no scaler or step was called: the outputs are the losses
@@ -315,7 +315,7 @@ class Recorder:
             return "its dispatch modes"
         return self._script_code or function_behind(call.outputs)
 
-    def _examine_pass(self, call: EngineCall, obstacle: str, gradients_before: dict[str, Stats]) -> BackwardPass:
+    def _examine_pass(self, call: EngineCall, obstacle: str, gradients_before: Measured) -> BackwardPass:
         """Return the findings about the last pass, and correct the recorded gradients if it overflowed.
 
         call: the call that ran it, with its graph kept unless there is an obstacle.
@@ -341,7 +341,7 @@ class Recorder:
         with self._in_phase(_Phase.REPEATING), replaced(self, loss_scale=loss_scale, recording=recording):
             gradients = [gradient for gradient in call.repeat(factor) if isinstance(gradient, Tensor)]
             are_finite = all(self._read(gradient, is_finite) for gradient in gradients)
-        return Trial(recording.operations, are_finite, recording.gradients)
+        return Trial(recording.operations, are_finite, recording.measured)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Before a module's forward pass: note that it runs, and count the operands of a linear layer."""
@@ -358,13 +358,14 @@ class Recorder:
             # Not the attribute: a parametrization computes it, and spectral norm changes its state by that.
             weight = dict(module._parameters).get("weight")
             if is_countable(args[0]) and is_countable(weight):
-                self._add_operands(path, args[0], weight)
+                with self._in_phase(_Phase.MUTED):
+                    self._add_operands(path, args[0], weight)
 
     def _begin_root(self, in_backward: bool) -> None:
         """At the call of an outermost module: leave out what a script does besides its training steps."""
         if not self._is_script:
             return
-        if not (in_backward or self.recording.records or self.seen_backward):
+        if not (in_backward or self.recording.outputs or self.seen_backward):
             self.recording.operations.clear()  # of the script's initialization and data loading
         self.modules.in_evaluation = not (torch.is_grad_enabled() or transforms_active())
 
@@ -387,12 +388,13 @@ class Recorder:
             return
         for leaf in tree_leaves(outputs):
             if is_countable(leaf):
-                self._read(leaf, lambda values: self.recording.add_output(path, Stats(count(values))))
+                with self._in_phase(_Phase.MUTED):
+                    self.recording.add_output(path, Stats(self._read(leaf, count)))
                 if leaf.requires_grad:
                     _register_hook(leaf, functools.partial(self._add_gradient, path))  # type: ignore[no-untyped-call]
 
     def _add_gradient(self, path: str, gradient: Tensor) -> None:
         """Count the gradient of a module's output."""
         if not self._is_idle() and is_countable(gradient):
-            counted = Stats(self._read(gradient, count))
-            self.recording.add_gradient(path, counted, self.loss_scale)
+            with self._in_phase(_Phase.MUTED):
+                self.recording.add_gradient(path, Stats(self._read(gradient, count)), self.loss_scale)

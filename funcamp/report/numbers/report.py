@@ -50,10 +50,13 @@ class NumericsReport:
 
     def __init__(self, recorder: Recorder) -> None:
         self.operations = recorder.recording.operations
-        self.records = recorder.recording.records
+        self.records = {
+            path: Record(output, recorder.recording.gradients.get(path, NO_VALUES))
+            for path, output in recorder.recording.outputs.items()
+        }
         self.passes = recorder.passes
         self.module = recorder.modules.root
-        self._gradients = recorder.recording.gradients
+        self._measured = recorder.recording.measured
         self._operands = recorder.operands
         self.loss_scale = self.passes[-1].loss_scale if self.passes else recorder.loss_scale
 
@@ -208,8 +211,11 @@ class NumericsReport:
 
     def unscaled_records(self) -> dict[str, Record]:
         """Return `records` without loss scaling; overflowed gradients are from the largest working scale."""
+        unscaled: dict[str, Stats] = {}
+        for (path, scale), counted in self._measured.items():
+            unscaled[path] = unscaled.get(path, NO_VALUES) + Stats(counted.row.cpu()).rescale(1 / scale)
         return {
-            path: Record(record.forward, self._gradients.get(path, NO_VALUES)) for path, record in self.records.items()
+            path: Record(record.forward, unscaled.get(path, NO_VALUES)) for path, record in self.records.items()
         }
 
     def plot(self, path: str | Path, dtype: torch.dtype = torch.float16, *, modules: bool = False) -> Path:

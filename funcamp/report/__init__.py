@@ -9,8 +9,8 @@ of the loop's state before it. `audit.py` puts them together. `numbers/` records
 ARCHITECTURE.md says how to add a rule.
 """
 
-from funcamp.report.numbers.backward_passes import Operation
 from funcamp.report.numbers.float8_fit import Float8Layer
+from funcamp.report.numbers.operation import Operation
 from funcamp.report.numbers.origin import Origin
 from funcamp.report.numbers.plot import plot_flushed
 from funcamp.report.numbers.recommendation import Recommendation

@@ -87,9 +87,7 @@ def _has_lost_numbers(report: NumericsReport) -> bool:
 
     Scaled gradients that overflow are not counted: the scaler skips that step and lowers its scale.
     """
-    if report.cause() is not None:
-        return True
-    return any(not one.finite and one.obstacle and one.loss_scale == 1 for one in report.passes)
+    return report.cause() is not None or any(one.overflows and one.loss_scale == 1 for one in report.passes)
 
 
 def _check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:

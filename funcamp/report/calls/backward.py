@@ -79,7 +79,11 @@ class BackwardCalls:
             retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
         )
         nesting = self._run.nesting
-        with replaced(self, _outer_scaling=backward.scaling), replaced(nesting, in_backward=True), nesting.mode.paused():
+        with (
+            replaced(self, _outer_scaling=backward.scaling),
+            replaced(nesting, in_backward=True),
+            nesting.mode.paused(),
+        ):
             result = function(tensors, *args, inputs=inputs, **kwargs)
         self._end_pass(backward)
         return result

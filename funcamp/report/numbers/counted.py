@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funcamp.numerics.counting import has_values
 from funcamp.numerics.statistics import Stats
-from funcamp.report.numbers.backward_passes import Measured, Operation
+from funcamp.report.numbers.operation import Operation
 from funcamp.report.torch_names import tree_leaves
 
 if TYPE_CHECKING:
@@ -66,31 +66,15 @@ def is_finite(x: Tensor) -> bool:
 
 @dataclasses.dataclass
 class Recording:
-    """The operations of a run or of a repeated backward pass, and the counts of modules' outputs and gradients."""
+    """The operations of a run, and the counts of modules' outputs and gradients."""
 
     operations: list[Operation] = dataclasses.field(default_factory=list)
     outputs: dict[str, Stats] = dataclasses.field(default_factory=dict)
     """The outputs of modules, by path."""
-    gradients: dict[str, Stats] = dataclasses.field(default_factory=dict)
-    """The gradients of modules' outputs, by path, as in this run."""
-    measured: Measured = dataclasses.field(default_factory=dict)
-    """The same, except that those of a pass that overflowed are from a scale at which it is finite."""
-
-    def add_output(self, path: str, counted: Stats) -> None:
-        """Add the counts of a module's output."""
-        _add(self.outputs, path, counted)
-
-    def add_gradient(self, path: str, counted: Stats, loss_scale: float) -> None:
-        """Add the counts of the gradient of a module's output."""
-        _add(self.gradients, path, counted)
-        _add(self.measured, (path, loss_scale), counted)
-
-    def replace_gradients(self, before: Measured, gradients: Measured) -> None:
-        """Replace what was measured in the last backward pass; before: in the passes before it."""
-        self.measured = before
-        for place, counted in gradients.items():
-            _add(self.measured, place, counted)
+    gradients: dict[tuple[str, float], Stats] = dataclasses.field(default_factory=dict)
+    """The gradients of modules' outputs, by path and loss scale."""
 
 
-def _add(sums: dict[_Place, Stats], place: _Place, counted: Stats) -> None:
+def add(sums: dict[_Place, Stats], place: _Place, counted: Stats) -> None:
+    """Add counts to those of the same place."""
     sums[place] = sums[place] + counted if place in sums else counted

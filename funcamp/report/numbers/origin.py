@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from funcamp.report.numbers.backward_passes import Operation
+from funcamp.report.numbers.operation import Operation
 from funcamp.report.torch_names import name_of
 
 

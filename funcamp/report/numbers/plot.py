@@ -14,7 +14,7 @@ from funcamp.numerics.counting import LOWEST
 from funcamp.numerics.formats import format_of
 from funcamp.numerics.record import Record
 from funcamp.numerics.statistics import Stats
-from funcamp.report.numbers.backward_passes import Operation
+from funcamp.report.numbers.operation import Operation
 from funcamp.report.torch_names import name_of
 
 #: The exponents that a picture shows at least: from the first up to the second.

@@ -1,14 +1,12 @@
 """Record every operation of an eager run: a dispatch mode counts outputs, hooks name modules.
 
 Autograd's current node distinguishes the backward pass from the forward pass; a node's sequence number leads to the
-module whose forward pass made it. Every backward pass starts in `torch.autograd._engine_run_backward`; there a finished
-one is repeated at other scales.
+module whose forward pass made it. Every backward pass starts in `torch.autograd._engine_run_backward`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,13 +18,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from funcamp.numerics.counting import count
 from funcamp.numerics.statistics import Stats
-from funcamp.report.lines import is_called_by_funcamp
 from funcamp.report.mode import Mode
-from funcamp.report.numbers.backward_passes import BackwardPass, Measured, Operation, Trial, examine_pass
-from funcamp.report.numbers.counted import Recording, computes, is_countable, is_finite, nonfinite_among
-from funcamp.report.numbers.engine_call import EngineCall, find_obstacle, function_behind
+from funcamp.report.numbers.counted import Recording, add, computes, is_countable, is_finite, nonfinite_among
 from funcamp.report.numbers.float8_fit import Multiplied
 from funcamp.report.numbers.modules import Modules
+from funcamp.report.numbers.operation import BackwardPass, Operation
 from funcamp.report.numbers.steps import TAPS, scaling_calls, step_calls
 from funcamp.report.torch_names import (
     current_node,
@@ -34,6 +30,7 @@ from funcamp.report.torch_names import (
     is_tracing,
     is_wrapped,
     replaced,
+    run_engine,
     transforms_active,
     tree_leaves,
     without_modes,
@@ -47,19 +44,6 @@ _register_hook = Tensor.register_hook
 
 _T = TypeVar("_T")
 _P = ParamSpec("_P")
-
-
-class _Phase(enum.Enum):
-    """What is done with the operations that run now."""
-
-    RECORDING = enum.auto()
-    """They are recorded."""
-    MUTED = enum.auto()
-    """They are not part of the run: those of taps, of scaling a loss, of this recorder."""
-    REPEATING = enum.auto()
-    """They are those of a backward pass at another loss scale, and recorded separately."""
-    DONE = enum.auto()
-    """All requested passes are recorded, and the run continues without this recorder. Final."""
 
 
 class Recorder:
@@ -83,7 +67,6 @@ class Recorder:
         loss_scale: float | None = None,
     ) -> None:
         self.recording = Recording()
-        """Of the run; while a backward pass is repeated, of the repetition."""
         self.operands: dict[str, Multiplied] = {}
         """What each linear layer multiplies."""
         self.passes: list[BackwardPass] = []
@@ -94,7 +77,10 @@ class Recorder:
         """Index of the first operation after the last backward pass."""
 
         self._mode = mode
-        self._phase = _Phase.RECORDING
+        self._is_muted = False
+        """Whether what runs now is not part of the run: taps, the scaling of a loss, this recorder."""
+        self._is_done = False
+        """Whether all requested passes are recorded, and the run continues without this recorder."""
         self._passes_to_skip = first - 1
         self._passes_left = passes
         self._is_script = passes is not None
@@ -103,8 +89,6 @@ class Recorder:
         """Whether each loss that was scaled since the last backward pass is finite."""
         self._read_next: Callable[[Tensor], None] | None = None
         """What to do with the result of the next operation, which is not recorded."""
-        self._script_code = ""
-        """Code of the script that its backward passes run; empty if none was seen."""
         self._until_done = contextlib.ExitStack()
         """What ends when all requested passes are recorded."""
 
@@ -129,10 +113,6 @@ class Recorder:
             yield *call, self._mute(call.function)
         for call, scale_of in scaling_calls():
             yield *call, self._wrap_scaling(call.function, scale_of)
-        yield Tensor, "register_hook", self._noting_code(_register_hook, "hooks of tensors")
-        saved_tensors_hooks = torch.autograd.graph.saved_tensors_hooks
-        enter = self._noting_code(saved_tensors_hooks.__enter__, "a checkpoint, or other hooks of saved tensors")
-        yield saved_tensors_hooks, "__enter__", enter
 
     def run_operation(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any]) -> object:
         """Run an operation and record its outputs."""
@@ -177,38 +157,15 @@ class Recorder:
 
     def _is_idle(self) -> bool:
         """Return whether what runs now is not recorded."""
-        return self._is_left_out() or self._phase is _Phase.MUTED
+        return self._is_muted or self._is_left_out()
 
     def _is_left_out(self) -> bool:
         """Return whether the passes to record have not begun, or are over, or this is no run but a trace."""
-        return bool(self._passes_to_skip) or self._phase is _Phase.DONE or is_tracing()
+        return bool(self._passes_to_skip) or self._is_done or is_tracing()
 
     def _is_in_this_thread(self) -> bool:
         """Return whether the current thread has the mode: a thread that the script starts has none."""
         return any(mode is self._mode for mode in dispatch_modes())
-
-    @contextlib.contextmanager
-    def _in_phase(self, phase: _Phase) -> Iterator[None]:
-        """Context manager: another phase, unless all is recorded, which is final."""
-        before = self._phase
-        if before is not _Phase.DONE:
-            self._phase = phase
-        try:
-            yield
-        finally:
-            if self._phase is not _Phase.DONE:
-                self._phase = before
-
-    def _noting_code(self, call: Callable[_P, _T], code: str) -> Callable[_P, _T]:
-        """Wrap a call of torch's after which backward passes run code of the script."""
-
-        @functools.wraps(call)
-        def noting(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            if not is_called_by_funcamp():  # whose own hooks change nothing
-                self._script_code = code
-            return call(*args, **kwargs)
-
-        return noting
 
     def _mute(self, call: Callable[_P, _T]) -> Callable[_P, _T]:
         """Wrap a call whose operations are not part of the run."""
@@ -216,7 +173,7 @@ class Recorder:
         def muted(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             if not self._is_in_this_thread():
                 return call(*args, **kwargs)
-            with self._in_phase(_Phase.MUTED):
+            with replaced(self, _is_muted=True):
                 return call(*args, **kwargs)
 
         return muted
@@ -261,87 +218,31 @@ class Recorder:
             x.detach()  # which the mode gets without the wrappers
         return results[0]
 
-    def _run_backward(
-        self,
-        outputs: Any,
-        initial_gradients: Sequence[Tensor | None],
-        keep_graph: bool,
-        create_graph: bool,
-        inputs: Any,
-        *options: object,
-        **named_options: object,
-    ) -> object:
-        """Run a backward pass in place of torch's function: record it, and repeat it if that helps."""
-        call = EngineCall(outputs, initial_gradients, keep_graph, create_graph, inputs, options, named_options)
-        is_nested = self._phase is _Phase.REPEATING or current_node() is not None
-        if is_nested or self._phase is _Phase.DONE or not self._is_in_this_thread():
-            return call.run(keeps_graph=keep_graph)
+    def _run_backward(self, outputs: Any, *args: Any, **kwargs: Any) -> object:
+        """Run a backward pass in place of torch's function, and note that it has ended."""
+        if current_node() is not None or self._is_done or not self._is_in_this_thread():
+            return run_engine(outputs, *args, **kwargs)
+        result: object = run_engine(outputs, *args, **kwargs)
         if self._passes_to_skip:
-            result = call.run(keeps_graph=keep_graph)
             self._passes_to_skip -= 1
-            self._finite_losses = []
-            return result
-        return self._record_pass(call)
+        else:
+            self._end_pass(outputs)
+        self._finite_losses = []
+        return result
 
-    def _record_pass(self, call: EngineCall) -> object:
-        """Run a backward pass and append the findings about it; return what torch returns."""
-        script_code = self._script_code_in(call)
-        obstacle = find_obstacle()
-        if self._is_script and script_code and not obstacle:
-            obstacle = f"that would run the script's code again: {script_code}"
-        keeps_graph = call.keeps_graph or not obstacle
-        gradients_before = dict(self.recording.measured)
-        result = call.run(keeps_graph=keeps_graph)
+    def _end_pass(self, outputs: Sequence[object]) -> None:
+        """Note a backward pass that has ended; stop recording after the last one."""
         self.seen_backward = True
         if not self._finite_losses:  # no scaler or step was called: the outputs are the losses
-            self._note_losses(call.outputs)
-        # A pass that is not repeated is read without the script's own modes, which may count operations.
-        with self._in_phase(_Phase.MUTED), without_modes() if obstacle else contextlib.nullcontext():
-            self.passes.append(self._examine_pass(call, obstacle, gradients_before))
-            if self._is_script and keeps_graph and not call.keeps_graph:
-                call.repeat(1.0, keeps_graph=False)  # so that a second backward() raises as without this recorder
-        self._finite_losses = []
+            self._note_losses(outputs)
+        operations = [operation for operation in self.recording.operations[self.end :] if operation.backward]
+        self.passes.append(BackwardPass(self.loss_scale, all(self._finite_losses), operations))
         self.end = len(self.recording.operations)
         if self._passes_left is not None:
             self._passes_left -= 1
             if not self._passes_left:
-                self._phase = _Phase.DONE
+                self._is_done = True
                 self._until_done.close()
-        return result
-
-    def _script_code_in(self, call: EngineCall) -> str:
-        """Return which code of the script a backward pass runs; empty if it runs operations of torch only."""
-        if not all(type(mode).__module__.startswith("funcamp.") for mode in dispatch_modes()):
-            return "its dispatch modes"
-        return self._script_code or function_behind(call.outputs)
-
-    def _examine_pass(self, call: EngineCall, obstacle: str, gradients_before: Measured) -> BackwardPass:
-        """Return the findings about the last pass, and correct the recorded gradients if it overflowed.
-
-        call: the call that ran it, with its graph kept unless there is an obstacle.
-        obstacle: why it must not be repeated, or empty.
-        gradients_before: the recorded gradients before the pass.
-        """
-        findings, gradients = examine_pass(
-            [operation for operation in self.recording.operations[self.end :] if operation.backward],
-            self.loss_scale,
-            lambda factor: self._try_factor(call, factor),
-            loss_is_finite=all(self._finite_losses),
-            initial_dtypes=call.initial_dtypes,
-            obstacle=obstacle,
-        )
-        if gradients is not None:
-            self.recording.replace_gradients(gradients_before, gradients)
-        return findings
-
-    def _try_factor(self, call: EngineCall, factor: float) -> Trial:
-        """Repeat the last pass at the loss scale times a factor, and record it separately from the run."""
-        recording = Recording()
-        loss_scale = self.loss_scale * factor
-        with self._in_phase(_Phase.REPEATING), replaced(self, loss_scale=loss_scale, recording=recording):
-            gradients = [gradient for gradient in call.repeat(factor) if isinstance(gradient, Tensor)]
-            are_finite = all(self._read(gradient, is_finite) for gradient in gradients)
-        return Trial(recording.operations, are_finite, recording.measured)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         """Before a module's forward pass: note that it runs, and count the operands of a linear layer."""
@@ -358,7 +259,7 @@ class Recorder:
             # Not the attribute: a parametrization computes it, and spectral norm changes its state by that.
             weight = dict(module._parameters).get("weight")
             if is_countable(args[0]) and is_countable(weight):
-                with self._in_phase(_Phase.MUTED):
+                with replaced(self, _is_muted=True):
                     self._add_operands(path, args[0], weight)
 
     def _begin_root(self, in_backward: bool) -> None:
@@ -388,13 +289,13 @@ class Recorder:
             return
         for leaf in tree_leaves(outputs):
             if is_countable(leaf):
-                with self._in_phase(_Phase.MUTED):
-                    self.recording.add_output(path, Stats(self._read(leaf, count)))
+                with replaced(self, _is_muted=True):
+                    add(self.recording.outputs, path, Stats(self._read(leaf, count)))
                 if leaf.requires_grad:
                     _register_hook(leaf, functools.partial(self._add_gradient, path))  # type: ignore[no-untyped-call]
 
     def _add_gradient(self, path: str, gradient: Tensor) -> None:
         """Count the gradient of a module's output."""
         if not self._is_idle() and is_countable(gradient):
-            with self._in_phase(_Phase.MUTED):
-                self.recording.add_gradient(path, Stats(self._read(gradient, count)), self.loss_scale)
+            with replaced(self, _is_muted=True):
+                add(self.recording.gradients, (path, self.loss_scale), Stats(self._read(gradient, count)))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from funcamp.numerics.record import Record
-from funcamp.report.numbers.backward_passes import BackwardPass, Operation, needs_loss_scaling
+from funcamp.report.numbers.operation import Operation
 from funcamp.report.torch_names import name_of
 
 #: An operation as numbers and strings by name: a row of `NumericsReport.to_rows`.
@@ -82,28 +82,9 @@ def no_scale_helps(operation: Operation, cause: str) -> str:
     else:
         what = "loss is inf or NaN before it is scaled"
     change = "keep it from dividing by zero, and from a root or logarithm of zero"
-    if needs_loss_scaling([operation]):
+    if operation.needs_loss_scaling:
         change = f"compute it in float32 or bfloat16, make what goes into it smaller, or {change}"
     return f"No loss scale helps: the {what}: {cause}. Change that operation: {change}."
-
-
-def at_scales(passes: list[BackwardPass]) -> list[str]:
-    """Return sentences on the scales at which the backward passes were finite."""
-    sentences = []
-    for number, backward_pass in enumerate(passes, 1):
-        name = f"Backward pass {number}" if len(passes) > 1 else "Backward pass"
-        what = "are finite" if backward_pass.finite else "overflow"
-        beginning = f"{name}: at the loss scale {power(backward_pass.loss_scale)} the gradients {what}"
-        if backward_pass.largest_scale is not None:
-            largest_scale = power(backward_pass.largest_scale)
-            sentences.append(f"{beginning}; repeated at others, they are finite up to {largest_scale}.")
-        elif backward_pass.obstacle and not backward_pass.finite:
-            sentences.append(
-                f"{beginning}; it could not be repeated at others ({backward_pass.obstacle}), so their size is "
-                "unknown. Run this report once in float32 or bfloat16: the loss scale that it recommends works in "
-                "float16 too."
-            )
-    return sentences
 
 
 def _percent(fraction: float) -> str:

@@ -13,20 +13,14 @@ from torch import Tensor, nn
 from funcamp.numerics.formats import format_of
 from funcamp.numerics.record import Record, text
 from funcamp.numerics.statistics import Stats
+from funcamp.report.autograd_graph import read_graph
 from funcamp.report.mode import Mode
 from funcamp.report.numbers import plot, render
-from funcamp.report.numbers.backward_passes import BackwardPass, Operation
-from funcamp.report.numbers.engine_call import leaves_behind
+from funcamp.report.numbers.counted import add
 from funcamp.report.numbers.float8_fit import Float8Layer, fit
-from funcamp.report.numbers.origin import Origin, describe, find_origin
-from funcamp.report.numbers.recommendation import (
-    NO_VALUES,
-    Recommendation,
-    advice_sentences,
-    evidence_of,
-    largest_allowed_scale,
-    unscaled_stats,
-)
+from funcamp.report.numbers.operation import BackwardPass, Operation
+from funcamp.report.numbers.origin import Origin, find_origin
+from funcamp.report.numbers.recommendation import NO_VALUES, Recommendation, recommend, sentences_of, unscaled_stats
 from funcamp.report.numbers.recorder import Recorder
 from funcamp.report.numbers.render import power
 from funcamp.report.torch_names import name_of, tree_leaves
@@ -46,17 +40,19 @@ class NumericsReport:
     loss_scale: float
     """The factor of the loss in the run's last backward pass."""
     passes: list[BackwardPass]
-    """The backward passes, and the scales at which each is finite."""
+    """The backward passes."""
 
     def __init__(self, recorder: Recorder) -> None:
         self.operations = recorder.recording.operations
-        self.records = {
-            path: Record(output, recorder.recording.gradients.get(path, NO_VALUES))
-            for path, output in recorder.recording.outputs.items()
-        }
+        gradients: dict[str, Stats] = {}
+        self._unscaled: dict[str, Stats] = {}
+        for (path, scale), counted in recorder.recording.gradients.items():
+            add(gradients, path, counted)
+            add(self._unscaled, path, Stats(counted.row.cpu()).rescale(1 / scale))
+        outputs = recorder.recording.outputs
+        self.records = {path: Record(outputs[path], gradients.get(path, NO_VALUES)) for path in outputs}
         self.passes = recorder.passes
         self.module = recorder.modules.root
-        self._measured = recorder.recording.measured
         self._operands = recorder.operands
         self.loss_scale = self.passes[-1].loss_scale if self.passes else recorder.loss_scale
 
@@ -78,35 +74,34 @@ class NumericsReport:
     def cause(self) -> Origin | None:
         """Return what makes the loss, or gradients at every scale, non-finite; None if a scale can help.
 
-        A loss that is non-finite before scaling comes from the forward pass. Gradients are checked by repeating the
-        backward pass at other scales.
+        A loss that is non-finite before scaling comes from the forward pass. A gradient does if the operation of the
+        backward pass that makes it has the range of float32, which no loss scale exceeds.
         """
         for backward_pass in self.passes:
             if not backward_pass.loss_is_finite:
                 forward_operations = [operation for operation in self.operations if not operation.backward]
                 return find_origin(forward_operations, any_infinity=True)
-            was_repeated = not (backward_pass.finite or backward_pass.obstacle)
-            if was_repeated and backward_pass.largest_scale is None:
-                return find_origin(backward_pass.evidence, any_infinity=True)
+            origin = find_origin(backward_pass.operations, any_infinity=True)
+            if origin is not None and not origin.operation.needs_loss_scaling:
+                return origin
         return None
 
     def recommend_scale(self, dtype: torch.dtype = torch.float16, headroom: float = 2.0) -> Recommendation:
-        """Return the largest power of two at which no backward value overflows, divided by headroom.
+        """Return the largest power of two at which no gradient of this run overflows, divided by headroom.
 
-            scale = 2^floor(log2(largest / headroom))
+            scale = 2^floor(log2(largest / amax / headroom))
 
-        If the pass ran in this dtype (float16, float8), it was repeated at other loss scales during recording: largest
-        is the largest scale at which its gradients were finite, whether or not the run itself overflowed. For another
-        dtype, largest is the dtype's largest power of two over the largest magnitude of the pass, rounded up to a power
-        of two; values of shape () are ignored, because the loss itself is in float32.
+        largest is the dtype's largest power of two, amax the largest magnitude of the backward pass in this dtype,
+        rounded up to a power of two. If none of it ran in this dtype, all of it counts but values of shape (), because
+        the loss itself is in float32.
 
         Args:
             dtype: the dtype of the planned backward pass.
             headroom: the factor by which gradients of other batches may be larger.
 
         Returns:
-            The scale. `is_upper_bound` is set if the pass overflowed and could not be repeated (on several ranks, with
-            a reentrant checkpoint), so that only its finite values are known.
+            The scale. `is_upper_bound` is set if the pass overflowed, so that only its finite values are known: run the
+            report at a smaller scale, or in float32.
 
         Raises:
             ValueError: headroom is not a positive number, the pass has no nonzero gradient, or no loss scale helps,
@@ -120,29 +115,14 @@ class NumericsReport:
         """
         if not 0 < headroom < math.inf:
             raise ValueError(f"recommend_scale: headroom must be a positive number; got {headroom!r}")
-        largest_power = 2.0 ** math.floor(math.log2(format_of(dtype).max))
+        format_of(dtype)
         cause = self.cause()
         if cause is not None:
             raise ValueError(f"recommend_scale: the gradients must be finite at some loss scale; got {cause}")
-        evidence = evidence_of(self.passes, dtype)
-        amaxes = evidence.amaxes()
-        amax = max(amaxes, default=0.0)
-        is_upper_bound = bool(evidence.overflowed_scales)
-        if not amax and not is_upper_bound:
+        advice = recommend(self.passes, dtype, headroom)
+        if advice is None:
             raise ValueError("recommend_scale: the report must have finite, nonzero gradients; got none")
-
-        largest_scale = largest_allowed_scale(self.passes, evidence, amax, largest_power)
-        scale = 2.0 ** math.floor(math.log2(largest_scale / headroom))
-        gradients = unscaled_stats(evidence.operations)
-        zeros = gradients.poszero + gradients.negzero
-        return Recommendation(
-            scale=scale,
-            underflow=gradients.underflow(dtype, scale).item(),
-            underflow_unscaled=gradients.underflow(dtype, 1.0).item(),
-            zero=(zeros / gradients.count.clamp(min=1)).item(),
-            bounded_by=describe(evidence.operations[amaxes.index(amax)]) if amax else "",
-            is_upper_bound=is_upper_bound,
-        )
+        return advice
 
     def float8(self, *, most: float = 0.01) -> list[Float8Layer]:
         """Return, per linear layer, what float8 loses of its input, weight and gradient, and whether to keep it.
@@ -197,25 +177,19 @@ class NumericsReport:
     def annotate(self) -> str:
         """Return the module's tree with the standard deviations of each part's output and of its gradient.
 
-        Format: `(-> 0.573, <- 0.000296)`, n/a if there is none. Gradients are without loss scaling. If a pass
-        overflowed, `(-> 0.573, <- 0.000296 (2 inf of 24))`: the number of inf or NaN in this run, and the standard
-        deviation at a loss scale that works.
+        Format: `(-> 0.573, <- 0.000296)`, n/a if there is none; `(-> 0.573, <- 0.000296 (2 inf of 24))` with the number
+        of inf or NaN. Gradients are without loss scaling.
         """
         unscaled = self.unscaled_records()
         texts = {}
         for path, record in self.records.items():
-            forward = text(record.forward)
-            backward = text(unscaled[path].backward, counted=record.backward)
-            texts[path] = f"(-> {forward}, <- {backward})"
+            texts[path] = f"(-> {text(record.forward)}, <- {text(unscaled[path].backward, counted=record.backward)})"
         return render.annotate(self.module, texts)
 
     def unscaled_records(self) -> dict[str, Record]:
-        """Return `records` without loss scaling; overflowed gradients are from the largest working scale."""
-        unscaled: dict[str, Stats] = {}
-        for (path, scale), counted in self._measured.items():
-            unscaled[path] = unscaled.get(path, NO_VALUES) + Stats(counted.row.cpu()).rescale(1 / scale)
+        """Return `records` without loss scaling."""
         return {
-            path: Record(record.forward, unscaled.get(path, NO_VALUES)) for path, record in self.records.items()
+            path: Record(record.forward, self._unscaled.get(path, NO_VALUES)) for path, record in self.records.items()
         }
 
     def plot(self, path: str | Path, dtype: torch.dtype = torch.float16, *, modules: bool = False) -> Path:
@@ -252,13 +226,12 @@ class NumericsReport:
         if cause is not None:
             sentences.append(render.no_scale_helps(cause.operation, str(cause)))
             return sentences
-        sentences += render.at_scales(self.passes)
         try:
             advice = self.recommend_scale(dtype)
         except ValueError:
             sentences.append("Loss scale: no finite, nonzero gradient was seen.")
             return sentences
-        return sentences + advice_sentences(advice, dtype)
+        return sentences + sentences_of(advice, dtype)
 
 
 def numerics_report(
@@ -268,9 +241,6 @@ def numerics_report(
 
     To inspect a model, not for a loop: it takes several times as long as the run, and syncs. It writes nothing that the
     function does not write itself: gradients come from `torch.autograd.grad`.
-
-    A backward pass that overflows, or runs in float16, is repeated at other loss scales to find the largest at which
-    its gradients are finite. Its hooks are then called again.
 
     Args:
         fn: any function: a loss, whose backward pass is then also run; a function that differentiates itself
@@ -322,7 +292,7 @@ def _differentiate(result: object) -> None:
     """Run the backward pass of a loss that has a graph; drop the gradients."""
     losses = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.requires_grad]
     if losses and losses[0].dim() == 0 and losses[0].grad_fn is not None:
-        leaves = leaves_behind(losses[:1])
+        leaves = read_graph(losses[:1]).leaves
         if leaves:
             torch.autograd.grad(losses[0], leaves, allow_unused=True)
 

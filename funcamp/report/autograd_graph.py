@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-import operator
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple, cast
 
@@ -13,7 +10,6 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from funcamp.report.events import Key, Reduction
-from funcamp.report.torch_names import without_modes
 
 #: Parts of the names of nodes that have an argument `reduction`.
 _WITH_REDUCTION = ("Loss", "CrossEntropy")
@@ -122,65 +118,11 @@ def _is_mean(node: Node) -> bool:
     if name.startswith("AddBackward"):
         terms = _inputs_of(node)
         weighted = [term for term in terms if term.name().startswith("MulBackward")]
-        has_mean = len(weighted) < len(terms) and all(_is_mean(term) or term in weighted for term in terms)
-        return has_mean or _is_smoothed_cross_entropy(weighted)
+        return len(weighted) < len(terms) and all(_is_mean(term) or term in weighted for term in terms)
     if name.startswith("MeanBackward"):
         return not any(term.name().startswith(("DivBackward", "MulBackward")) for term in _inputs_of(node))
-    if name.startswith("DivBackward"):
-        return _is_sum_over_its_size(node)
     return any(word in name for word in _WITH_REDUCTION) and getattr(node, "_saved_reduction", None) == _MEAN
 
 
 def _inputs_of(node: Node) -> list[Node]:
     return [input_node for input_node, _ in node.next_functions if input_node is not None]
-
-
-def _is_sum_over_its_size(division: Node) -> bool:
-    """Return whether a sum of all elements is divided by the size of the batch, or of its first dimensions.
-
-    The mean of `F.kl_div(..., reduction="batchmean")`, and of a cross-entropy with probabilities.
-    """
-    (dividend, *_) = [*_inputs_of(division), None]
-    if dividend is not None and dividend.name().startswith("NegBackward"):
-        (dividend, *_) = [*_inputs_of(dividend), None]
-    sizes = () if dividend is None else _sizes_of_sum(dividend)
-    divisor = _number_saved(division)
-    return divisor != 1 and divisor in itertools.accumulate(sizes, operator.mul)
-
-
-def _is_smoothed_cross_entropy(terms: list[Node]) -> bool:
-    """Return whether a sum is a cross-entropy with label smoothing, whose weights are those of one mean.
-
-    terms: two products of a mean and a number: of the loss, and of the losses of all classes.
-    """
-    means = [mean for term in terms for mean in _inputs_of(term)]
-    if len(terms) != 2 or len(means) != 2 or not _is_mean(means[0]):
-        return False
-    of_loss, of_classes = map(_number_saved, terms)
-    sums = [node for node in _nodes_below(means[1]) if node.name().startswith("SumBackward1")]
-    classes = _sizes_of_sum(sums[0])[1:2] if sums else ()
-    if of_loss is None or of_classes is None or not classes:
-        return False
-    return math.isclose(of_loss + of_classes * classes[0], 1)
-
-
-def _sizes_of_sum(node: Node) -> tuple[int, ...]:
-    """Return the sizes of the tensor that an operation sums; none if it is no sum."""
-    return tuple(getattr(node, "_saved_self_sym_sizes", ()))
-
-
-def _nodes_below(node: Node) -> Iterator[Node]:
-    """Yield a node and those that lead to it, as long as each has one input."""
-    inputs = [node]
-    while len(inputs) == 1:
-        yield inputs[0]
-        inputs = _inputs_of(inputs[0])
-
-
-def _number_saved(node: Node) -> float | None:
-    """Return the number by which an operation multiplies or divides; None if it is no number."""
-    number = getattr(node, "_saved_other", None)
-    if isinstance(number, Tensor) and number.dim() == 0:
-        with without_modes():
-            return float(number.item())
-    return float(number) if isinstance(number, (int, float)) else None

@@ -91,7 +91,7 @@ def _has_lost_numbers(report: NumericsReport) -> bool:
 
 
 def _check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Report a number out of range, a target that does not exist or a folder that cannot be written; make the folder."""
+    """Report a number out of range, a target that does not exist or a folder that cannot be made; make it."""
     for name in ("first", "watch"):
         number = getattr(args, name)
         if number < 1:

@@ -28,8 +28,6 @@ class Derived(NamedTuple):
     """False for the norm of torch's clipping, which is followed only to see whether the loop looks for inf in it."""
     finite_line: Line | None = None
     """Where inf and NaN in it were replaced by numbers."""
-    reduced_line: Line | None = None
-    """Where it was summed over ranks or gathered from them."""
 
 
 #: Operations whose result grows with the scale if an input does, with the same power or another one.
@@ -62,7 +60,6 @@ def joined(parts: list[Derived]) -> Derived:
         read_ids=tuple([read_id for part in parts for read_id in part.read_ids]),
         grows=any(part.grows for part in parts),
         finite_line=_first(part.finite_line for part in parts),
-        reduced_line=_first(part.reduced_line for part in parts),
     )
 
 

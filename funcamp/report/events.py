@@ -79,20 +79,11 @@ class Backward(Event):
     """Whether the forward pass multiplied matrices or convolved, which autocast runs in 16 bits."""
     retains_graph: bool = False
     """Whether it was called with `retain_graph=True`."""
-    synced: frozenset[Key] = frozenset()
-    """The parameters of DDP models whose gradients it summed over ranks, accumulated gradients included."""
-    unsynced: frozenset[Key] = frozenset()
-    """The parameters of DDP models whose gradients it did not sum."""
-    nonfinite_input: str = ""
-    """The first operation of the forward pass with inf or NaN in an input; empty if there was none."""
 
     @property
     def detail(self) -> str:
-        """What was not finite, and where that was first seen."""
-        if not self.not_finite:
-            return ""
-        origin = f"; {self.nonfinite_input}; no change of policy helps" if self.nonfinite_input else ""
-        return f"the first {self.not_finite} is not finite{origin}"
+        """What was not finite."""
+        return f"the first {self.not_finite} is not finite" if self.not_finite else ""
 
 
 @dataclass(frozen=True)
@@ -230,11 +221,6 @@ class GradientWritten(GradientEvent):
 @dataclass(frozen=True)
 class NonfiniteReplaced(GradientEvent):
     """Inf and NaN in gradients were replaced by numbers."""
-
-
-@dataclass(frozen=True)
-class Reduced(GradientEvent):
-    """Gradients were summed over ranks by the loop itself."""
 
 
 @dataclass(frozen=True)

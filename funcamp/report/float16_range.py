@@ -42,10 +42,6 @@ class Float16Range:
 
     def __init__(self, emit: Callable[[Event], None]) -> None:
         self._emit = emit
-        self._has_mask = False
-        """Whether a mask has become -inf, which may make NaN in later operations."""
-        self.nonfinite_input = ""
-        """The first float16 operation of the run with inf or NaN in an input; empty without one."""
 
     def check_before(self, name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         """Report a constant of an operation of `RAISING` before it runs."""
@@ -86,19 +82,12 @@ class Float16Range:
         if not (inputs or is_in_place) or not all(map(math.isfinite, numbers)):
             return
         smallest, largest = smallest_and_largest(inputs)
-        if not (math.isfinite(smallest) and math.isfinite(largest)):
-            self._note_nonfinite_input(name, largest)
-        elif _is_masking(name, inputs, numbers, result):
-            self._has_mask = True
+        is_made_here = math.isfinite(smallest) and math.isfinite(largest)
+        if not is_made_here or _is_masking(name, inputs, numbers, result):
+            return
         # A step of funcamp scales and casts, and handles an overflow itself.
-        elif not (name.startswith(_NO_OVERFLOWS) or _is_negative_power(name, numbers) or is_called_by_funcamp()):
+        if not (name.startswith(_NO_OVERFLOWS) or _is_negative_power(name, numbers) or is_called_by_funcamp()):
             self._emit(events.Overflowed(calling_line(), _label(name), (smallest, largest)))
-
-    def _note_nonfinite_input(self, name: str, largest: float) -> None:
-        """Remember the first operation that gets inf or NaN. An input of -inf may be a mask."""
-        if not (self.nonfinite_input or self._has_mask or largest < math.inf):
-            kind = "inf" if largest == math.inf else "NaN"
-            self.nonfinite_input = f"{kind} is in an input of {_label(name)} at {calling_line()} already"
 
 
 def _label(name: str) -> str:

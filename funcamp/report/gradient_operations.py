@@ -162,8 +162,6 @@ class GradientOperations:
         """
         line = calling_line()
         if derived is not None:
-            if derived.reduced_line is not None:
-                self._emit(events.Reduced(derived.reduced_line, keys))
             self._emit(events.ReadsCancelled(line, derived.read_ids))
             if derived.finite_line is not None:
                 self._emit(events.NonfiniteReplaced(derived.finite_line, keys))

@@ -70,8 +70,6 @@ class Gradient:
     """Where it was clipped only after a step had used it."""
     finite_line: Line | None = None
     """Where inf and NaN in it were replaced by numbers."""
-    unsynced_line: Line | None = None
-    """For a parameter of a DDP model: the last pass that added to it, if it was not summed over ranks since."""
     is_written: bool = False
     """Whether the loop itself multiplied or replaced it, for example divided by the scale or by a number of batches."""
 

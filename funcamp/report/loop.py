@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable
 from dataclasses import replace
 from functools import singledispatchmethod
 
@@ -26,7 +25,6 @@ from funcamp.report.events import (
     Overflowed,
     ReadsCancelled,
     ReadsUsed,
-    Reduced,
     ScaledLossRead,
     ScaleRead,
     ScalerLoaded,
@@ -132,10 +130,7 @@ class Loop:
         for parameter in event.parameters:
             before = _NO_GRADIENT if parameter in event.empty else self.gradient(parameter)
             after = before.after(event, updates)
-            if parameter in event.unsynced:
-                after = replace(after, unsynced_line=event.line)
             self.gradients[parameter] = after
-        self._note_summed(event.synced)
         parameters = set(event.parameters)
         for optimizer in self.optimizers.values():
             if parameters.intersection(optimizer.parameters):
@@ -258,13 +253,7 @@ class Loop:
         self._note_unscaled(event.parameters, event.line)
         divided_line = event.line if event.divides_by_scale else None
         for parameter in event.parameters:
-            self.gradients[parameter] = replace(
-                self.gradient(parameter), is_written=True, divided_line=divided_line, unsynced_line=None
-            )
-
-    @follow.register
-    def _(self, event: Reduced) -> None:
-        self._note_summed(event.parameters)
+            self.gradients[parameter] = replace(self.gradient(parameter), is_written=True, divided_line=divided_line)
 
     @follow.register
     def _(self, event: NonfiniteReplaced) -> None:
@@ -360,12 +349,6 @@ class Loop:
     def _has_unused(self, parameters: tuple[Key, ...]) -> bool:
         """Return whether a parameter has a gradient that no step has used."""
         return not self.conditions(parameters) <= {Condition.USED}
-
-    def _note_summed(self, parameters: Iterable[Key]) -> None:
-        """Note that the gradients of parameters were summed over ranks."""
-        for parameter in parameters:
-            if parameter in self.gradients:
-                self.gradients[parameter] = replace(self.gradient(parameter), unsynced_line=None)
 
     def _note_unscaled(self, parameters: tuple[Key, ...], line: Line) -> None:
         """Note that the gradients of parameters were divided by the scale."""

@@ -36,7 +36,7 @@ class Mode(DispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Context manager: operations do not go through this mode, unless they are recorded or go through others first."""
+        """Context manager: operations do not go through this mode, unless they are recorded, or others are inside."""
         if self.run is not _run or dispatch_modes()[-1:] != [self]:
             yield
             return

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 import torch
 
 from funcamp.report.calls.backward import BackwardCalls
-from funcamp.report.calls.communication import CommunicationCalls
 from funcamp.report.calls.files import FileCalls
 from funcamp.report.calls.gradients import GradientCalls
 from funcamp.report.calls.observed import Function, Observed
@@ -42,7 +41,6 @@ class Observer:
         self._scalers = ScalerCalls(run, self._optimizers)
         self._backward = BackwardCalls(run)
         self._gradients = GradientCalls(run)
-        self._communication = CommunicationCalls(run)
         self._files = FileCalls(run)
 
     @contextlib.contextmanager
@@ -80,7 +78,6 @@ class Observer:
         yield from self._optimizers.handlers()
         yield from self._backward.handlers()
         yield from self._gradients.handlers()
-        yield from self._communication.handlers()
         yield from self._files.handlers()
 
     def _wrap(self, function: Function, observed: Observed) -> Function:

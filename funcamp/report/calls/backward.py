@@ -39,8 +39,6 @@ class _Pass(NamedTuple):
     not_finite: str
     """For the first pass of the run: "loss" or "parameter" if that is not finite."""
     retains_graph: bool
-    synced: frozenset[Key]
-    """The parameters of DDP models whose gradients it will sum over ranks."""
 
 
 class BackwardCalls:
@@ -127,14 +125,12 @@ class BackwardCalls:
             has_one_as_initial=not is_nested and all(map(_is_one, initial_gradients)),
             not_finite=not_finite,
             retains_graph=retains_graph,
-            synced=self._run.replicas.synced(),
         )
 
     def _end_pass(self, backward: _Pass) -> None:
         """Report a backward pass that has ended, and then what hooks did in it."""
         keys = self._tracked.parameters(backward.leaves)
         self._tracked.remember_gradients(backward.leaves)
-        self._run.replicas.end_pass(keys)
         scaling, graph = backward.scaling, backward.graph
         self._emit(
             events.Backward(
@@ -148,10 +144,7 @@ class BackwardCalls:
                 has_products=graph.has_products,
                 places=calling_places(),
                 not_finite=backward.not_finite,
-                nonfinite_input=self._run.float16_range.nonfinite_input,
                 retains_graph=backward.retains_graph,
-                synced=backward.synced,
-                unsynced=self._run.replicas.parameters().intersection(keys) - backward.synced,
             )
         )
         self._run.hooks.emit_deferred()

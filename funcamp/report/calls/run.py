@@ -14,7 +14,6 @@ from funcamp.report.hooks import ParameterHooks
 from funcamp.report.mode import Mode
 from funcamp.report.nesting import Nesting
 from funcamp.report.operations import Operations
-from funcamp.report.replicas import Replicas
 from funcamp.report.tracked import Tracked
 
 
@@ -32,11 +31,8 @@ class Run:
         """What runs now."""
         self.tracked = Tracked()
         """The keys of objects, and which tensor is whose gradient."""
-        self.replicas = Replicas(self.tracked)
-        """The DDP models."""
         self.gradient_operations = GradientOperations(self.emit, self.tracked)
-        self.float16_range = Float16Range(self.emit)
-        self.operations = Operations(self.gradient_operations, self.float16_range, self.nesting.hides_operations)
+        self.operations = Operations(self.gradient_operations, Float16Range(self.emit), self.nesting.hides_operations)
         """Looks at the operations of the script's own code."""
         self.hooks = ParameterHooks(self.emit, self.tracked, self.nesting, self.report_new_gradient)
         """The hooks of parameters."""

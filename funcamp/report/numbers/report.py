@@ -208,8 +208,7 @@ class NumericsReport:
             ValueError: there is nothing to draw.
         """
         lines = plot.of_modules(self.records) if modules else plot.of_operations(self.operations)
-        plot.draw(lines, Path(path), dtype)
-        return Path(path)
+        return plot.draw(lines, Path(path), dtype)
 
     def summary(self, dtype: torch.dtype = torch.float16) -> list[str]:
         """Return the main results, one sentence each.

@@ -9,7 +9,6 @@ from funcamp.report.events import (
     Clipped,
     Ended,
     OptimizerEvent,
-    Reduced,
     StepCalled,
     Unscaled,
 )
@@ -190,33 +189,3 @@ def unscaled_backward(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
         if is_plain and gradient.condition is not Condition.USED and gradient.plain_line is not None:
             lines.add(gradient.plain_line)
     yield from lines
-
-
-@rule(
-    Reduced,
-    mistake="gradients are summed over ranks after unscale_",
-    effect="each rank has checked only its own gradients: one rank skips, the others apply its inf; replicas diverge",
-    change="all_reduce(parameter.grad)  # before scaler.unscale_ and scaler.step",
-)
-def reduced_after_unscale(event: Reduced, loop: Loop) -> Iterator[Line]:
-    """Summed over ranks, and unscaled by `unscale_`.
-
-    Not if the loop itself wrote the gradient: it may have divided the sum by the number of ranks, which looks like
-    unscaling.
-    """
-    gradients = loop.gradients_of(event.parameters)
-    if any(gradient.condition is Condition.UNSCALED and not gradient.is_written for gradient in gradients):
-        yield event.line
-
-
-@rule(
-    StepCalled,
-    mistake="gradients of a DDP model are not summed over ranks before the step: no_sync, or a call of its .module",
-    effect="each rank sees only its own overflow: one skips, the others step and keep their scale; replicas diverge",
-    change="model(x)  # the DDP model itself, and the last micro-batch outside of no_sync()",
-)
-def ddp_not_synced(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped by a scaler, and not summed since the last backward pass."""
-    if event.has_enabled_scaler:
-        gradients = loop.gradients_of(event.parameters)
-        yield from {gradient.unsynced_line for gradient in gradients if gradient.unsynced_line is not None}

@@ -7,6 +7,7 @@ that the auditor keeps no tensor alive.
 from __future__ import annotations
 
 import enum
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -25,12 +26,16 @@ class Reduction(enum.Enum):
     """Anything else: a sum, a quotient, a user-defined loss."""
 
 
+@dataclass_transform(frozen_default=True)
 @dataclass(frozen=True)
 class Event:
-    """Something that a loop did."""
+    """Something that a loop did. Each subclass is a frozen dataclass."""
 
     line: Line
     """The line of the script that made the call."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
 
     @property
     def detail(self) -> str:
@@ -38,7 +43,6 @@ class Event:
         return ""
 
 
-@dataclass(frozen=True)
 class ScalerMade(Event):
     """A `GradScaler` was made."""
 
@@ -47,7 +51,6 @@ class ScalerMade(Event):
     """The places of all calling functions, the outermost first."""
 
 
-@dataclass(frozen=True)
 class OptimizerMade(Event):
     """An optimizer was made."""
 
@@ -57,7 +60,6 @@ class OptimizerMade(Event):
     """Its class."""
 
 
-@dataclass(frozen=True)
 class Backward(Event):
     """`backward()` ended, which added to the gradients of parameters."""
 
@@ -86,7 +88,6 @@ class Backward(Event):
         return f"the first {self.not_finite} is not finite" if self.not_finite else ""
 
 
-@dataclass(frozen=True)
 class GradientsTaken(Event):
     """`torch.autograd.grad` was called, whose gradients no scaler unscales: the loop does it itself."""
 
@@ -94,7 +95,6 @@ class GradientsTaken(Event):
     """The scaler that scaled the loss; None if no scaler did."""
 
 
-@dataclass(frozen=True)
 class OptimizerEvent(Event):
     """A call that uses the gradients of an optimizer's parameters."""
 
@@ -110,17 +110,14 @@ class OptimizerEvent(Event):
     """The places of all calling functions, the outermost first."""
 
 
-@dataclass(frozen=True)
 class Unscaled(OptimizerEvent):
     """`scaler.unscale_(optimizer)` was called."""
 
 
-@dataclass(frozen=True)
 class StepCalled(OptimizerEvent):
     """`scaler.step(optimizer)` was called, or `optimizer.step()` outside of `scaler.step`."""
 
 
-@dataclass(frozen=True)
 class StepEnded(Event):
     """`scaler.step(optimizer)`, or `optimizer.step()` outside of it, has returned."""
 
@@ -131,7 +128,6 @@ class StepEnded(Event):
     """The scale of its gradients; 1 without a scaler."""
 
 
-@dataclass(frozen=True)
 class Updated(Event):
     """`scaler.update()` was called."""
 
@@ -141,7 +137,6 @@ class Updated(Event):
     is_enabled: bool
 
 
-@dataclass(frozen=True)
 class ScaleRead(Event):
     """`scaler.get_scale()` was called."""
 
@@ -150,7 +145,6 @@ class ScaleRead(Event):
     """Whether the script multiplies or divides by the result."""
 
 
-@dataclass(frozen=True)
 class LossScaled(Event):
     """`scaler.scale` was called for a loss."""
 
@@ -160,7 +154,6 @@ class LossScaled(Event):
     """Whether it is computed from gradients of a scaled loss and grows with the scale as they do."""
 
 
-@dataclass(frozen=True)
 class ScaledLossRead(Event):
     """A scaled loss was read on the host, or divided."""
 
@@ -171,19 +164,16 @@ class ScaledLossRead(Event):
     """Whether it was read on the host."""
 
 
-@dataclass(frozen=True)
 class GradientEvent(Event):
     """The loop, or a function of torch that it called, did something with gradients."""
 
     parameters: tuple[Key, ...]
 
 
-@dataclass(frozen=True)
 class Clipped(GradientEvent):
     """Gradients were clipped, by a function of torch or by the loop itself."""
 
 
-@dataclass(frozen=True)
 class GradientRead(GradientEvent):
     """A norm or another statistic of gradients was computed, which this package calls a read of the gradients."""
 
@@ -191,24 +181,20 @@ class GradientRead(GradientEvent):
     """A number that identifies the read in `ReadsCancelled` and `ReadsUsed`."""
 
 
-@dataclass(frozen=True)
 class ReadEvent(Event):
     """Something was computed from reads of gradients."""
 
     read_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True)
 class ReadsCancelled(ReadEvent):
     """A number was computed from them that does not grow with the scale, such as a cosine, or may not."""
 
 
-@dataclass(frozen=True)
 class ReadsUsed(ReadEvent):
     """A number that grows with the scale was read on the host, or compared with a number that grows differently."""
 
 
-@dataclass(frozen=True)
 class GradientWritten(GradientEvent):
     """A gradient was multiplied, divided or replaced by the loop itself."""
 
@@ -218,12 +204,10 @@ class GradientWritten(GradientEvent):
     """Whether it was certainly divided by a scale."""
 
 
-@dataclass(frozen=True)
 class NonfiniteReplaced(GradientEvent):
     """Inf and NaN in gradients were replaced by numbers."""
 
 
-@dataclass(frozen=True)
 class Cleared(GradientEvent):
     """`zero_grad` was called, by an optimizer or a module."""
 
@@ -231,40 +215,34 @@ class Cleared(GradientEvent):
     """None for a module."""
 
 
-@dataclass(frozen=True)
 class CastToFloat16(GradientEvent):
     """`module.half()` was called: the parameters are float16 now."""
 
 
-@dataclass(frozen=True)
 class SchedulerStepped(Event):
     """A learning-rate scheduler was stepped."""
 
     optimizer: Key
 
 
-@dataclass(frozen=True)
 class ScalerSaved(Event):
     """`scaler.state_dict()` was called, or the scaler was pickled."""
 
     scaler: Key
 
 
-@dataclass(frozen=True)
 class ScalerLoaded(Event):
     """`scaler.load_state_dict()` was called."""
 
     scaler: Key
 
 
-@dataclass(frozen=True)
 class OptimizerLoaded(Event):
     """`optimizer.load_state_dict()` was called."""
 
     optimizer: Key
 
 
-@dataclass(frozen=True)
 class FileSaved(Event):
     """`torch.save` was called."""
 
@@ -272,7 +250,6 @@ class FileSaved(Event):
     """Whether it contains the state of an optimizer."""
 
 
-@dataclass(frozen=True)
 class FileLoaded(Event):
     """`torch.load` was called."""
 
@@ -280,7 +257,6 @@ class FileLoaded(Event):
     """Whether the file contains the state of an optimizer."""
 
 
-@dataclass(frozen=True)
 class OutOfRange(Event):
     """A float16 operation got or made a number outside of float16's range."""
 
@@ -288,7 +264,6 @@ class OutOfRange(Event):
     """Its name among torch's operators."""
 
 
-@dataclass(frozen=True)
 class ConstantUsed(OutOfRange):
     """A float16 operation got a Python number that is inf or zero in float16."""
 
@@ -300,7 +275,6 @@ class ConstantUsed(OutOfRange):
         return f"{self.operation} with {self.value:g}"
 
 
-@dataclass(frozen=True)
 class Overflowed(OutOfRange):
     """A float16 operation of the forward pass made inf or NaN of finite numbers."""
 
@@ -314,7 +288,6 @@ class Overflowed(OutOfRange):
         return f"{self.operation} of numbers from {smallest:.4g} to {largest:.4g}; float16 ends at 65504"
 
 
-@dataclass(frozen=True)
 class Ended(Event):
     """The run ended, or the auditor has seen enough."""
 

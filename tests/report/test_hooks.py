@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from funcamp.__main__ import main
 from funcamp.report.audit import Auditor
 from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
 from tests.report.training import train
@@ -184,27 +181,3 @@ def test_a_hook_called_by_autograd_grad_leaves_no_event_for_the_next_pass() -> N
         scaler.step(sgd)
         scaler.update()
     assert auditor.findings() == []
-
-
-def test_the_command_counts_a_hook_once_though_its_report_repeats_the_pass(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch\n"
-        "from tests.report.loops.parts import batches, model_and_optimizer\n"
-        "model, optimizer = model_and_optimizer()\n"
-        "scaler = torch.amp.GradScaler('cpu', init_scale=2.0**40)\n"
-        "next(model.parameters()).register_hook(lambda gradient: gradient.norm().item() and None)\n"
-        "for x, y in batches(3):\n"
-        "    optimizer.zero_grad()\n"
-        "    with torch.autocast('cpu', torch.float16):\n"
-        "        loss = (model(x) - y).square().mean()\n"
-        "    scaler.scale(loss).backward()\n"
-        "    scaler.step(optimizer)\n"
-        "    scaler.update()\n"
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        main(["report", "--out", str(tmp_path), str(script)])
-    assert "3 times" in capsys.readouterr().out

@@ -23,7 +23,7 @@ UNSCALE = events.Unscaled(HERE, *CALL)
 STEP = events.StepCalled(HERE, *CALL)
 UPDATE = events.Updated(HERE, SCALER, sets_scale=False, is_enabled=True)
 CLEAR = events.Cleared(HERE, (PARAMETER,), OPTIMIZER)
-WRITE = events.GradientWritten(HERE, (PARAMETER,))
+WRITE = events.GradientWritten(HERE, (PARAMETER,), is_still_scaled=False)
 
 
 @pytest.mark.parametrize(

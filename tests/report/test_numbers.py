@@ -1,4 +1,4 @@
-"""`numerics.numerics_report`: every operation, where non-finite values come from, and the scale it recommends."""
+"""`numerics_report`: every operation, where non-finite values come from, and the scale it recommends."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from torch.utils.checkpoint import checkpoint
 import funcamp
 from funcamp import ScalerConfig, init, jit, make_train_step, module_loss, stateless, unscale_and_check, update
 from funcamp.__main__ import main
-from funcamp.numerics import Record, annotate, numerics_report, plot_flushed, stats, track_scales
-from funcamp.numerics.counting import count
-from funcamp.report.numbers import recorder
+from funcamp.numerics import Record, stats, track_scales
+from funcamp.report import annotate, numerics_report, plot_flushed
+from funcamp.report.mode import Mode
+from funcamp.report.numbers.recorder import Recorder
 from tests.support.helpers import assert_close, assert_same
 from tests.support.models import Block, mlp, tied
 
@@ -70,11 +71,8 @@ def test_the_same_operations_under_torch_func_vmap_and_in_a_step() -> None:
     assert forward(func) == forward(plain)
     assert sorted(one.name for one in func.operations) == sorted(one.name for one in plain.operations)
     assert {one.path for one in func.operations} == {one.path for one in plain.operations}
-    assert {path: str(record) for path, record in func.records.items()} == {
-        path: str(record) for path, record in plain.records.items()
-    }
     samples = numerics_report(lambda p: vmap(lambda x: grad(loss_of(model, x))(p))(x[:, None]), params)
-    assert samples.records[""].backward.count == 12
+    assert samples.records[""].forward.count == 12
 
 
 @pytest.mark.compiled
@@ -126,20 +124,6 @@ def test_memory_that_nothing_has_written_is_not_counted() -> None:
         return sum([x, *(one.zero_() for one in memory)], x).sum()
 
     assert forward(numerics_report(fn, torch.ones(2))) == ["zero_"] * 9 + ["add"] * 10 + ["sum"]
-
-
-def test_each_tensor_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    counted: list[tuple[int, ...]] = []
-
-    def noting(x: Tensor) -> Tensor:
-        counted.append(tuple(x.shape))
-        return count(x)
-
-    monkeypatch.setattr(recorder, "count", noting)
-    model = nn.Linear(4, 8)
-    report = numerics_report(lambda x: model(x).sum(), torch.ones(3, 4), module=model)
-    backward = [one.shape for one in report.operations if one.backward]
-    assert sorted(counted) == sorted([(3, 4), (8, 4), (3, 8), (3, 8), (), (3, 8), *backward])
 
 
 def test_records_are_those_of_track_scales() -> None:
@@ -269,16 +253,15 @@ def test_forward_mode_is_seen() -> None:
     assert forward(report).count("mm") >= 2  # the product, and the tangent's
 
 
-@pytest.mark.parametrize("engine", ["func", "autograd"])
-def test_report_of_a_tracked_step_is_that_of_the_step(engine: Any) -> None:
+def test_report_of_a_tracked_step_is_that_of_the_step() -> None:
     task = mlp()
-    loss_fn = module_loss(task.model, task.criterion, engine=engine)
+    loss_fn = module_loss(task.model, task.criterion)
     found = [
         numerics_report(step, step.init(), task.batch(0), module=task.model)
         for step in (make_train_step(loss, SGD) for loss in (loss_fn, track_scales(loss_fn)))
     ]
     plain, tracked = found
-    assert tracked.recommend_scale()[:4] == plain.recommend_scale()[:4]
+    assert [one.name for one in tracked.operations] == [one.name for one in plain.operations]
     assert plain.records[""].forward.count == 64
 
 
@@ -287,26 +270,6 @@ def test_checkpointed_layers_are_seen_once() -> None:
     report = numerics_report(lambda: checkpoint(layer, torch.randn(2, 4), use_reentrant=False).sum())
     assert forward(report) == ["addmm", "sum"]
     assert report.records[""].forward.count == report.records[""].backward.count == 8
-
-
-def test_recommended_scale_is_where_dynamic_scaling_goes() -> None:
-    task = mlp()
-    loss_fn = module_loss(task.model, lambda out, target: task.criterion(out, target) * 2.0**-10)
-    params = loss_fn.params()
-    batch = task.batch(0)
-    advice = numerics_report(lambda p: grad(loss_fn)(p, batch), params).recommend_scale(headroom=1.0)
-
-    config = ScalerConfig(2.0**30, growth_interval=4)
-    step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.0), config, policy="float16")
-    state, scales = step.init(), []
-    for _ in range(60):
-        state, metrics = step(state, batch)
-        scales.append(metrics.scale.item())
-    # it overflows at every growth beyond the largest that fits
-    assert max(scales[40:]) / 4 <= advice.scale <= max(scales[40:])
-    safe, _ = step(step.init()._replace(scaler=init(ScalerConfig(advice.scale))), batch)
-    assert safe.skipped == 0
-    assert 0 <= advice.underflow < advice.underflow_unscaled < 1
 
 
 def test_predicted_flush_is_what_half_does() -> None:
@@ -327,8 +290,7 @@ def test_rows_table_and_tree() -> None:
     assert [row["index"] for row in rows] == list(range(len(rows)))
     assert rows[0] == rows[0] | {"direction": "forward", "module": "0", "operation": "addmm", "dtype": "float32"}
     assert rows[-1]["underflow"] > 0.9
-    table = report.table()
-    assert table.row_count == len(rows)
+    assert len(report.table().splitlines()) == 2 + len(rows)
     tree = report.annotate().splitlines()
     assert tree[0].startswith("Sequential ")
     assert tree[1].startswith("  (0): Linear(in_features=4, out_features=8, bias=True)  (-> 0.")
@@ -336,17 +298,11 @@ def test_rows_table_and_tree() -> None:
     assert annotate(None, {"layer": Record(stats(torch.ones(2)), stats(torch.ones(1)))}) == "layer  (-> 0, <- n/a)"
 
 
-def test_a_report_is_written_as_a_picture_and_as_a_page(tmp_path: Path) -> None:
+def test_a_report_is_drawn(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
     report = numerics_report(lambda: (model(torch.randn(3, 4)) / 0).sum(), module=model)
-    picture = report.plot(tmp_path / "plot.png")
-    assert picture.read_bytes()[:4] == b"\x89PNG"
-    page = report.to_html(tmp_path / "page.html", title="<A & B>").read_text()
-    assert "&lt;A &amp; B&gt;" in page
-    assert page.count("<tr") == 1 + len(report.operations)
-    assert "data:image/png;base64," in page
-    assert "http" not in page
-    assert "<script" not in page
+    for modules in (False, True):
+        assert report.plot(tmp_path / "plot.png", modules=modules).read_bytes()[:4] == b"\x89PNG"
 
 
 def test_heat_map_of_layers_over_steps(tmp_path: Path) -> None:
@@ -398,9 +354,7 @@ def test_command_records_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[
     text = (tmp_path / "out" / "report.txt").read_text()
     assert text.count("addmm") == 2
     assert "exp" not in text
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.txt", "report.html", "report.png"}
-    assert main(["report", "--out", str(tmp_path / "two"), "--passes", "2", str(script)]) == 0
-    assert (tmp_path / "two" / "report.txt").read_text().count("addmm") == 4
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.txt", "report.png"}
 
 
 def test_a_script_that_catches_every_exception_ends_nevertheless(tmp_path: Path) -> None:
@@ -444,9 +398,9 @@ def test_command_reports_of_a_script_that_ends_early(
         f"import sys\nimport torch\nloss = (torch.ones(2, requires_grad=True) / 0).sum()\nloss.backward()\n{ending}\n"
     )
     with pytest.raises((ArithmeticError, SystemExit)):
-        main(["report", str(script), "--out", str(tmp_path / "out"), "--passes", "2"])
+        main(["report", str(script), "--out", str(tmp_path / "out"), "--first", "1"])
     assert "inf first in div" in capsys.readouterr().out
-    assert (tmp_path / "out" / "report.html").exists()
+    assert (tmp_path / "out" / "report.txt").exists()
 
 
 @pytest.mark.thorough(keep=1)
@@ -458,13 +412,10 @@ def test_command_reports_of_a_script_that_ends_early(
         ("def f(:\n", []),
     ],
 )
-@pytest.mark.parametrize("name", ["", ":f"])
-def test_the_traceback_of_a_script_starts_with_the_script(
-    text: str, frames: list[str], name: str, tmp_path: Path
-) -> None:
+def test_the_traceback_of_a_script_starts_with_the_script(text: str, frames: list[str], tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(text)
-    target = [f"{script}{name}", "--out", str(tmp_path / "out"), "--passes", "2"]
+    target = [str(script), "--out", str(tmp_path / "out")]
     ran = subprocess.run([sys.executable, "-m", "funcamp", "report", *target], capture_output=True, text=True)
     assert ran.returncode == 1
     found = re.findall(r'File "(.*)", line .*, in (.*)', ran.stderr)
@@ -473,23 +424,13 @@ def test_the_traceback_of_a_script_starts_with_the_script(
     assert len(found) == len(frames)
 
 
-def test_command_runs_a_callable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import torch\n\ndef one_step():\n    return (torch.ones(2, requires_grad=True) / 0).sum()\n")
-    assert main(["report", "--out", str(tmp_path / "out"), f"{script}:one_step"]) == 1
-    assert "inf first in div (forward, outside of layers, float32, shape (2,))" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["nowhere.py"], "there is none at nowhere.py"),
-        (["nowhere.py:f"], "there is none at nowhere.py"),
-        (["json:nothing"], "json has no such 'nothing'"),
-        (["word"], "must be a script, or a callable"),
         (["--first", "0", "x.py"], "--first must be 1 or more"),
-        (["no.such.module:f"], "target must name a module"),
         (["x.py", "--flag"], "unrecognized arguments: --flag"),
+        (["-m", "no.such.module"], "target must name a module"),
         (["--watch", "0", "x.py"], "--watch must be 1 or more"),
         (["--loss-scale", "-1", "x.py"], "--loss-scale must be a positive number"),
     ],
@@ -532,8 +473,9 @@ def penalized(*, recorded: bool) -> list[Tensor]:
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(4):
         x = torch.randn(64, 6)
-        watching = recorder.Recorder(None, passes=2).watching() if recorded else contextlib.nullcontext()
-        with watching:
+        mode = Mode()
+        watching = Recorder(mode, passes=2).watching() if recorded else contextlib.nullcontext()
+        with watching, mode:
             loss = model(x).square().mean()
             inner = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
             sgd.zero_grad()
@@ -565,4 +507,3 @@ def test_the_gradient_of_an_output_that_is_written_in_place_is_that_before() -> 
     report = numerics_report(lambda: root(x * 1).sum())
     assert report.records["twice"].forward.amax == 2
     assert report.records["twice"].backward.amax == 8
-    assert report.records["same"].backward.amax == 1

@@ -213,14 +213,6 @@ def test_an_overflow_that_no_scale_avoids_is_a_failure(tmp_path: Path) -> None:
     assert run("train(model, lambda x: model(x) / 0)\n", tmp_path) == 1
 
 
-def test_a_pass_that_runs_code_of_the_script_is_not_repeated(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    large = "scaler = torch.amp.GradScaler('cpu', init_scale=2.0**30)\n"
-    assert run(f"{large}model[0].weight.register_hook(count)\ntrain(model)\n", tmp_path) == 0
-    assert "that would run the script's code again: hooks of tensors" in capsys.readouterr().out
-
-
 def test_the_script_may_change_folder_and_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,30 +260,3 @@ os.waitpid(process, 0)
     ran = subprocess.run(command, timeout=300, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert ran.returncode == 0
     assert (tmp_path / "forked.pt").exists()
-
-
-def test_a_loop_in_a_second_thread_is_not_mixed_with_the_first(tmp_path: Path) -> None:
-    script_text = """
-import threading
-
-
-def clip_scaled_gradients():
-    own = nn.Linear(6, 1)
-    for x, y in batches:
-        scaler.scale(mse_loss(own(x), y)).backward()
-        nn.utils.clip_grad_norm_(own.parameters(), 1.0)
-
-
-train(model)
-if "twice" in sys.argv:
-    thread = threading.Thread(target=clip_scaled_gradients)
-    thread.start()
-    thread.join()
-else:
-    clip_scaled_gradients()
-"""
-    script = tmp_path / "train.py"
-    script.write_text(BEFORE + script_text)
-    options = ["report", "--strict", "--out", str(tmp_path / "out"), str(script), "--"]
-    assert main([*options, "once"]) == 1
-    assert main([*options, "twice"]) == 0

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from funcamp.report.events import Key
 from funcamp.report.lines import Line
 from funcamp.report.tensors import is_plain
-from funcamp.report.torch_names import without_modes
+from funcamp.report.torch_names import Args, without_modes
 
 
 class Derived(NamedTuple):
@@ -67,7 +67,7 @@ def _first(lines: Iterable[Line | None]) -> Line | None:
     return next((line for line in lines if line is not None), None)
 
 
-def keeps_scale(name: str, arguments: tuple[Any, ...], known: list[Derived | None], scales: Collection[float]) -> bool:
+def keeps_scale(name: str, arguments: Args, known: list[Derived | None], scales: Collection[float]) -> bool:
     """Return whether an operation's result certainly grows with the scale.
 
     Args:
@@ -85,7 +85,7 @@ def keeps_scale(name: str, arguments: tuple[Any, ...], known: list[Derived | Non
     return name in _KEEPING or name in BOUNDS
 
 
-def depends_on_scale(arguments: tuple[Any, ...], known: list[Derived | None], scales: Collection[float]) -> bool:
+def depends_on_scale(arguments: Args, known: list[Derived | None], scales: Collection[float]) -> bool:
     """Return whether the result of one of `DECISIONS` changes with the scale.
 
     It does not if all sides grow, or if a number is compared with zero, with inf, or with the scale itself.

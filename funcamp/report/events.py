@@ -7,10 +7,10 @@ that the auditor keeps no tensor alive.
 from __future__ import annotations
 
 import enum
-import sys
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import dataclass_transform
 
 from funcamp.report.lines import Line, Place
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from funcamp.report import events
 from funcamp.report.events import Event
 from funcamp.report.lines import calling_line, is_called_by_funcamp, is_in_torchs_function
 from funcamp.report.tensors import all_finite, smallest_and_largest, tensor_arguments
-from funcamp.report.torch_names import without_modes
+from funcamp.report.torch_names import Args, Kwargs, without_modes
 
 #: Operations of a float16 tensor and a number whose result is inf if the number is beyond float16.
 _WITH_CONSTANT = {"add", "add_", "sub", "sub_", "rsub", "mul", "mul_", "scalar_tensor"}
@@ -43,7 +42,7 @@ class Float16Range:
     def __init__(self, emit: Callable[[Event], None]) -> None:
         self._emit = emit
 
-    def check_before(self, name: str, args: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+    def check_before(self, name: str, args: Args, keywords: Kwargs) -> None:
         """Report a constant of an operation of `RAISING` before it runs."""
         dtype = keywords.get("dtype")
         if dtype is None and args and isinstance(args[0], Tensor):
@@ -51,7 +50,7 @@ class Float16Range:
         if dtype == torch.float16:
             self._report_constant(name, args)
 
-    def check_result(self, name: str, args: tuple[Any, ...], result: Tensor) -> None:
+    def check_result(self, name: str, args: Args, result: Tensor) -> None:
         """Report an epsilon that float16 loses, or the reason if the result is not finite."""
         if name in _WITH_EPSILON:
             self._report_epsilon(name, args)
@@ -59,13 +58,13 @@ class Float16Range:
             return
         self._report_nonfinite(name, args, result)
 
-    def _report_epsilon(self, name: str, args: tuple[Any, ...]) -> None:
+    def _report_epsilon(self, name: str, args: Args) -> None:
         """Report an epsilon that is zero in float16. Defaults of torch's own functions are no finding."""
         for value in _numbers_in(args):
             if 0 < abs(value) <= _LARGEST_LOST and not is_in_torchs_function():
                 self._emit(events.ConstantUsed(calling_line(), name, value))
 
-    def _report_constant(self, name: str, args: tuple[Any, ...]) -> bool:
+    def _report_constant(self, name: str, args: Args) -> bool:
         """Report a constant beyond float16, and return whether there is one."""
         for value in _numbers_in(args):
             if _LARGEST < abs(value) < math.inf:
@@ -73,7 +72,7 @@ class Float16Range:
                 return True
         return False
 
-    def _report_nonfinite(self, name: str, args: tuple[Any, ...], result: Tensor) -> None:
+    def _report_nonfinite(self, name: str, args: Args, result: Tensor) -> None:
         """Report an operation that made inf or NaN of finite numbers, unless that is meant or expected."""
         # What an operation in place has written over is not known.
         inputs = [one for one in tensor_arguments(args) if one.is_floating_point() and one is not result]
@@ -95,7 +94,7 @@ def _label(name: str) -> str:
     return "cast to float16" if name == "_to_copy" else name
 
 
-def _numbers_in(args: tuple[Any, ...]) -> list[float]:
+def _numbers_in(args: Args) -> list[float]:
     """Return the numbers among arguments, without flags."""
     return [float(one) for one in args if isinstance(one, (int, float)) and not isinstance(one, bool)]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from typing import Any
 
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from funcamp.report.derived import (
 from funcamp.report.events import Event, Key
 from funcamp.report.lines import calling_line
 from funcamp.report.tensors import WeakTensors, tensor_arguments
+from funcamp.report.torch_names import Args
 from funcamp.report.tracked import Tracked
 
 #: Statistics. A check for inf and NaN is none: its `abs` is only compared for equality.
@@ -68,7 +68,7 @@ class GradientOperations:
         """Masks of the inf and NaN in gradients, or of all else."""
         self._read_ids = itertools.count()
 
-    def check(self, name: str, args: tuple[Any, ...], result: object) -> None:
+    def check(self, name: str, args: Args, result: object) -> None:
         """Report an operation of `LOOKED_AT` that has run."""
         if name in _LOSS_READS:
             self._report_loss_read(name, args[0])
@@ -88,7 +88,7 @@ class GradientOperations:
             is_on_host = name == "_local_scalar_dense"
             self._emit(events.ScaledLossRead(calling_line(), scaling.scaler, scaling.updates, is_on_host))
 
-    def _makes_overflow_mask(self, name: str, args: tuple[Any, ...]) -> bool:
+    def _makes_overflow_mask(self, name: str, args: Args) -> bool:
         """Return whether the result of an operation marks inf and NaN in gradients, or all else."""
         if name in ("eq", "ne"):
             is_with_inf = isinstance(args[1], float) and abs(args[1]) == math.inf
@@ -97,7 +97,7 @@ class GradientOperations:
             return self._is_gradient(args[0])
         return name in _COMBINATIONS and all(one in self._overflow_masks for one in args)
 
-    def _replaces_overflow(self, name: str, args: tuple[Any, ...]) -> bool:
+    def _replaces_overflow(self, name: str, args: Args) -> bool:
         """Return whether an operation replaces inf and NaN of gradients by numbers."""
         if name in _NAN_TO_NUM:
             return self._is_gradient(args[0])
@@ -112,7 +112,7 @@ class GradientOperations:
         derived = self._tracked.derived(argument) if isinstance(argument, Tensor) else None
         return derived is not None and not derived.read_ids
 
-    def _report_replacement(self, args: tuple[Any, ...], results: list[Tensor]) -> None:
+    def _report_replacement(self, args: Args, results: list[Tensor]) -> None:
         """Report that inf and NaN in gradients are replaced, now or when the loop makes a result the gradient."""
         keys = self._tracked.gradients_among(results)
         if keys:
@@ -122,7 +122,7 @@ class GradientOperations:
         for tensor in results:
             self._tracked.remember_derived(tensor, joined(known)._replace(finite_line=calling_line()))
 
-    def _report_change(self, name: str, args: tuple[Any, ...]) -> bool:
+    def _report_change(self, name: str, args: Args) -> bool:
         """Report an operation that writes, clips or clears gradients, and return whether it does."""
         tensors = tensor_arguments(args)
         if name.endswith("_") and not name.startswith("_"):  # `_foreach_mul_` writes a list of tensors
@@ -141,7 +141,7 @@ class GradientOperations:
             self._report_product(name, args, keys)
         return True
 
-    def _report_product(self, name: str, args: tuple[Any, ...], keys: tuple[Key, ...]) -> None:
+    def _report_product(self, name: str, args: Args, keys: tuple[Key, ...]) -> None:
         """Report that gradients were multiplied or divided in place."""
         factor = self._tracked.derived(args[1]) if len(args) > 1 else None
         if factor is not None:
@@ -167,7 +167,7 @@ class GradientOperations:
                 self._emit(events.NonfiniteReplaced(derived.finite_line, keys))
         self._emit(events.GradientWritten(line, keys, derived is not None and derived.grows))
 
-    def _follow(self, name: str, args: tuple[Any, ...], result: object) -> None:
+    def _follow(self, name: str, args: Args, result: object) -> None:
         """Report a norm or another statistic of gradients, and what is computed from it."""
         known = [self._tracked.derived(argument) for argument in args]
         parts = [part for part in known if part is not None]

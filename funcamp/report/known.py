@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import torch
 
@@ -144,15 +143,6 @@ class Scaler:
     is_loaded: bool = False
 
 
-class Discarded(NamedTuple):
-    """A backward pass whose gradients were cleared before any step."""
-
-    places: tuple[Place, ...]
-    """Of the pass."""
-    line: Line
-    """Where they were cleared."""
-
-
 @dataclass
 class Optimizer:
     """What is known about an optimizer."""
@@ -178,10 +168,6 @@ class Optimizer:
     """Whether its state was loaded since its last step, from a file or from a copy."""
     stepped_line: Line | None = None
     """Where an enabled scaler has stepped it, if its gradients are those of that step."""
-    discarded: list[Discarded] = field(default_factory=list)
-    """The passes since its last step whose gradients were cleared before any step."""
-    discards: list[int] = field(default_factory=list)
-    """How many passes were discarded before each of its steps, all of them by the call that ran the last pass too."""
     applied: int = 0
     """How many of its steps were applied."""
     skips: list[StepEnded] = field(default_factory=list)

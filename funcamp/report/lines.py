@@ -109,7 +109,8 @@ def _where_they_differ(first: tuple[Place, ...], second: tuple[Place, ...]) -> t
 
 def _innermost_loop(line: Line) -> ast.expr | ast.stmt | None:
     """Return the innermost loop around a line in its function; None without one."""
-    surrounding = [node for node in _blocks(line.file) if _contains(node, line)]
+    blocks = [node for node in _parents(line.file) if isinstance(node, (*_LOOPS, *_FUNCTIONS))]
+    surrounding = [node for node in blocks if _contains(node, line)]
     innermost = max(surrounding, key=lambda node: node.lineno, default=None)
     return innermost if isinstance(innermost, _LOOPS) else None
 
@@ -201,16 +202,6 @@ def _parents(file: str) -> dict[ast.AST, ast.AST]:
     except SyntaxError:
         return {}
     return {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
-
-
-@functools.cache
-def _blocks(file: str) -> list[ast.expr | ast.stmt]:
-    """Return the loops and functions of a file; none if it cannot be parsed."""
-    try:
-        nodes = list(ast.walk(ast.parse("".join(linecache.getlines(file)))))
-    except SyntaxError:
-        return []
-    return [node for node in nodes if isinstance(node, (*_LOOPS, *_FUNCTIONS))]
 
 
 def _contains(node: ast.expr | ast.stmt | ast.keyword, line: Line) -> bool:

@@ -36,7 +36,7 @@ from funcamp.report.events import (
     Unscaled,
     Updated,
 )
-from funcamp.report.known import Condition, Discarded, Gradient, Optimizer, Scaler
+from funcamp.report.known import Condition, Gradient, Optimizer, Scaler
 from funcamp.report.lines import UNKNOWN, Line
 
 #: A parameter has none before the first backward pass, and after it was cleared.
@@ -146,7 +146,6 @@ class Loop:
             self.scaler(event.scaler).gradients_taken += 1
         for optimizer in self.optimizers.values():
             optimizer.stepped_line = None
-            optimizer.discarded.clear()
 
     @follow.register
     def _(self, event: Unscaled) -> None:
@@ -167,13 +166,8 @@ class Loop:
         optimizer.parameters = event.parameters
         optimizer.steps += 1
         optimizer.is_restored = False
-        last_places = optimizer.window[-1].places if optimizer.window else ()
-        is_regular = all(discarded.places == last_places for discarded in optimizer.discarded)
-        optimizer.discards.append(len(optimizer.discarded) if is_regular else 0)
         optimizer.stepped_line = event.line if event.has_enabled_scaler else None
         optimizer.window = []
-        for other in self.optimizers.values():
-            other.discarded.clear()
         if event.scaler is not None:
             optimizer.scaler = event.scaler
             scaler = self.scaler(event.scaler)
@@ -247,7 +241,6 @@ class Loop:
             if written.intersection(optimizer.parameters):
                 optimizer.cleared_line = None
                 optimizer.stepped_line = None
-                optimizer.discarded.clear()
         if event.is_still_scaled:
             return
         self._note_unscaled(event.parameters, event.line)
@@ -283,8 +276,6 @@ class Loop:
         for parameter in event.parameters:
             self.gradients.pop(parameter, None)
         for optimizer in affected:
-            if optimizer in unused and optimizer.window:
-                optimizer.discarded.append(Discarded(optimizer.window[-1].places, event.line))
             optimizer.window = []
             optimizer.stepped_line = None
         for optimizer in unused:

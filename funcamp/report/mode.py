@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from funcamp.report.torch_names import DispatchMode, dispatch_modes
+from funcamp.report.torch_names import Args, DispatchMode, Kwargs, dispatch_modes
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 #: Runs an operation with its arguments and keyword arguments.
-Run = Callable[["OpOverload", tuple[Any, ...], dict[str, Any]], object]
+Run = Callable[["OpOverload", Args, Kwargs], object]
 
 
-def _run(func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any]) -> object:
+def _run(func: OpOverload, args: Args, keywords: Kwargs) -> object:
     return func(*args, **keywords)
 
 
@@ -26,7 +26,7 @@ class Mode(DispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.run: Run = _run
         """Runs each operation; a recorder records it too."""
-        self.look: Callable[[OpOverload, tuple[Any, ...], dict[str, Any], Run], object] | None = None
+        self.look: Callable[[OpOverload, Args, Kwargs, Run], object] | None = None
         """Looks at each operation of the script's own code, and runs it."""
 
     @classmethod
@@ -56,8 +56,8 @@ class Mode(DispatchMode):
         self,
         func: OpOverload,
         types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> object:
         if self.look is None:
             return self.run(func, args, kwargs or {})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from funcamp.report.float16_range import RAISING, Float16Range
 from funcamp.report.gradient_operations import LOOKED_AT, GradientOperations
 from funcamp.report.mode import Run
 from funcamp.report.tensors import tensor_arguments
+from funcamp.report.torch_names import Args, Kwargs
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -50,7 +51,7 @@ class Operations:
         self._float16 = float16
         self._is_hidden = is_hidden
 
-    def look(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any], run: Run) -> object:
+    def look(self, func: OpOverload, args: Args, keywords: Kwargs, run: Run) -> object:
         """Run an operation, and look at its arguments and its result if a rule needs it."""
         if self._is_hidden():
             return run(func, args, keywords)

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcamp.report import events
-from funcamp.report.autograd_graph import Graph, Scaling, read_graph
+from funcamp.report.autograd_graph import Scaling, read_graph
 from funcamp.report.calls.observed import Function, Observed
-from funcamp.report.calls.run import Run
-from funcamp.report.events import Key, Reduction
+from funcamp.report.calls.run import Calls, Run
+from funcamp.report.events import Reduction
 from funcamp.report.lines import calling_line, calling_places
 from funcamp.report.tensors import all_finite, is_zero, tensors_in
 from funcamp.report.torch_names import current_node, replaced, without_modes
@@ -21,33 +20,11 @@ from funcamp.report.torch_names import current_node, replaced, without_modes
 _PLACE_OF_INPUTS = 4
 
 
-class _Pass(NamedTuple):
-    """What is known about a backward pass before it runs."""
-
-    outputs: list[Tensor]
-    """The losses."""
-    leaves: list[Tensor]
-    """The tensors to whose gradients it adds."""
-    empty: frozenset[Key]
-    """The leaves that have no gradient, or zeros."""
-    graph: Graph
-    scaling: Scaling | None
-    is_nested: bool
-    """Whether it runs inside another pass, as in a checkpoint whose forward pass runs again."""
-    has_one_as_initial: bool
-    """Whether it begins with gradients of 1, as that of a loss does."""
-    not_finite: str
-    """For the first pass of the run: "loss" or "parameter" if that is not finite."""
-    retains_graph: bool
-
-
-class BackwardCalls:
+class BackwardCalls(Calls):
     """Handles the calls that differentiate."""
 
     def __init__(self, run: Run) -> None:
-        self._run = run
-        self._emit = run.emit
-        self._tracked = run.tracked
+        super().__init__(run)
         self._outer_scaling: Scaling | None = None
         """The scaling of the backward pass that runs now."""
         self._last_scaling: Scaling | None = None
@@ -70,44 +47,14 @@ class BackwardCalls:
             args = args[:_PLACE_OF_INPUTS]
         if isinstance(tensors, Iterator):  # it can be read once
             tensors = list(tensors)
-        backward = self._begin_pass(
-            outputs=tensors_in(tensors),
-            inputs=None if inputs is None else tensors_in(inputs),
-            initial_gradients=tensors_in(args[0] if args else kwargs.get("grad_tensors")),
-            retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
-        )
-        nesting = self._run.nesting
-        with (
-            replaced(self, _outer_scaling=backward.scaling),
-            replaced(nesting, in_backward=True),
-            nesting.mode.paused(),
-        ):
-            result = function(tensors, *args, inputs=inputs, **kwargs)
-        self._end_pass(backward)
-        return result
-
-    def _begin_pass(
-        self,
-        *,
-        outputs: list[Tensor],
-        inputs: list[Tensor] | None,
-        initial_gradients: list[Tensor],
-        retains_graph: bool,
-    ) -> _Pass:
-        """Return what is known about a backward pass before it runs.
-
-        Args:
-            outputs: the losses.
-            inputs: the tensors to whose gradients it adds; None for all leaves of the graph.
-            initial_gradients: those of the losses; none for 1.
-            retains_graph: whether the graph is kept.
-        """
+        outputs = tensors_in(tensors)
         graph = read_graph(outputs)
-        leaves = graph.leaves if inputs is None else inputs
-        is_nested = current_node() is not None
-        scaling = self._outer_scaling if is_nested else graph.scaling
+        leaves = graph.leaves if inputs is None else tensors_in(inputs)
+        initial_gradients = tensors_in(args[0] if args else kwargs.get("grad_tensors"))
+        is_nested = current_node() is not None  # as in a checkpoint whose forward pass runs again
+        scaling = self._outer_scaling
         if not is_nested:
-            scaling = scaling or self._indirect_scaling([*outputs, *initial_gradients])
+            scaling = graph.scaling or self._indirect_scaling([*outputs, *initial_gradients])
             self._last_scaling = scaling or self._last_scaling
             self._run.hooks.forget()
             self._tracked.forget_derived()  # the loop may have unscaled earlier gradients since
@@ -115,39 +62,28 @@ class BackwardCalls:
         if self._is_first and not is_nested:
             self._is_first = False
             not_finite = self._find_not_finite(outputs, leaves, graph.scaling)
-        return _Pass(
-            outputs=outputs,
-            leaves=leaves,
+        begins_with_one = not is_nested and all(map(_is_one, initial_gradients))
+        event = events.Backward(
+            calling_line(),
+            parameters=self._tracked.parameters(leaves),
             empty=frozenset([self._tracked.key(leaf) for leaf in leaves if is_zero(leaf.grad)]),
-            graph=graph,
-            scaling=scaling,
-            is_nested=is_nested,
-            has_one_as_initial=not is_nested and all(map(_is_one, initial_gradients)),
+            scaler=None if scaling is None else scaling.scaler,
+            dtypes=graph.dtypes,
+            reduction=graph.reduction if begins_with_one else Reduction.OTHER,
+            autocast_dtype=None if is_nested else _autocast_dtype(outputs),
+            has_products=graph.has_products,
+            places=calling_places(),
             not_finite=not_finite,
-            retains_graph=retains_graph,
+            retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
         )
-
-    def _end_pass(self, backward: _Pass) -> None:
-        """Report a backward pass that has ended, and then what hooks did in it."""
-        keys = self._tracked.parameters(backward.leaves)
-        self._tracked.remember_gradients(backward.leaves)
-        scaling, graph = backward.scaling, backward.graph
-        self._emit(
-            events.Backward(
-                calling_line(),
-                parameters=keys,
-                empty=backward.empty,
-                scaler=None if scaling is None else scaling.scaler,
-                dtypes=graph.dtypes,
-                reduction=graph.reduction if backward.has_one_as_initial else Reduction.OTHER,
-                autocast_dtype=None if backward.is_nested else _autocast_dtype(backward.outputs),
-                has_products=graph.has_products,
-                places=calling_places(),
-                not_finite=backward.not_finite,
-                retains_graph=backward.retains_graph,
-            )
-        )
+        nesting = self._run.nesting
+        outer = replaced(self, _outer_scaling=scaling)
+        with outer, replaced(nesting, in_backward=True), nesting.mode.paused():
+            result = function(tensors, *args, inputs=inputs, **kwargs)
+        self._tracked.remember_gradients(leaves)
+        self._emit(event)
         self._run.hooks.emit_deferred()
+        return result
 
     def _indirect_scaling(self, tensors: list[Tensor]) -> Scaling | None:
         """Return the scaling of a pass whose loss no scaler has scaled; None if nothing else did.

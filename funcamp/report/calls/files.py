@@ -8,17 +8,13 @@ import torch
 
 from funcamp.report import events
 from funcamp.report.calls.observed import Function, Observed
-from funcamp.report.calls.run import Run
+from funcamp.report.calls.run import Calls
 from funcamp.report.file_contents import contains_optimizer, numbers_in
 from funcamp.report.lines import calling_line
 
 
-class FileCalls:
+class FileCalls(Calls):
     """Handles the calls of `torch.save` and `torch.load`."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._emit = run.emit
 
     def handlers(self) -> Iterator[Observed]:
         """Yield the functions that are observed, with the handlers of their calls."""

@@ -10,21 +10,15 @@ from torch import Tensor, nn
 
 from funcamp.report import events
 from funcamp.report.calls.observed import Function, Observed
-from funcamp.report.calls.run import Run
+from funcamp.report.calls.run import Calls
 from funcamp.report.derived import Derived
 from funcamp.report.hooks import Hook
 from funcamp.report.lines import calling_line
 from funcamp.report.tensors import tensors_in
 
 
-class GradientCalls:
+class GradientCalls(Calls):
     """Handles the calls of tensors, of modules and of torch's clipping that concern gradients."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-        self._emit = run.emit
-        self._tracked = run.tracked
-        self._quietly = run.nesting.quietly
 
     def handlers(self) -> Iterator[Observed]:
         """Yield the functions that are observed, with the handlers of their calls."""

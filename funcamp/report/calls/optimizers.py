@@ -12,7 +12,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from funcamp.report import events
 from funcamp.report.calls.observed import Function, Observed
-from funcamp.report.calls.run import Run
+from funcamp.report.calls.run import Calls, Run
 from funcamp.report.events import Key
 from funcamp.report.lines import calling_line, calling_places
 from funcamp.report.torch_names import with_subclasses
@@ -22,14 +22,11 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
 
-class OptimizerCalls:
+class OptimizerCalls(Calls):
     """Handles the calls of optimizers and of their schedulers, and reports what scalers do with optimizers."""
 
     def __init__(self, run: Run) -> None:
-        self._run = run
-        self._emit = run.emit
-        self._tracked = run.tracked
-        self._quietly = run.nesting.quietly
+        super().__init__(run)
         self.applied: set[Key] = set()
         """The optimizers that have taken their own step since the scaler's step was called."""
         self._last_hooks: dict[Key, RemovableHandle] = {}

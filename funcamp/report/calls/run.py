@@ -66,3 +66,17 @@ class Run:
         if not self.nesting.in_backward:  # the pass replaces them
             for key, gradient in self.tracked.replaced_gradients(parameters):
                 self.report_new_gradient(key, gradient)
+
+
+class Calls:
+    """Handles the calls of one subject.
+
+    Args:
+        run: what is known about the run.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._emit = run.emit
+        self._tracked = run.tracked
+        self._quietly = run.nesting.quietly

@@ -13,7 +13,7 @@ from funcamp.report import events
 from funcamp.report.autograd_graph import Scaling, is_scaled, mark_scaled
 from funcamp.report.calls.observed import Function, Handler, Observed
 from funcamp.report.calls.optimizers import OptimizerCalls
-from funcamp.report.calls.run import Run
+from funcamp.report.calls.run import Calls, Run
 from funcamp.report.events import Key
 from funcamp.report.lines import calling_line, calling_places, is_factor, is_subscripted
 from funcamp.report.tensors import all_finite, tensors_in
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
 
 
-class ScalerCalls:
+class ScalerCalls(Calls):
     """Handles the calls of scalers.
 
     Args:
@@ -32,11 +32,8 @@ class ScalerCalls:
     """
 
     def __init__(self, run: Run, optimizers: OptimizerCalls) -> None:
-        self._run = run
+        super().__init__(run)
         self._optimizers = optimizers
-        self._emit = run.emit
-        self._tracked = run.tracked
-        self._quietly = run.nesting.quietly
         self._updates: dict[Key, int] = {}
         """How many updates each scaler has had."""
         self._handlers: dict[str, Handler] = {

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
+from funcamp.numerics import taps
 from funcamp.numerics.counting import count
 from funcamp.numerics.statistics import Stats
 from funcamp.report.mode import Mode
@@ -23,8 +24,10 @@ from funcamp.report.numbers.counted import Recording, add, computes, is_countabl
 from funcamp.report.numbers.float8_fit import Multiplied
 from funcamp.report.numbers.modules import Modules
 from funcamp.report.numbers.operation import BackwardPass, Operation
-from funcamp.report.numbers.steps import TAPS, scaling_calls, step_calls
+from funcamp.report.numbers.steps import scaling_calls, step_calls
 from funcamp.report.torch_names import (
+    Args,
+    Kwargs,
     current_node,
     dispatch_modes,
     is_tracing,
@@ -107,14 +110,14 @@ class Recorder:
     def _replacements(self) -> Iterator[tuple[object, str, Callable[..., Any]]]:
         """Yield the functions to replace while this recorder watches: owner, name, and what replaces it."""
         yield torch.autograd, "_engine_run_backward", self._run_backward
-        for call, call_eagerly in step_calls():
-            yield *call, self._wrap_step(call_eagerly)
-        for call in TAPS:
-            yield *call, self._mute(call.function)
-        for call, scale_of in scaling_calls():
-            yield *call, self._wrap_scaling(call.function, scale_of)
+        for owner, name, call_eagerly in step_calls():
+            yield owner, name, self._wrap_step(call_eagerly)
+        for name in ("count", "count_both", "take_numbers"):
+            yield taps, name, self._mute(getattr(taps, name))
+        for owner, name, scale_of in scaling_calls():
+            yield owner, name, self._wrap_scaling(getattr(owner, name), scale_of)
 
-    def run_operation(self, func: OpOverload, args: tuple[Any, ...], keywords: dict[str, Any]) -> object:
+    def run_operation(self, func: OpOverload, args: Args, keywords: Kwargs) -> object:
         """Run an operation and record its outputs."""
         if self._read_next is not None:
             read = self._read_next
@@ -244,7 +247,7 @@ class Recorder:
                 self._is_done = True
                 self._until_done.close()
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def _enter(self, module: nn.Module, args: Args) -> None:
         """Before a module's forward pass: note that it runs, and count the operands of a linear layer."""
         if not self._is_in_this_thread():
             return
@@ -279,7 +282,7 @@ class Recorder:
         else:
             self.operands[path] = earlier._replace(input=earlier.input + counted)
 
-    def _leave(self, module: nn.Module, _inputs: tuple[Any, ...], outputs: object) -> None:
+    def _leave(self, module: nn.Module, _inputs: Args, outputs: object) -> None:
         """After a module's forward pass: count its outputs, and by a hook their gradients."""
         if not self._is_in_this_thread() or self.modules.is_outside():
             return

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator
 
-from funcamp.report.events import Ended, OptimizerEvent, Reduction, SchedulerStepped, StepCalled, Updated
+from funcamp.report.events import Ended, OptimizerEvent, SchedulerStepped, StepCalled, Updated
 from funcamp.report.known import Condition
-from funcamp.report.lines import Line, are_in_one_loop
+from funcamp.report.lines import Line
 from funcamp.report.loop import Loop
 from funcamp.report.rules.rule import Found, rule
 
 #: From this many on, passes, steps or cleared gradients are a pattern. Fewer may be the beginning of a window of
 #: micro-batches.
 _SEVERAL = 4
-#: As many passes whose gradients are cleared are no accident, if they are as many before each step.
-_REGULAR_DISCARDS = 6
 #: As many skipped steps in a row are no search for the scale after a step was applied: each halves the scale.
 _MANY_SKIPS = 8
 
@@ -164,31 +161,6 @@ def cleared_before_step(event: StepCalled, loop: Loop) -> Iterator[Line]:
     cleared_line = loop.optimizer(event.optimizer).cleared_line
     if cleared_line is not None and not loop.gradients_of(event.parameters):
         yield cleared_line
-
-
-@rule(
-    StepCalled,
-    mistake="zero_grad is called in each micro-batch, and a step is taken every few micro-batches",
-    effect="the step gets the gradients of the last micro-batch only, and they are divided by the number of all",
-    change="if the window ends: scaler.step(optimizer); scaler.update(); optimizer.zero_grad()",
-)
-def cleared_in_window(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped, and before this step and the one before as many passes of the same call were cleared, regularly.
-
-    Only if the step is in the loop of the passes, and the losses are no means: a mean that is divided is none. Not if
-    another optimizer was stepped between, or the loop writes gradients: it may have copied those that were cleared.
-    """
-    optimizer = loop.optimizer(event.optimizer)
-    if not optimizer.window or not optimizer.discarded:
-        return
-    last_pass, discards = optimizer.window[-1], len(optimizer.discarded)
-    is_same_call = all(discarded.places == last_pass.places for discarded in optimizer.discarded)
-    steps = 1 + len(list(itertools.takewhile(lambda count: count == discards, reversed(optimizer.discards))))
-    is_regular = is_same_call and steps > 1 and steps * discards >= _REGULAR_DISCARDS
-    is_written = any(gradient.is_written for gradient in loop.gradients_of(event.parameters))
-    is_divided = last_pass.reduction is not Reduction.MEAN
-    if is_regular and is_divided and not is_written and are_in_one_loop(last_pass.places, event.places):
-        yield optimizer.discarded[-1].line
 
 
 @rule(

@@ -42,8 +42,8 @@ LAYERS = [
     "presets",
     "distributed",
     "float8",
-    "_audit",
     "numerics",
+    "report",
     "_verify",
     "_doctor",
 ]

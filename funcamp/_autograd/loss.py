@@ -55,13 +55,8 @@ class Loss:
         return None
 
     @property
-    def cast_names(self) -> frozenset[str] | None:
-        """Return the names of a module's parameters that autocast would cast; None for any other loss."""
-        return None
-
-    @property
-    def hooked_names(self) -> frozenset[str]:
-        """Return the names of a module's parameters with a hook."""
+    def embedding_names(self) -> frozenset[str]:
+        """Return the stored names of the weights of a module's embeddings."""
         return frozenset()
 
     @property

@@ -2,39 +2,83 @@
 
 Under autocast each weight is cast at its use, and its gradient is cast back to float32. In flat storage the weights are
 parts of one tensor, and so are the gradients. A cast of a part is the part of a cast, and a concatenation of casts is
-the cast of a concatenation. So one kernel casts all weights of a group, and their gradients stay in the low precision
-until the optimizer's loop reads them: half of the bytes. No number changes.
+the cast of a concatenation. So one kernel casts all weights of a group, once for all micro-batches, and their gradients
+stay in the low precision until the optimizer's loop reads them: half of the bytes. No number changes.
+
+A group that is gathered from slices is cast part by part, and so are parameters that are not in flat storage.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 
 from funcamp._jit.passes.program import Pass, Program
+from funcamp._trace.aliases import Aliases
 
 _aten = torch.ops.aten
 _CAST = _aten._to_copy.default
 _SPLIT = _aten.split_with_sizes.default
 _CAT = _aten.cat.default
-_VIEWS = (_aten.view.default, _aten.detach.default, _aten.t.default, _aten.alias.default)
+_VIEWS = (_aten.view.default, _aten.slice.Tensor, _aten.detach.default, _aten.t.default, _aten.alias.default)
 _LOW = (torch.float16, torch.bfloat16)
+
+
+class _Group(NamedTuple):
+    """An input of a program in flat storage, parts of which are cast."""
+
+    flat: fx.Node
+    sizes: tuple[int, ...]
+    """Those of its parts."""
+    dtype: torch.dtype
+    """The dtype of the casts."""
+
+
+class _CastOfPart(NamedTuple):
+    """A cast of a part of a group."""
+
+    node: fx.Node
+    views: list[fx.Node]
+    """The views between the split and the cast, the last one first; the one after the split takes the part."""
+
+    @property
+    def part(self) -> int:
+        """The number of the part."""
+        number: Any = self.views[-1].args[1]
+        return int(number)
 
 
 def casts(program: Program) -> Program:
     """Return the program with casts of whole groups."""
     graph = program.module.graph
-    splits: dict[Any, fx.Node] = {}
+    casts_by_group: dict[_Group, list[_CastOfPart]] = {}
+    for group, cast in _casts_of_parts(graph):
+        casts_by_group.setdefault(group, []).append(cast)
+    groups = [group for group, parts in casts_by_group.items() if _is_mostly_cast(group, parts)]
+    groups = _not_written_before(graph, groups, casts_by_group)
     with program.mode:
-        for node in graph.find_nodes(op="call_function", target=_CAST):
-            if _new_dtype(node) in _LOW:
-                _cast_before_split(graph, node, splits)
+        for group in groups:
+            _cast_before_split(graph, group, casts_by_group[group])
         for node in graph.find_nodes(op="call_function", target=_CAT):
             _cast_after_join(graph, node)
     return program
+
+
+def _casts_of_parts(graph: fx.Graph) -> Iterator[tuple[_Group, _CastOfPart]]:
+    """Yield the casts of parts of inputs to a low precision, in the order of the program."""
+    for node in graph.find_nodes(op="call_function", target=_CAST):
+        dtype = _new_dtype(node)
+        views = _views_above(node.args[0], (*_VIEWS, operator.getitem))
+        if dtype not in _LOW or not views or views[-1].target is not operator.getitem:
+            continue
+        split: Any = views[-1].args[0]
+        if split.target is _SPLIT and split.args[0].op == "placeholder":
+            flat, sizes = split.args
+            yield _Group(flat, tuple(sizes), dtype), _CastOfPart(node, views)
 
 
 def _new_dtype(cast: fx.Node) -> torch.dtype | None:
@@ -42,33 +86,46 @@ def _new_dtype(cast: fx.Node) -> torch.dtype | None:
     source: Any = cast.args[0]
     example = source.meta["val"]
     unchanged = {"layout": example.layout, "device": example.device}
-    dtype: Any = None
+    dtype: torch.dtype | None = None
     for name, argument in cast.kwargs.items():
         if name == "dtype":
+            assert isinstance(argument, torch.dtype)
             dtype = argument
         elif argument != unchanged.get(name):
             return None
     return dtype
 
 
-def _cast_before_split(graph: fx.Graph, cast: fx.Node, splits: dict[Any, fx.Node]) -> None:
-    """Cast an input of which a part is cast, instead of the part.
+def _is_mostly_cast(group: _Group, parts: list[_CastOfPart]) -> bool:
+    """Return whether the parts that are cast are half of a group or more: the cast of all then costs less."""
+    cast_size = sum(group.sizes[number] for number in {cast.part for cast in parts})
+    return 2 * cast_size >= sum(group.sizes)
 
-    `splits` has the casts that were made before, in parts.
-    """
-    views = _views_above(cast.args[0], (*_VIEWS, operator.getitem))
-    source: Any = views[-1].args[0] if views else cast.args[0]
-    if source.target is not _SPLIT or source.args[0].op != "placeholder":
-        return
-    flat, sizes = source.args
-    dtype = cast.kwargs["dtype"]
-    key = (flat, tuple(sizes), dtype)
-    with graph.inserting_before(cast):
-        if key not in splits:
-            splits[key] = _emit(graph, _SPLIT, (_emit(graph, _CAST, (flat,), {"dtype": dtype}), sizes), {})
-        value = _emit_views(graph, views, splits[key])
-    cast.replace_all_uses_with(value)
-    graph.erase_node(cast)
+
+def _not_written_before(
+    graph: fx.Graph, groups: list[_Group], casts_by_group: dict[_Group, list[_CastOfPart]]
+) -> list[_Group]:
+    """Return the groups that the program does not write before their last cast."""
+    positions = {node: position for position, node in enumerate(graph.nodes)}
+    writers = Aliases(graph).writers
+    unwritten: list[_Group] = []
+    for group in groups:
+        last_cast = positions[casts_by_group[group][-1].node]
+        if all(positions[writer] > last_cast for writer in writers.get(group.flat, [])):
+            unwritten.append(group)
+    return unwritten
+
+
+def _cast_before_split(graph: fx.Graph, group: _Group, parts: list[_CastOfPart]) -> None:
+    """Cast a group once, in the place of its parts."""
+    with graph.inserting_before(parts[0].node):
+        low_group = _emit(graph, _CAST, (group.flat,), {"dtype": group.dtype})
+        low_parts = _emit(graph, _SPLIT, (low_group, group.sizes), {})
+    for cast in parts:
+        with graph.inserting_before(cast.node):
+            value = _emit_views(graph, cast.views, low_parts)
+        cast.node.replace_all_uses_with(value)
+        graph.erase_node(cast.node)
 
 
 def _cast_after_join(graph: fx.Graph, join: fx.Node) -> None:

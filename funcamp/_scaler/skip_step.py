@@ -19,7 +19,8 @@ def skip_step(state: ScalerState, *, new: Tree, old: Tree) -> Tree:
     under torch.compile and vmap; no sync.
 
     Args:
-        state: the state after `unscale_and_check`, before `update`.
+        state: the state that `unscale_and_check` or `scaled_grad_and_value` returned, before `update`. Only this
+            one has the flag: with the state of before, a gradient that is not finite is applied.
         new: a pytree after the step: parameters, optimizer state, anything the step changed.
         old: the same pytree before the step.
 
@@ -68,7 +69,7 @@ def _select(tree: Tree, index: int, skips: Tensor, new: object, old: object) -> 
     if isinstance(new, Tensor) or isinstance(old, Tensor) or _is_array(new) or _is_array(old) or new != old:
         raise TypeError(
             f"skip_step: new{_tree.path_of(tree, index)} must be a tensor in both trees, or an equal value; "
-            f"got {_tree.describe(new)} against {_tree.describe(old)} in old{_tree.as_tensor_hint(new)}"
+            f"got {_tree.describe(new)} against {_tree.describe(old)} in old"
         )
     return new
 

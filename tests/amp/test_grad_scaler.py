@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import funcamp
 from funcamp import GradScaler, ScalerConfig, init, presets, update
 from funcamp._amp import unscale
+from funcamp._amp.nonfinite import describe_nonfinite
 from funcamp._amp.undo import is_watched
 from tests.support.helpers import assert_same, clone
 from tests.support.host_reads import host_reads
@@ -515,6 +516,31 @@ def test_float16_gradients_are_unscaled_in_float32_if_asked() -> None:
     assert scaler.metrics().found_inf == 1.0
 
 
+@pytest.mark.parametrize("skip", [None, "host", "select"])
+def test_the_metrics_before_the_update_are_of_this_step(skip: Any) -> None:
+    weight = torch.ones(4, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = GradScaler("cpu", skip=skip)
+    for expected, value in ((0.0, 1.0), (1.0, math.inf), (0.0, 2.0)):
+        scaler.scale((weight * value).sum()).backward()
+        for call in (scaler.unscale_, scaler.step):
+            call(optimizer)
+            assert scaler.metrics().found_inf == expected
+        scaler.update()
+        assert scaler.metrics().found_inf == expected
+        optimizer.zero_grad()
+
+
+def test_the_description_of_gradients_that_were_cleared() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    assert "were cleared before" in describe_nonfinite(optimizer)
+    weight.grad = torch.ones(2)
+    assert "are finite by now" in describe_nonfinite(optimizer)
+    weight.grad = torch.tensor([1.0, math.inf])
+    assert "number 0 of group 0" in describe_nonfinite(optimizer)
+
+
 MODES = [None, "host", "select"]
 
 
@@ -744,6 +770,38 @@ def test_distributed_tensors_follow_torch(fused: bool) -> None:
         assert_same(*results)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
+@pytest.mark.parametrize("skip", ["select", "host"])
+def test_a_compiled_loop_breaks_its_graph_at_the_scaler_and_follows_the_eager_one(skip: Any) -> None:
+    def run(compiled: bool) -> tuple[list[float], list[Tensor]]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = GradScaler("cpu", init_scale=2.0**127, growth_interval=2, skip=skip)
+
+        def loop(x: Tensor) -> None:
+            model.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+
+        call = torch.compile(loop, backend="eager") if compiled else loop
+        scales = []
+        for x in torch.randn(6, 3, 4) * 4:
+            call(x)
+            scales.append(scaler.get_scale())
+        return scales, [param.detach() for param in model.parameters()]
+
+    scales, params = run(compiled=True)
+    expected_scales, expected_params = run(compiled=False)
+    assert scales == expected_scales
+    assert len(set(scales)) >= 3
+    assert_same(params, expected_params)
 
 
 @pytest.mark.compiled

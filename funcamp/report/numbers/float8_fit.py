@@ -59,7 +59,7 @@ def fit(path: str, multiplied: Multiplied, gradient: Stats, most: float) -> Floa
     if any(size % _MULTIPLE for size in multiplied.sizes):
         reasons.append(f"its sizes {multiplied.sizes} are not multiples of {_MULTIPLE}")
     for name, (stats, dtype, format_name) in tensors.items():
-        lost_fractions[name] = _lost_fraction(stats, dtype, min(_current_scale(stats, dtype), 2.0**127))
+        lost_fractions[name] = _lost_fraction(stats, dtype)
         if stats.nonfinite > 0:
             reasons.append(f"its {name} has values that are not finite")
         elif lost_fractions[name] > most:
@@ -76,10 +76,8 @@ def _current_scale(stats: Stats, dtype: torch.dtype) -> float:
     return largest_power / amax
 
 
-def _lost_fraction(stats: Stats, dtype: torch.dtype, scale: float) -> float:
-    """Return the fraction of values that become zero, or saturate at less than half of them; NaN of no values."""
+def _lost_fraction(stats: Stats, dtype: torch.dtype) -> float:
+    """Return the fraction of values that become zero at the current scale; NaN of no values."""
     if not stats.count > 0:
         return math.nan
-    underflow = stats.underflow(dtype, scale)
-    saturated_at_half = stats.overflow(dtype, scale / 2)
-    return (underflow + saturated_at_half).item()
+    return stats.underflow(dtype, min(_current_scale(stats, dtype), 2.0**127)).item()

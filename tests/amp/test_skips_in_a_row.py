@@ -1,0 +1,96 @@
+"""One warning after 20 skipped steps in a row, of a scaler that reads the flag and of a reader of metrics."""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+import torch
+
+import funcamp
+from funcamp import GradScaler, MetricReader, ScalerConfig, make_train_step, stateless
+from funcamp._amp.skips_in_a_row import LIMIT
+
+
+def weights() -> dict[str, torch.nn.Parameter]:
+    return {name: torch.nn.Parameter(torch.ones(2)) for name in ("fine", "bad")}
+
+
+def take_steps(scaler: Any, optimizers: Any, named: Any, count: int, *, fine: bool = False) -> None:
+    for _ in range(count):
+        factor = 1.0 if fine else torch.inf
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        scaler.scale(named["fine"].sum() + factor * named["bad"].sum()).backward()
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update(8.0)  # whatever the rule
+
+
+def test_scaler_warns_once_and_names_the_parameter() -> None:
+    named = weights()
+    scaler = GradScaler("cpu", init_scale=8.0)
+    sgd = torch.optim.SGD(named.items(), lr=0.1)
+    take_steps(scaler, [sgd], named, LIMIT - 1)
+    take_steps(scaler, [sgd], named, 1, fine=True)
+    take_steps(scaler, [sgd], named, LIMIT - 1)
+    with pytest.warns(UserWarning, match="GradScaler.step: 20 steps in a row were skipped.* not finite is bad") as seen:
+        take_steps(scaler, [sgd], named, 1)
+    assert seen[0].filename == __file__
+    take_steps(scaler, [sgd], named, 2 * LIMIT)  # a second warning is an error here
+
+
+def test_scaler_counts_each_optimizer_and_names_one_without_names_by_its_place() -> None:
+    named = weights()
+    scaler = GradScaler("cpu", init_scale=8.0)
+    optimizers = [torch.optim.SGD([value], lr=0.1) for value in named.values()]
+    take_steps(scaler, optimizers, named, LIMIT - 1)
+    with pytest.warns(UserWarning, match=r"number 0 of group 0, shape \(2,\)"):
+        take_steps(scaler, optimizers, named, 1)
+
+
+def test_a_pickled_scaler_still_counts() -> None:
+    named = weights()
+    scaler = pickle.loads(pickle.dumps(GradScaler("cpu", init_scale=8.0)))
+    sgd = torch.optim.SGD(named.values(), lr=0.1)
+    with pytest.warns(UserWarning, match="20 steps in a row"):
+        take_steps(scaler, [sgd], named, LIMIT)
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+@pytest.mark.parametrize("observes", [False, True])
+def test_reader_warns_once_and_names_the_leaf_if_it_is_observed(as_dict: bool, observes: bool) -> None:
+    observe = {"bad": funcamp.found_inf_by_leaf} if observes else {}
+    step = make_train_step(
+        lambda p, x: p["fine"].sum() + x * p["bad"].sum(),
+        stateless(torch.optim.SGD, lr=0.1),
+        ScalerConfig(init_scale=8.0),
+        observe=observe,
+    )
+    state = step.init({"bad": torch.ones(2), "fine": torch.ones(2)})
+    reader = MetricReader()
+
+    def run(count: int) -> None:
+        nonlocal state
+        for _ in range(count):
+            state, metrics = step(state, torch.tensor(torch.inf))
+            reader.put(metrics.to_dict() if as_dict else metrics)
+        reader.ready()
+
+    run(LIMIT - 1)
+    expected = r"observed\['bad'\] flags leaf 0 first" if observes else "the loss is inf, and a gradient is inf or NaN"
+    with pytest.warns(UserWarning, match=f"MetricReader: 20 steps in a row were skipped.*{expected}") as seen:
+        run(1)
+    assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(LIMIT)
+
+
+def test_reader_takes_other_metrics() -> None:
+    reader = MetricReader()
+    for metrics in ({"loss": torch.tensor(1.0)}, torch.tensor(3), [torch.tensor(1)], {"consecutive_skips": None}):
+        reader.put(metrics)
+    assert len(reader.ready()) == 4

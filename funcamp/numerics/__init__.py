@@ -6,24 +6,12 @@ operation, is in `funcamp.report` and importable from here too, as its other nam
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from funcamp.numerics.record import Record, Records, probe
 from funcamp.numerics.statistics import Stats, stats
 from funcamp.numerics.taps import tap
 from funcamp.numerics.track import TrackedLoss, TrackedModule, track_scales
-
-if TYPE_CHECKING:
-    from funcamp.report import (
-        Float8Layer as Float8Layer,
-        NumericsReport as NumericsReport,
-        Operation as Operation,
-        Origin as Origin,
-        Recommendation as Recommendation,
-        annotate as annotate,
-        numerics_report as numerics_report,
-        plot_flushed as plot_flushed,
-    )
 
 __all__ = [
     "Record",

@@ -11,6 +11,15 @@ from torch import nn
 
 from funcamp._autograd.module_walk import TensorSlot
 
+#: A function that does nothing, whatever it is called with: in copies it is in the place of the hook.
+_IN_COPIES = contextlib.nullcontext().__exit__
+
+
+def hooks_in_copies(module: nn.Module) -> dict[int, object]:
+    """Return what `copy.deepcopy` finds for the hooks in its memo, by their id: for a copy that has the same tensors."""
+    hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
+    return {id(hook): _IN_COPIES for hook in hooks if isinstance(hook, LeftBehind)}
+
 
 class LeftBehind:
     """The hook of a module before a forward pass and a `state_dict()`, which also sees a copy and a pickle.
@@ -71,7 +80,7 @@ class LeftBehind:
     def __reduce__(self) -> tuple[object, ...]:
         """Warn before a copy or a pickle, which gets a function of Python that does nothing in place of the hook."""
         self._warn()
-        return getattr, (contextlib.nullcontext(), "__exit__")
+        return getattr, (_IN_COPIES.__self__, _IN_COPIES.__name__)
 
     def _warn(self) -> None:
         """Warn if the module is behind. In a step, or with a state's values, it has another parameter in this place."""

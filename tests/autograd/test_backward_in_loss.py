@@ -51,8 +51,9 @@ class InHook(nn.Module):
                 ((self.body(x) * gradient).sum() * factor).backward()
 
         leaf = cached.detach().square().mean().requires_grad_()
-        leaf.register_hook(hook)  # type: ignore[no-untyped-call]
-        return leaf + 0.01 * self.body(x).mean() if self.other_term else leaf
+        leaf.register_hook(hook)
+        other: Tensor = 0.01 * self.body(x).mean()
+        return leaf + other if self.other_term else leaf
 
 
 def wrapped(step: Any, jitted: bool) -> Any:
@@ -89,7 +90,12 @@ class InBackward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.body(x)
-        hidden.register_hook(lambda gradient: self.head(gradient.detach()).sum().backward())
+
+        def hook(gradient: Tensor) -> None:
+            with torch.enable_grad():
+                self.head(gradient.detach()).sum().backward()
+
+        hidden.register_hook(hook)
         out: Tensor = self.head(hidden).mean()
         return out
 
@@ -110,7 +116,7 @@ class OfInput(nn.Module):
 
 
 @pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.parametrize("cls", [OfInput])
+@pytest.mark.parametrize("cls", [InBackward, OfInput])
 def test_other_backward_passes_are_torchs(cls: Any, jitted: bool) -> None:
     model = cls()
     own = copy.deepcopy(model)

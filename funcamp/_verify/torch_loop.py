@@ -77,7 +77,8 @@ class TorchLoop:
         saved = step.to_torch(state)["optimizer"]
         for index, group in enumerate(groups_of("verify", step, state, None)):
             parameters = [named[name] for name in group.names]
-            optimizer = group.optimizer._cls([{**self._hyperparameters(group), "params": parameters}], **group.optimizer._arguments)
+            param_group = {**self._hyperparameters(group), "params": parameters}
+            optimizer = group.optimizer._cls([param_group], **group.optimizer._arguments)
             if self._applied:
                 # One for all groups, or by label if the classes differ.
                 groups = saved.get("param_groups")

@@ -59,7 +59,7 @@ def fit(path: str, multiplied: Multiplied, gradient: Stats, most: float) -> Floa
     if any(size % _MULTIPLE for size in multiplied.sizes):
         reasons.append(f"its sizes {multiplied.sizes} are not multiples of {_MULTIPLE}")
     for name, (stats, dtype, format_name) in tensors.items():
-        lost_fractions[name] = _lost_fraction(stats, dtype, min(_current_scale(stats, dtype), 2.0**127))
+        lost_fractions[name] = _lost_fraction(stats, dtype)
         if stats.nonfinite > 0:
             reasons.append(f"its {name} has values that are not finite")
         elif lost_fractions[name] > most:

@@ -128,8 +128,8 @@ class NumericsReport:
         """Return, per linear layer, what float8 loses of its input, weight and gradient, and whether to keep it.
 
         Input and weight are E4M3, the gradient of the output is E5M2, each with the scale of its own largest magnitude,
-        rounded down to a power of two. A nonzero value is lost if it becomes zero, or if it saturates at less than
-        half of it. `[one.path for one in layers if one.keep]` are names for the `keep` of `float8.convert`.
+        rounded down to a power of two. A nonzero value is lost if it becomes zero.
+        `[one.path for one in layers if one.keep]` are names for the `keep` of `float8.convert`.
 
         Args:
             most: the largest fraction of values that a layer may lose.

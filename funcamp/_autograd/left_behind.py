@@ -11,14 +11,14 @@ from torch import nn
 
 from funcamp._autograd.module_walk import TensorSlot
 
-#: A function that does nothing, whatever it is called with: in copies it is in the place of the hook.
-_IN_COPIES = contextlib.nullcontext().__exit__
+#: Its method `__exit__` does nothing, whatever it is called with: copies have it in the place of the hook.
+_NULL = contextlib.nullcontext()
 
 
 def hooks_in_copies(module: nn.Module) -> dict[int, object]:
-    """Return what `copy.deepcopy` finds for the hooks in its memo, by their id: for a copy that has the same tensors."""
+    """Return what `copy.deepcopy` takes for the hooks, by their id, in a copy that has the same tensors."""
     hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
-    return {id(hook): _IN_COPIES for hook in hooks if isinstance(hook, LeftBehind)}
+    return {id(hook): _NULL.__exit__ for hook in hooks if isinstance(hook, LeftBehind)}
 
 
 class LeftBehind:
@@ -39,9 +39,7 @@ class LeftBehind:
         own_hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, cls)]
         return own_hooks[0] if own_hooks else cls(module)
 
-    def state_was_made(
-        self, parameter: TensorSlot, buffers: Mapping[str, TensorSlot], *, shares_memory: bool
-    ) -> None:
+    def state_was_made(self, parameter: TensorSlot, buffers: Mapping[str, TensorSlot], *, shares_memory: bool) -> None:
         """Note that a state begins with the values of the module.
 
         Args:
@@ -80,7 +78,7 @@ class LeftBehind:
     def __reduce__(self) -> tuple[object, ...]:
         """Warn before a copy or a pickle, which gets a function of Python that does nothing in place of the hook."""
         self._warn()
-        return getattr, (_IN_COPIES.__self__, _IN_COPIES.__name__)
+        return getattr, (_NULL, "__exit__")
 
     def _warn(self) -> None:
         """Warn if the module is behind. In a step, or with a state's values, it has another parameter in this place."""

@@ -50,10 +50,12 @@ class InHook(nn.Module):
             with torch.enable_grad():
                 ((self.body(x) * gradient).sum() * factor).backward()
 
-        leaf = cached.detach().square().mean().requires_grad_()
+        leaf: Tensor = cached.detach().square().mean().requires_grad_()
         leaf.register_hook(hook)
-        other: Tensor = 0.01 * self.body(x).mean()
-        return leaf + other if self.other_term else leaf
+        if not self.other_term:
+            return leaf
+        loss_of_both: Tensor = leaf + 0.01 * self.body(x).mean()
+        return loss_of_both
 
 
 def wrapped(step: Any, jitted: bool) -> Any:

@@ -54,6 +54,10 @@ LOST_WRITES = Defect((2, 11), (2, 15))
 #: `_upstream/bugs/unrounded.py`.
 #: https://github.com/pytorch/pytorch/issues/185337
 UNROUNDED = Defect((2, 11), (2, 13))
+#: C++ that Inductor generates declares the 16-bit copy of a sum once for each tensor that it is stored in:
+#: `_upstream/bugs/declared_twice.py`.
+#: https://github.com/pytorch/pytorch/issues/194706
+DECLARED_TWICE = Defect((2, 11), None)
 #: C++ that Inductor generates ignores errors of `index_put` and `scatter_reduce`:
 #: `_upstream/bugs/lost_errors.py`.
 #: https://github.com/pytorch/pytorch/pull/190909

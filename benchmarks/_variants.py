@@ -5,7 +5,6 @@ Each maker takes a size, a type of device and the low precision, and returns a c
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -128,32 +127,21 @@ def funcamp_step(
     return call
 
 
-def funcamp_loop(
-    size: Size, device: str, dtype: torch.dtype, *, compiled: bool = True, graph: bool = False
-) -> Callable[[], None]:
-    """The loop of `torch_loop` with funcamp.GradScaler: compiled whole, captured into one CUDA graph, or both."""
+def captured_loop(size: Size, device: str, dtype: torch.dtype) -> Callable[[], None]:
+    """The loop of `torch_loop` with funcamp.GradScaler, captured into one CUDA graph."""
     model, x, y = build(size, device)
     scaler = funcamp.GradScaler(device, growth_interval=NEVER)
-    options: dict[str, Any] = {"capturable": device == "cuda"} | ({} if compiled else {"fused": True})
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, capturable=True, fused=True)
 
-    def step() -> Tensor:
+    def step() -> None:
         model.zero_grad()
-        with torch.autocast(device, dtype, cache_enabled=not graph):
+        with torch.autocast(device, dtype, cache_enabled=False):
             loss = cross_entropy(model(x), y)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        return loss.detach()
 
-    run: Callable[[], Any] = torch.compile(step, fullgraph=True) if compiled else step
-    traced = torch._dynamo.config.patch(trace_autograd_ops=True) if compiled else contextlib.nullcontext()
-
-    def call() -> None:
-        with traced:
-            run()
-
-    return captured(call, before=model.zero_grad) if graph else call
+    return captured(step, before=model.zero_grad)
 
 
 UNSCALED = funcamp.presets.disabled()
@@ -170,11 +158,9 @@ OURS: dict[str, Maker] = {
     "funcamp.jit, unscaled bfloat16": lambda size, device, _: funcamp_step(
         size, device, torch.bfloat16, config=UNSCALED
     ),
-    "funcamp.GradScaler, the loop compiled whole": funcamp_loop,
 }
 OURS_ON_A_GPU: dict[str, Maker] = {
-    "funcamp.GradScaler, the loop captured": functools.partial(funcamp_loop, compiled=False, graph=True),
-    "funcamp.GradScaler, the loop compiled and captured": functools.partial(funcamp_loop, graph=True),
+    "funcamp.GradScaler, the loop captured": captured_loop,
     "funcamp.jit, capture=False": functools.partial(funcamp_step, capture=False),
     "funcamp.jit, kernels apart": functools.partial(funcamp_step, without=("combo_kernels",)),
 }

@@ -7,7 +7,6 @@ from funcamp import float8 as float8
 from funcamp import presets as presets
 from funcamp import rules as rules
 from funcamp._amp.grad_scaler import GradScaler
-from funcamp._autograd.custom_function import custom_function
 from funcamp._autograd.loss import loss
 from funcamp._autograd.module_loss import module_loss
 from funcamp._autograd.scaled_grad import scaled_grad_and_value
@@ -42,9 +41,6 @@ from funcamp._verify.verify import verify
 
 __version__ = "0.1.0"
 
-#: The former name of `Params`.
-FlatParams = Params
-
 __all__ = [
     "GradScaler",
     "MetricReader",
@@ -65,7 +61,6 @@ __all__ = [
     "clip_grad_norm",
     "clip_grad_value",
     "clone",
-    "custom_function",
     "ema_update",
     "every",
     "exhausted",

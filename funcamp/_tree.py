@@ -177,15 +177,6 @@ def describe(leaf: object) -> str:
     return f"{text} of type {type(leaf).__name__}" if _is_short(text) else brief_kind(leaf)
 
 
-def as_tensor_hint(leaf: object) -> str:
-    """Return how to make a tensor, or a pytree of them, of what is no tensor; "" if there is no such way."""
-    if isinstance(leaf, (bool, int, float, complex)) or hasattr(leaf, "__array_interface__"):
-        return ": torch.as_tensor makes one"
-    if isinstance(leaf, (torch.nn.Module, Iterator)):
-        return ": pass a pytree of tensors, such as a dict of the module's named_parameters()"
-    return ""
-
-
 def brief(value: object) -> str:
     """Return any value for an error message, with the kinds of its tensors instead of their numbers."""
     if isinstance(value, Tensor) or torch.compiler.is_dynamo_compiling():
@@ -200,13 +191,6 @@ def brief(value: object) -> str:
         return f"{kind} of {listed(items)}"
     text = repr(value)
     return text if _is_short(text) else kind
-
-
-def brief_or_class(value: object) -> str:
-    """Return any value for an error message that wants its state_dict."""
-    if hasattr(value, "state_dict"):
-        return f"{brief_kind(value)}: pass its state_dict()"
-    return brief(value)
 
 
 def brief_kind(value: object) -> str:
@@ -251,7 +235,7 @@ def tensors(call: str, name: str, tree: Tree) -> tuple[list[Tensor | None], Tree
     for index, leaf in enumerate(flat):
         if leaf is not None and not isinstance(leaf, Tensor):
             where = f"{call}: {name}{path_of(tree, index)}"
-            raise TypeError(f"{where} must be a tensor or None; got {describe(leaf)}{as_tensor_hint(leaf)}")
+            raise TypeError(f"{where} must be a tensor or None; got {describe(leaf)}")
     return flat, spec
 
 

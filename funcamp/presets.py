@@ -8,7 +8,6 @@ from __future__ import annotations
 from funcamp._check import boolean
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.rules import Static
-from funcamp._scaler.warm_start import WarmStart
 from funcamp.rules.apex import apex, apex_hysteresis
 from funcamp.rules.deepspeed import deepspeed, deepspeed_fp16, deepspeed_old
 from funcamp.rules.fairseq import fairseq
@@ -19,6 +18,7 @@ from funcamp.rules.keras import keras
 from funcamp.rules.megatron import megatron
 from funcamp.rules.paddle import paddle, paddle_dygraph
 from funcamp.rules.tensorflow import tensorflow
+from funcamp.rules.warm_start import WarmStart
 
 __all__ = [
     "torch",

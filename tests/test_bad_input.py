@@ -122,13 +122,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "tolerance": (lambda: Fairseq(tolerance=1.5), ValueError, r"Fairseq: tolerance must be from 0 to 1; got 1\.5"),
     "stop_scale": (lambda: Fairseq(stop_scale=0.0), ValueError, r"Fairseq: stop_scale must be positive and finite.*got 0\.0"),
     "rule": (lambda: ScalerConfig(rule="fast"), TypeError, "rule must be a Rule; got 'fast': funcamp.presets has"),  # type: ignore[arg-type]
-    "rule class": (lambda: ScalerConfig(rule=Jmp), TypeError, r"rule must be a Rule; got .*Jmp.*: write Jmp\(\)"),  # type: ignore[arg-type]
+    "rule class": (lambda: ScalerConfig(rule=Jmp), TypeError, r"rule must be a Rule; got .*Jmp"),  # type: ignore[arg-type]
     "consecutive text": (lambda: presets.deepspeed(consecutive_hysteresis="false"), TypeError, "DeepSpeed: consecutive must be True or False; got 'false'"),  # type: ignore[arg-type]
     "consecutive text of old": (lambda: presets.deepspeed_old(consecutive_hysteresis="false"), TypeError, "DeepSpeedOld: consecutive must be True or False; got 'false'"),  # type: ignore[arg-type]
     "enabled text": (lambda: presets.torch(enabled="False"), TypeError, "presets.torch: enabled must be True or False; got 'False'"),  # type: ignore[arg-type]
     "static zero": (lambda: presets.static(0), ValueError, "init_scale must be positive"),
     # the state
-    "init config": (lambda: init({"init_scale": 2}), TypeError, "init: config must be a ScalerConfig .*got a dict with 'init_scale'"),  # type: ignore[arg-type]
+    "init config": (lambda: init({"init_scale": 2}), TypeError, "init: config must be a ScalerConfig; got a dict with 'init_scale'"),  # type: ignore[arg-type]
     "update config": (lambda: update(STATE, 2.0), TypeError, "update: config must be a ScalerConfig"),  # type: ignore[arg-type]
     "state none": (lambda: scale(None, W), TypeError, "scale: state must be a ScalerState.*got None"),  # type: ignore[arg-type]
     "state tuple": (lambda: unscale(tuple(STATE), W), TypeError, "unscale: state must be a ScalerState"),  # type: ignore[arg-type]
@@ -162,7 +162,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "skip shape": (lambda: skip_step(STATE, new=[W], old=[W[:1]]), ValueError, r"new\[0\] must have the shape.*\(2,\).*\(1,\)"),
     "skip dtype": (lambda: skip_step(STATE, new=W.half(), old=W), ValueError, "new must have the shape, dtype.*float16"),
     "skip value": (lambda: skip_step(STATE, new=[1], old=[2]), TypeError, r"new\[0\] must be a tensor in both trees, or an equal"),
-    "skip array": (lambda: skip_step(STATE, new={"k": W.numpy()}, old={"k": W.numpy().copy()}), TypeError, r"skip_step: new\['k'\] must be a tensor in both trees, or an equal value; got a ndarray against a ndarray in old: torch.as_tensor makes one"),
+    "skip array": (lambda: skip_step(STATE, new={"k": W.numpy()}, old={"k": W.numpy().copy()}), TypeError, r"skip_step: new\['k'\] must be a tensor in both trees, or an equal value; got a ndarray against a ndarray in old"),
     "skip array of other shape": (lambda: skip_step(STATE, new=[W.numpy()], old=[W.numpy()[:0]]), TypeError, r"skip_step: new\[0\] must be a tensor in both"),
     "skip none": (lambda: skip_step(STATE, new=[W], old=[None]), TypeError, r"new\[0\] must be a tensor in both"),
     "skip sparse": (lambda: skip_step(STATE, new=CSR, old=CSR.clone()), TypeError, "new must be strided; got layout"),
@@ -204,9 +204,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "policy string": (lambda: Policy(keep="a"), TypeError, "keep must be a tuple of strings; got 'a'"),  # type: ignore[arg-type]
     "parse dtype": (lambda: Policy.parse("fp4"), ValueError, "text must begin with a dtype.*got 'fp4'"),
     "parse empty": (lambda: Policy.parse(""), ValueError, "text must begin with a dtype"),
-    "parse option": (lambda: Policy.parse("f16,lr=1"), ValueError, "got 'lr=1'"),
-    "parse twice": (lambda: Policy.parse("f16,keep=a,keep=b"), ValueError, "once each; got 'keep=b'"),
-    "parse autocast": (lambda: Policy.parse("f16,autocast=no"), ValueError, "autocast must be on or off; got 'no'"),
+    "parse option": (lambda: Policy.parse("float16,lr=1"), ValueError, "got 'lr=1'"),
+    "parse twice": (lambda: Policy.parse("float16,keep=a,keep=b"), ValueError, "once each; got 'keep=b'"),
+    "parse autocast": (lambda: Policy.parse("float16,autocast=off"), ValueError, "got 'autocast=off'"),
     "by_group empty": (lambda: by_group({}), TypeError, "optimizers must be a mapping.*got {}"),
     "by_group class": (lambda: by_group({"a": torch.optim.SGD}), TypeError, r"optimizers\['a'\] must have init and update"),
     "by_group label": (lambda: by_group({"matrix": SGD}).init({"w": W}), ValueError, r"one of \['matrix'\]; got 'vector'"),
@@ -219,7 +219,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step config": (lambda: make_train_step(LOSS, SGD, 3), TypeError, "config must be a ScalerConfig"),  # type: ignore[arg-type]
     "step policy": (lambda: make_train_step(LOSS, SGD, policy=16), TypeError, "policy must be a Policy.*a torch.dtype or None; got 16"),  # type: ignore[arg-type]
     "step policy dtype": (lambda: make_train_step(LOSS, SGD, policy=torch.int8), ValueError, "compute_dtype must be one of float16.*got torch.int8"),
-    "step policy true": (lambda: make_train_step(LOSS, SGD, policy="16-true"), ValueError, "text must begin with a dtype, .*16-mixed.*; got '16-true'"),
+    "step policy true": (lambda: make_train_step(LOSS, SGD, policy="16-true"), ValueError, "text must begin with a dtype, .*; got '16-true'"),
     "step module": (lambda: make_train_step(torch.nn.Linear(1, 1), SGD), TypeError, r"write module_loss\(model, criterion\).*got the module Linear itself"),
     "step torch optimizer": (lambda: make_train_step(LOSS, ADAMW), TypeError, r"write stateless\(torch.optim.AdamW, lr=0.0003, betas=\(0.9, 0.95\)\); got one of class AdamW$"),
     "step torch groups": (lambda: make_train_step(LOSS, GROUPS), TypeError, r"write stateless\(torch.optim.SGD, lr=1.0, momentum=0.9\), one for each of its groups in by_group"),
@@ -231,7 +231,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step accumulate float": (lambda: make_train_step(LOSS, SGD, accumulate=2.0), TypeError, "accumulate must be an integer; got 2.0"),  # type: ignore[arg-type]
     "step ema": (lambda: make_train_step(LOSS, SGD, ema_decay=1.5), ValueError, "ema_decay must be from 0 to 1; got 1.5"),
     "step weight": (lambda: make_train_step(LOSS, SGD, weight=3), TypeError, "weight must be a function of a micro-batch; got 3"),  # type: ignore[arg-type]
-    "step scan": (lambda: make_train_step(LOSS, SGD, scan=1), TypeError, "make_train_step: scan must be True or False; got 1"),  # type: ignore[arg-type]
     "step parallel": (lambda: make_train_step(LOSS, SGD, parallel=1), TypeError, "parallel must be a distributed.DataParallel or a function of the flag; got 1"),  # type: ignore[arg-type]
     "step observe": (lambda: make_train_step(LOSS, SGD, observe=all_finite), TypeError, "observe must be a dict of names to functions; got <function all_finite"),  # type: ignore[arg-type]
     "step observe name": (lambda: make_train_step(LOSS, SGD, observe={1: all_finite}), TypeError, "observe must have names; got 1"),  # type: ignore[dict-item]
@@ -269,8 +268,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "init buffers": (lambda: STEP.init({"w": W}, {"b": 1}), TypeError, "buffers must be a dict of tensors"),  # type: ignore[dict-item]
     "init names": (lambda: make_train_step(MODULE, SGD).init({"weight": W}), ValueError, "must have the names .* differ in 'bias'"),
     "step state": (lambda: STEP({}, W), TypeError, "state must be a TrainState.*got {}"),  # type: ignore[arg-type]
-    "step swapped": (lambda: STEP((W, W), START), TypeError, r"step: state must be a TrainState.*got a tuple of a torch.float32 tensor of shape \(2,\) on cpu, a torch.*; the state goes first, then the batch$"),  # type: ignore[arg-type]
-    "loss swapped": (lambda: STEP.loss({"x": W}, START), TypeError, "loss: state must be a TrainState.*got a dict with 'x'; the state goes first"),  # type: ignore[arg-type]
+    "step swapped": (lambda: STEP((W, W), START), TypeError, r"step: state must be a TrainState.*got a tuple of a torch.float32 tensor of shape \(2,\) on cpu, a torch"),  # type: ignore[arg-type]
+    "loss swapped": (lambda: STEP.loss({"x": W}, START), TypeError, "loss: state must be a TrainState.*got a dict with 'x'"),  # type: ignore[arg-type]
     "compute_params state": (lambda: STEP.compute_params(W), TypeError, "compute_params: state must be a TrainState.*got a torch.float32 tensor"),  # type: ignore[arg-type]
     "loss training": (lambda: STEP.loss(START, W, training=1), TypeError, "training must be True or False; got 1"),  # type: ignore[arg-type]
     "loss number evaluated": (lambda: make_train_step(lambda p, b: 1.0, SGD).loss(START, W), TypeError, "loss: loss_fn must return a floating-point tensor as loss; got 1.0"),
@@ -299,7 +298,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step config assigned": (lambda: setattr(STEP, "config", ScalerConfig()), AttributeError, "config cannot be assigned"),
     "jit assigned": (lambda: setattr(jit(STEP), "donate", False), AttributeError, "donate cannot be assigned.* Call jit with donate=False"),
     "jit generator": (lambda: jit(STEP)(START, torch.Generator()), TypeError, "got a torch.Generator, whose state cannot be part of a program: draw from torch's default generator"),
-    "jit array": (lambda: jit(STEP)(START, W.repeat(99).numpy()), TypeError, "batch must be a tensor, or .*; got a ndarray: torch.as_tensor makes"),
+    "jit array": (lambda: jit(STEP)(START, W.repeat(99).numpy()), TypeError, "batch must be a tensor, or .*; got a ndarray"),
     "flat iterated": (lambda: list(ravel({"w": W})), TypeError, r"\.tree\(\) is the pytree of its tensors, and step.loss_fn.state_dict"),
     "save swapped": (lambda: save(W, {"w": W}), TypeError, "path must be a str or an os.PathLike; got a dict with 'w'"),  # type: ignore[arg-type]
     "load strict": (lambda: STEP.load_state_dict(STEP.state_dict(START), like=START, strict="no"), TypeError, "load_state_dict: strict must be True or False; got 'no'"),  # type: ignore[arg-type]

@@ -29,10 +29,10 @@ CORE = [
     "_trace",
     "_storage",
     "_scaler",
+    "_amp",
     "_io",
     "_optim",
     "_autograd",
-    "_amp",
     "_step",
     "_jit",
 ]
@@ -132,6 +132,24 @@ def test_a_step_runs_without_any_layer() -> None:
     applied, *rooms = ran.stdout.split()
     assert applied == "2"
     assert set(rooms) <= set(CORE)
+
+
+def test_the_drop_in_needs_few_files() -> None:
+    """`GradScaler` by itself, without `funcamp/__init__.py`: who uses only it reads and loads no more than this."""
+    code = """
+        import sys, types
+        package = types.ModuleType("funcamp")
+        package.__path__ = ["funcamp"]
+        sys.modules["funcamp"] = package
+        import funcamp._amp.grad_scaler
+        print(*(name for name in sys.modules if name.startswith("funcamp.")))
+    """
+    ran = subprocess.run(
+        [sys.executable, "-c", inspect.cleandoc(code)], capture_output=True, text=True, check=True, cwd=ROOT
+    )
+    modules = ran.stdout.split()
+    assert "funcamp._amp.grad_scaler" in modules
+    assert len(modules) <= 25, modules
 
 
 def test_jit_knows_pytrees_and_no_training_state() -> None:

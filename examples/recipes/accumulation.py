@@ -38,12 +38,12 @@ def criterion(output: Tensor, target: Tensor) -> Tensor:
 
 
 def train(
-    steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu", scan: bool = False
+    steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu"
 ) -> tuple[dict[str, Tensor], list[Any]]:
-    """Return the parameters after some steps, and all metrics; scan compiles one micro-batch."""
+    """Return the parameters after some steps, and all metrics."""
     loss_fn = funcamp.module_loss(make_model().to(device), criterion)
     sgd = funcamp.stateless(torch.optim.SGD, lr=0.05, momentum=0.9)
-    step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16", accumulate=WINDOW, scan=scan)
+    step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16", accumulate=WINDOW)
     run, state, history = wrap(step), step.init(), []
     for index in range(steps):
         state, metrics = run(state, batch(index, device))

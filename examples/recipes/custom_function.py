@@ -2,8 +2,9 @@
 
     python examples/recipes/custom_function.py
 
-Watch the decorator: it does what torch.amp.custom_fwd and custom_bwd do, and makes a forward that takes ctx work under
-torch.func, vmap and torch.compile. Without it, the custom backward can be silently dropped there.
+Watch the casts before `apply`: the operation then has one precision in both passes, whatever autocast does, as with
+torch.amp.custom_fwd and custom_bwd. Those need a forward that takes ctx, which works in a step too, but neither in vmap
+nor under torch.func; a forward with `setup_context` works everywhere.
 """
 
 from __future__ import annotations
@@ -24,12 +25,14 @@ def batch(index: int, device: str) -> tuple[Tensor, Tensor]:
     return x.to(device), x[:, :4].sin().to(device)
 
 
-@funcamp.custom_function
 class Gate(torch.autograd.Function):  # saves only its inputs
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
-        ctx.save_for_backward(x, w)
+    def forward(x: Tensor, w: Tensor) -> Tensor:
         return nn.functional.silu(x @ w)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], _: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,16 +42,19 @@ class Gate(torch.autograd.Function):  # saves only its inputs
         return low @ w.mT, x.mT @ low
 
 
-@funcamp.custom_function(cast_inputs=torch.float32)  # in float32 under any autocast
 class SquaredError(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
-        ctx.save_for_backward(x - y)
+    def forward(x: Tensor, y: Tensor) -> Tensor:
         return (x - y).square().sum(1).mean()
 
     @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], _: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.saved_tensors[0] * (2 * grad / len(ctx.saved_tensors[0])), None
+        x, y = ctx.saved_tensors
+        return (x - y) * (2 * grad / len(x)), None
 
 
 def make_params(device: str) -> dict[str, Tensor]:
@@ -57,7 +63,9 @@ def make_params(device: str) -> dict[str, Tensor]:
 
 
 def loss_fn(params: dict[str, Tensor], data: tuple[Tensor, Tensor]) -> Any:
-    return SquaredError.apply(Gate.apply(data[0], params["gate"]) @ params["head"], data[1])  # type: ignore[no-untyped-call]
+    x, y = data
+    gated: Tensor = Gate.apply(x.half(), params["gate"].half())  # type: ignore[no-untyped-call]
+    return SquaredError.apply((gated @ params["head"]).float(), y)  # type: ignore[no-untyped-call]
 
 
 def train(steps: int, wrap: Callable[[Any], Any] = funcamp.jit, device: str = "cpu") -> tuple[Any, list[Any]]:

@@ -22,8 +22,7 @@ def checked_device(device: object) -> str:
     if isinstance(device, torch.device):
         return device.type
     if not isinstance(device, str):
-        fix = f': write GradScaler("cuda", init_scale={device})' if isinstance(device, (int, float)) else ""
-        raise TypeError(f"GradScaler: device must be a string, as in torch.amp; got {_tree.brief(device)}{fix}")
+        raise TypeError(f"GradScaler: device must be a string, as in torch.amp; got {_tree.brief(device)}")
     return device
 
 
@@ -72,28 +71,18 @@ def check_saved(state_dict: object, config: ScalerConfig) -> SavedScaler:
     """
     call = "GradScaler.load_state_dict"
     if not isinstance(state_dict, Mapping):
-        raise TypeError(f"{call}: state_dict must be a dict; got {_tree.brief_or_class(state_dict)}")
+        raise TypeError(f"{call}: state_dict must be a dict; got {_tree.brief(state_dict)}")
     if len(state_dict) == 0:
         raise RuntimeError(
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
         )
-    if "scale" not in state_dict:  # another object's; if only a part is missing, torch's error names it
-        raise _without_scale(call, state_dict)
+    for name in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"):
+        if name not in state_dict:
+            raise KeyError(
+                f"{call}: state_dict must have {name!r}, as scaler.state_dict() has; got {_tree.brief(state_dict)}"
+            )
     scale = saved_scale(call, state_dict["scale"])
     constants = {name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
     growth_tracker = saved_count(call, "_growth_tracker", state_dict["_growth_tracker"])
     counters = saved_counters(call, dict(state_dict), config)
     return SavedScaler(scale, growth_tracker, counters, constants)
-
-
-def _without_scale(call: str, state_dict: Mapping[str, object]) -> KeyError:
-    """Return the error for another object's state_dict."""
-    names = ", ".join(map(repr, list(state_dict)[:4]))
-    if len(state_dict) > 4:
-        names += ", ..."
-    fix = ""
-    if "scaler.scale" in state_dict:
-        fix = ": step.to_torch(state)['scaler'] is a step's"
-    elif "scaler" in state_dict:
-        fix = ": load its 'scaler'"
-    return KeyError(f"{call}: state_dict must have 'scale', as scaler.state_dict() has; it has {names}{fix}")

@@ -5,35 +5,39 @@ from __future__ import annotations
 import inspect
 import sys
 import warnings
-from collections import abc, defaultdict
+from collections import abc
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState as Stage
 
+from funcamp import _upstream
 from funcamp._amp.arguments import check_saved, checked_device, checked_numbers
 from funcamp._amp.fused_step import fused_step
 from funcamp._amp.nonfinite import describe_nonfinite
+from funcamp._amp.skips_in_a_row import SkipsInARow
 from funcamp._amp.undo import Flags, combine_flags, is_watched, obstacle, read_any, select, with_grads
-from funcamp._amp.undo_compiled import prepare_for_compile, select_compiled
 from funcamp._amp.unscale import by_device, unscale
 from funcamp._amp.write_scale import apply_rule, set_scale
 from funcamp._check import boolean, integer
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.precision import reciprocal
-from funcamp._scaler.skips_in_a_row import SkipsInARow
 from funcamp._scaler.state import ScalerState, tensors_of
 from funcamp._types import Args, Kwargs, StateDict
 
 _INT32_MAX = torch.iinfo(torch.int32).max
-_NOT_SCALED = "This may indicate your script did not use scaler.scale(loss or outputs) earlier in the iteration."
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _per_optimizer() -> dict[str, object]:
-    """Return what torch's class stores per optimizer between two updates, under torch's names."""
-    return {"stage": Stage.READY, "found_inf_per_device": {}}
+def _untraced(method: F) -> F:
+    """Return a method at which Dynamo breaks its graph, as at those of torch.amp."""
+    # torch's own decorator: unlike torch.compiler.disable, it imports torch._dynamo at the first call.
+    disable = _upstream.find("torch._disable_dynamo", torch.compiler.disable)
+    return cast(F, disable(method))
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -49,10 +53,8 @@ class GradScaler(torch.amp.GradScaler):
     that are tensor subclasses or sparse; counters on the host (Adam on a GPU without capturable=True); a momentum of
     sparse gradients.
 
-    Under `torch.compile(fullgraph=True)` with `torch._dynamo.config.trace_autograd_ops = True` the loop is one graph,
-    and the selection is part of the optimizer's kernels, for torch.optim's classes without hooks; any other breaks the
-    graph, which raises with fullgraph=True. Zero the gradients by `model.zero_grad()` and return a value (the detached
-    loss). Numbers of a parameter group are constants of the graph: use a tensor for a learning rate that changes.
+    Compile the model, not the loop: as with torch's class, `torch.compile` breaks its graph at the scaler's calls. To
+    compile the whole step, use `make_train_step` and `jit`.
 
     Safe in cases in which torch's class is not:
 
@@ -122,15 +124,14 @@ class GradScaler(torch.amp.GradScaler):
         self._skip = skip
         self._skips = _skips_in_a_row()
         self._allow_fp16 = allow_fp16
-        prepare_for_compile()
         if enabled:
             self._config = ScalerConfig(init_scale) if config is None else config
             self._configure()
             self._counters: dict[str, Tensor] = {}
             self._init_counters = self._config.rule.first_counters()
             self._found_inf: Tensor | None = None
-            self._per_optimizer_states = defaultdict(_per_optimizer)
 
+    @_untraced
     def scale(self, outputs: object) -> Any:
         """Multiply a tensor, or every tensor of nested iterables, by the scale. No sync.
 
@@ -143,7 +144,7 @@ class GradScaler(torch.amp.GradScaler):
             warnings.warn(
                 "GradScaler.scale: it is called in the closure of step(), whose gradients are taken as they are: "
                 "unscale them in the closure, or return the unscaled loss from it",
-                stacklevel=2,
+                stacklevel=4,  # two frames are those of `_untraced`
             )
         if isinstance(outputs, Tensor):
             if self._scale is None:
@@ -154,6 +155,7 @@ class GradScaler(torch.amp.GradScaler):
             return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
         raise ValueError("outputs must be a Tensor or an iterable of Tensors")
 
+    @_untraced
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Multiply an optimizer's gradients by 1 / scale in place and record non-finite ones. No sync.
 
@@ -178,6 +180,7 @@ class GradScaler(torch.amp.GradScaler):
         )
         noted["stage"] = Stage.UNSCALED
 
+    @_untraced
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients, unless `unscale_` did, and take the optimizer's step if all are finite.
 
@@ -190,10 +193,10 @@ class GradScaler(torch.amp.GradScaler):
         warns if it is called in it. Those of a fused optimizer are divided by the scale, unless `unscale_` was called,
         and are not checked.
 
-        If 20 steps in a row are skipped, one warning names the first parameter whose gradient is not finite: here if
-        the flag is read, else in `get_scale` or `state_dict`, because the steps are counted on the device.
+        If the flag is read and 20 steps in a row are skipped, one warning names the first parameter whose gradient is
+        not finite.
 
-        Returns the result of `optimizer.step(*args, **kwargs)`, or None if it was not called or is compiled.
+        Returns the result of `optimizer.step(*args, **kwargs)`, or None if it was not called.
 
         Raises:
             AssertionError: `scale` was not called before; no parameter has a gradient, or none had one at `unscale_`.
@@ -201,9 +204,6 @@ class GradScaler(torch.amp.GradScaler):
             ValueError: a gradient is float16, without allow_fp16.
         """
         if not self._enabled:
-            if torch.compiler.is_dynamo_compiling() and self._compiles(optimizer, args, kwargs):
-                select_compiled(optimizer, None)
-                return None
             return optimizer.step(*args, **kwargs)
         if "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
@@ -211,7 +211,7 @@ class GradScaler(torch.amp.GradScaler):
         noted = self._per_optimizer_states[id(optimizer)]
         if noted["stage"] is Stage.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
-        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False) and not torch.compiler.is_dynamo_compiling()
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
         has_closure = _has_argument(args, kwargs)
         if has_closure:
             # A fused kernel divides by the scale whatever the closure computes, unless `unscale_` was called.
@@ -231,13 +231,13 @@ class GradScaler(torch.amp.GradScaler):
         noted["stage"] = Stage.STEPPED
         return result
 
+    @_untraced
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Back off or grow the scale by its rule, or set it. No sync.
 
         Raises:
             AssertionError: `scale` was not called before; no optimizer was stepped; new_scale is neither a Python
                 number nor a tensor, or a tensor of several elements, on another type of device, or requires grad.
-            TypeError, ValueError: the rule of config is your own, and its outcome cannot be used, as in `update`.
         """
         if not self._enabled:
             return
@@ -254,7 +254,7 @@ class GradScaler(torch.amp.GradScaler):
         else:
             state = ScalerState(scale, tracker, cast(Tensor, self._found_inf))
             apply_rule(state, self._counters, self._config)
-        self._per_optimizer_states = defaultdict(_per_optimizer)
+        self._per_optimizer_states.clear()
 
     def metrics(self) -> ScalerState:
         """Return copies of the scale, the growth tracker and the last update's found_inf, as a state. No sync."""
@@ -280,17 +280,8 @@ class GradScaler(torch.amp.GradScaler):
         """Set the number of clean steps in a row after which the scale grows."""
         self._configure(growth_interval=new_interval)
 
-    def get_scale(self) -> float:
-        """Return the scale. Reads the device, and warns if 20 steps in a row were skipped there."""
-        scale: float = super().get_scale()
-        if self._enabled and not torch.compiler.is_dynamo_compiling():
-            self._skips.look(describe_nonfinite)
-        return scale
-
     def state_dict(self) -> StateDict:
         """Return torch's five entries, and the counters of another rule by name. Reads the device."""
-        if self._enabled:
-            self._skips.look(describe_nonfinite)
         saved = super().state_dict()
         return saved | self._read_counters() if self._enabled else saved
 
@@ -326,10 +317,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def __setstate__(self, state: StateDict) -> None:
         super().__setstate__({"_skips": _skips_in_a_row()} | state)  # an older one has none
-        prepare_for_compile()  # an unpickled scaler may be the first of its process
 
-    # Overrides of methods that torch's class provides for subclasses, some with torch's own code: Dynamo does not trace
-    # torch.amp's files, and puts `_refresh_per_optimizer_state` into the graph without tracing it.
+    # Overrides of methods that torch's class provides for subclasses.
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -357,7 +346,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _may_grow(self, inv_scale: Tensor) -> bool:
         """Return whether unscaling may multiply by more than 1; False only for a readable scale on a CPU."""
-        if torch.compiler.is_dynamo_compiling() or self._skip == "select" or inv_scale.device.type != "cpu":
+        if self._skip == "select" or inv_scale.device.type != "cpu":
             return True
         return not inv_scale.item() <= 1.0  # also if it is NaN
 
@@ -366,21 +355,12 @@ class GradScaler(torch.amp.GradScaler):
     ) -> Any:
         """Take the step of an optimizer that is not fused, unless a flag is set."""
         flags: Flags = optimizer_state["found_inf_per_device"]
-        if torch.compiler.is_dynamo_compiling():
-            if self._compiles(optimizer, args, kwargs):
-                select_compiled(optimizer, combine_flags(list(flags.values()), None) != 0)
-                return None
-            torch._dynamo.graph_break(
-                msg="GradScaler.step compiles only if optimizer is of an unmodified class of torch.optim that keeps to "
-                "the device, its step has no argument, hook or replacement, and skip is not 'host'"
-            )
         has_closure = _has_argument(args, kwargs)
         if self._reads_flag(optimizer, flags, has_closure):
             is_skipped = read_any(flags)
             self._skips.note(id(optimizer), skipped=is_skipped, describe=lambda: describe_nonfinite(optimizer))
             return None if is_skipped else optimizer.step(*args, **kwargs)
         reason = "step is given a closure, which a skipped step must not call" if has_closure else None
-        self._count_on_device(optimizer, flags)
         return select(optimizer, flags, lambda: optimizer.step(*args, **kwargs), reason)
 
     def _reads_flag(self, optimizer: torch.optim.Optimizer, flags: Flags, has_closure: bool) -> bool:
@@ -392,18 +372,10 @@ class GradScaler(torch.amp.GradScaler):
         # What would observe a step that is undone. With an obstacle `select` reads the flag too, and warns.
         return obstacle(optimizer) is None and (is_watched(optimizer) or has_closure)
 
-    def _compiles(self, optimizer: torch.optim.Optimizer, args: Args, kwargs: Kwargs) -> bool:
-        """Return whether the optimizer's step can be a part of the graph."""
-        if _has_argument(args, kwargs) or self._skip == "host":
-            return False
-        return obstacle(optimizer) is None and not is_watched(optimizer)
-
     def _fused_step(self, optimizer: Any, noted: dict[str, Any], args: Args, kwargs: Kwargs) -> object:
         """Step an optimizer whose step takes grad_scale and found_inf, or the scaler itself."""
         if "grad_scaler" in inspect.signature(optimizer.step).parameters:
-            result: object = super().step(optimizer, *args, **kwargs)
-            self._count_on_device(optimizer, noted["found_inf_per_device"])
-            return result
+            return super().step(optimizer, *args, **kwargs)
         scale, _ = self._check_scale_growth_tracker("step")
         is_unscaled = noted["stage"] is Stage.UNSCALED
         if not is_unscaled:
@@ -414,13 +386,7 @@ class GradScaler(torch.amp.GradScaler):
                 "No inf checks were recorded for this optimizer: unscale_() or step() must be called after backward(); "
                 "there was no gradient when it was called, so those that are there now would be taken scaled."
             )
-        self._count_on_device(optimizer, flags)
         return fused_step(optimizer, scale, flags, is_unscaled=is_unscaled, args=args, kwargs=kwargs)
-
-    def _count_on_device(self, optimizer: torch.optim.Optimizer, flags: Flags) -> None:
-        """Count a step whose flag the host does not read; `get_scale` and `state_dict` look at the count."""
-        if flags and not torch.compiler.is_dynamo_compiling():
-            self._skips.note_on_device(optimizer, combine_flags(list(flags.values()), None))
 
     def _configure(self, **values: Any) -> None:
         """Change constants that torch's class lets users change; if a value is invalid, change none."""
@@ -450,23 +416,13 @@ class GradScaler(torch.amp.GradScaler):
             return self._init_counters
         return {name: int(counter.item()) for name, counter in self._counters.items()}
 
-    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
-        if self._scale is None:
-            raise AssertionError(f"Attempted {funcname} but _scale is None.  " + _NOT_SCALED)
-        if self._growth_tracker is None:
-            raise AssertionError(f"Attempted {funcname} but _growth_tracker is None.  " + _NOT_SCALED)
-        return self._scale, self._growth_tracker
-
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
-        if self._growth_tracker is not None:
-            raise AssertionError("_growth_tracker initialized before _scale")
-        self._scale = torch.full((), self._init_scale, dtype=torch.float32, device=dev)
-        self._growth_tracker = torch.full((), self._init_growth_tracker, dtype=torch.int32, device=dev)
+        super()._lazy_init_scale_growth_tracker(dev)
         self._counters = tensors_of(self._init_counters, dev)
 
 
 def _skips_in_a_row() -> SkipsInARow:
-    return SkipsInARow("GradScaler.step", depth=3)
+    return SkipsInARow("GradScaler.step", depth=5)
 
 
 def _has_argument(args: Args, kwargs: Kwargs) -> bool:

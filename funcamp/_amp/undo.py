@@ -254,5 +254,5 @@ def _warn(optimizer: torch.optim.Optimizer, reason: str) -> None:
         warnings.warn(
             f"GradScaler.step: a skipped step cannot be undone on the device, so found_inf is read on the host, as "
             f'torch.amp.GradScaler does: {reason}; pass skip="host" to accept this',
-            stacklevel=5,
+            stacklevel=7,  # two frames are those of `_untraced`
         )

@@ -60,26 +60,14 @@ def unscale(
             factor = inv_scale if only_check_scale is None else torch.ones_like(inv_scale)
             _upstream.unscale_each(group, found_inf, factor)
             continue
-        if torch.compiler.is_dynamo_compiling():
-            is_finite = _unscale_compiled(group, inv_scale)
+        largest = _largest(group)
+        is_finite = torch.isfinite(_times(largest, inv_scale))
+        if only_check_scale is None:
+            _multiply(group, inv_scale)
         else:
-            largest = _largest(group)
-            is_finite = torch.isfinite(_times(largest, inv_scale))
-            if only_check_scale is None:
-                _multiply(group, inv_scale)
-            else:
-                is_finite &= torch.isfinite(largest / only_check_scale)
+            is_finite &= torch.isfinite(largest / only_check_scale)
         found_inf = torch.maximum(found_inf, (~is_finite).float())
     return _on_all_ranks(found_inf, grads)
-
-
-def _unscale_compiled(grads: list[Tensor], inv_scale: Tensor) -> Tensor:
-    """Multiply gradients in place in a graph of Dynamo; return whether all products are finite, bool, shape ()."""
-    products = [_times(grad, inv_scale) for grad in grads]
-    finite_flags = [torch.isfinite(product).all() for product in products]
-    for grad, product in zip(grads, products):
-        grad.copy_(product)
-    return torch.stack(finite_flags).all()
 
 
 def _on_all_ranks(found_inf: Tensor, grads: list[Tensor]) -> Tensor:

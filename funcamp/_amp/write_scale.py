@@ -23,7 +23,7 @@ def apply_rule(state: ScalerState, counters: Mapping[str, Tensor], config: Scale
     """
     fits_torchs_kernel = config.rule == TORCH_RULE and not config.has_bounds
     with torch.no_grad():
-        if fits_torchs_kernel and not torch.compiler.is_dynamo_compiling() and _upstream.update_scale:
+        if fits_torchs_kernel and _upstream.update_scale:
             # The same rule in one kernel.
             _upstream.update_scale(
                 state.scale,

@@ -195,10 +195,7 @@ def check_function(call: str, function: object) -> None:
     """
     name = "function" if call == "loss" else "loss_fn"
     if not callable(function):
-        # An optimizer has a method `update`, as a dict has.
-        is_optimizer = callable(getattr(function, "update", None)) and not isinstance(function, Mapping)
-        fix = ": the loss goes first, then the optimizer" if is_optimizer else ""
-        raise TypeError(f"{call}: {name} must be callable; got {_tree.brief(function)}{fix}")
+        raise TypeError(f"{call}: {name} must be callable; got {_tree.brief(function)}")
     if isinstance(function, nn.Module):
         raise TypeError(
             f"{call}: {name} must be a function of parameters and batch: write module_loss(model, criterion), or "

@@ -46,21 +46,7 @@ def arguments_of(batch: object, *, has_target: bool) -> Arguments:
 
 def _wrong_form(batch: object, *, has_target: bool) -> TypeError:
     """Return the error for a batch of another form."""
-    hint = _tuple_hint(batch) if has_target and isinstance(batch, Mapping) else ""
-    return TypeError(f"module_loss: batch must be {_accepted_forms(has_target)}; got {_tree.brief(batch)}{hint}")
-
-
-def _tuple_hint(batch: Mapping[object, object]) -> str:
-    """Return how to pass a mapping to a criterion, with its first and last entries as an example."""
-    # Which entry is the target, and whether the model takes the rest by name, only the caller knows.
-    entries = [f"batch[{key!r}]" for key in batch]
-    first = entries[0] if entries else "inputs"
-    last = entries[-1] if len(entries) > 1 else "target"
-    return (
-        f": pass its entries as a tuple with the target last, such as ({first}, {last}), or ({first}, batch) for a "
-        "criterion that reads several; module_loss(model) without a criterion passes a mapping on, for a model "
-        "that returns its loss"
-    )
+    return TypeError(f"module_loss: batch must be {_accepted_forms(has_target)}; got {_tree.brief(batch)}")
 
 
 def _accepted_forms(has_target: bool) -> str:

@@ -30,9 +30,7 @@ class CriterionTensor(NamedTuple):
 def check_arguments(model: object, criterion: object, *, has_aux: object, keep_buffers: object, engine: object) -> None:
     """Raise if these are not arguments of `module_loss`."""
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"module_loss: model must be a torch.nn.Module; got {_tree.brief(model)}{_order_hint(model, criterion)}"
-        )
+        raise TypeError(f"module_loss: model must be a torch.nn.Module; got {_tree.brief(model)}")
     _check_criterion(criterion)
     boolean("module_loss", "has_aux", has_aux)
     boolean("module_loss", "keep_buffers", keep_buffers)
@@ -46,14 +44,6 @@ def check_arguments(model: object, criterion: object, *, has_aux: object, keep_b
             raise ValueError(
                 f"module_loss: model must have its shapes; {name!r} is lazy: call the model on a batch once, before"
             )
-
-
-def _order_hint(model: object, criterion: object) -> str:
-    """Return how to write the call, if a class is given for a module or the arguments are swapped."""
-    if not isinstance(criterion, nn.Module) and not callable(model):
-        return ""
-    instance = f" with {model.__name__}(...)" if isinstance(model, type) else ""
-    return f": write module_loss(model, criterion){instance}"
 
 
 def _check_criterion(criterion: object) -> None:

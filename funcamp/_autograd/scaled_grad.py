@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -325,22 +325,11 @@ def loss_and_aux(call: str, returned: Tree, beside: bool) -> tuple[Tensor, Tree]
     """
     loss, aux = pair(call, "loss_fn", returned) if beside else (returned, ())
     if not isinstance(loss, Tensor) or not loss.is_floating_point():
-        got = f"{_tree.describe(loss)}{_loss_hint(loss)}"
-        raise TypeError(f"{call}: loss_fn must return a floating-point tensor as loss; got {got}")
+        raise TypeError(
+            f"{call}: loss_fn must return a floating-point tensor as loss; got {_tree.describe(loss)}: with "
+            "has_aux=True it returns (loss, aux)"
+        )
     return loss, aux
-
-
-def _loss_hint(loss: object) -> str:
-    """Return how to correct a function that returned this for a loss; "" for no advice."""
-    if loss is None:
-        return ": return the loss"
-    if isinstance(loss, tuple):
-        return ": with has_aux=True a loss may return (loss, aux)"
-    if isinstance(loss, Mapping):
-        return ": return the loss itself, or with has_aux=True (loss, aux)"
-    if isinstance(loss, (bool, int, float)):
-        return ": return the tensor, without item()"
-    return ""
 
 
 def _records_nothing() -> bool:

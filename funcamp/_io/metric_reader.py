@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._amp.skips_in_a_row import SkipsInARow
 from funcamp._check import integer
-from funcamp._scaler.skips_in_a_row import SkipsInARow
 from funcamp._types import Tree
 
 

@@ -116,7 +116,7 @@ def compile_graph(
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a module whose graph, and those inside it, such as the body of a scan, are copies."""
+    """Return a module whose graph, and those inside it, such as a branch of torch.cond, are copies."""
     copied = fx.GraphModule(module, copy.deepcopy(module.graph))
     for name, child in list(copied.named_children()):
         if isinstance(child, fx.GraphModule):

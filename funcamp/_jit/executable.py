@@ -116,7 +116,6 @@ def make_executable(
     session: CompileSession,
     *,
     known: Iterable[Executable],
-    before_compile: Callable[[], None],
     compile_at_once: bool,
 ) -> Executable:
     """Trace a step and compile it; with CUDA graphs, capture it. The program does not run.
@@ -131,7 +130,6 @@ def make_executable(
         carried: the state that the step's Python keeps from call to call.
         session: the surroundings.
         known: the programs for the same batch and other values in Python.
-        before_compile: called before a program that is not known is compiled; may raise.
         compile_at_once: whether not to wait for `compile_after` calls.
 
     Raises:
@@ -163,7 +161,6 @@ def make_executable(
     for executable in known:
         if executable.description == description:
             return executable
-    before_compile()
     has_branches = any(isinstance(inner, fx.GraphModule) for inner in graph.module.children())
     written = written_inputs(graph)
     if written is not None:

@@ -7,6 +7,7 @@ import logging
 import operator
 import threading
 import weakref
+from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -22,7 +23,7 @@ from funcamp._jit.jit import check_step
 from funcamp._jit.known_calls import KnownCalls
 from funcamp._jit.python_values import PythonValues
 from funcamp._jit.session import CompileSession
-from funcamp._jit.signature import ONE_PROGRAM, Key, difference, flattened, frame_of, key_of, padding, shapes
+from funcamp._jit.signature import ONE_PROGRAM, Key, difference, flattened, frame_of, key_of, shapes, without_values
 from funcamp._jit.state_memory import StateMemory
 from funcamp._trace.carried_state import CarriedState
 from funcamp._trace.tracing import running
@@ -73,8 +74,12 @@ class JitStep(Fixed):
         """How often a value in Python changed, and the trace was that of a known program."""
         self._has_told_of_numbers = False
         """Whether the log has said that each value of a number needs a program."""
+        self._has_told_of_dropped = False
+        """Whether the log has said that a program was dropped."""
         self._last: Executable | None = None
         """That of the last call."""
+        self._recent: dict[int, Executable] = {}
+        """All, by id, the one that was used last at the end."""
         self._replacements = 0
         """The number of the last calls that each found a captured tensor replaced."""
 
@@ -94,8 +99,8 @@ class JitStep(Fixed):
 
     @property
     def programs(self) -> int:
-        """Return the number of programs made so far: one for each batch signature and values that its Python reads."""
-        return len({id(executable) for executable in self._executables.values()})
+        """Return the number of programs that are kept: for each batch signature, and values that its Python reads."""
+        return len(self._recent)
 
     def __call__(self, state: Tree, batch: Tree, *more: NoReturn) -> tuple[Tree, Tree]:
         """Take one step, or `unroll` steps. Compiles at the first call for a batch signature. No sync.
@@ -239,7 +244,8 @@ class JitStep(Fixed):
         # Tensors of a known call are read as they are, so only a call that did so is noted.
         if known_program is None and all(map(operator.is_, inputs, tensors)):
             self._known_calls.add(frame, tensors, executable)
-        self._last = executable
+        if executable is not self._last:
+            self._last = self._recent[id(executable)] = self._recent.pop(id(executable))
 
         outputs = executable.outputs
         next_state = memory.keep(outputs.state_of(results)) if outputs.next_state_count else owned.tree
@@ -290,9 +296,8 @@ class JitStep(Fixed):
         options = self._options
         owned = memory.current
         assert owned is not None
+        self._check_count(arguments.batch, key)
         alike = self._programs_of_other_values(key)
-        if not alike:
-            self._check_count(arguments.batch, key)
         try:
             needs_compiler = options.backend == "inductor" and _on_cpu(owned)
             with (
@@ -307,7 +312,6 @@ class JitStep(Fixed):
                     self._carried,
                     session,
                     known=alike,
-                    before_compile=lambda: self._check_count(arguments.batch, key),
                     compile_at_once=not self._executables,
                 )
                 followed.has_branches = executable.has_branches
@@ -325,33 +329,51 @@ class JitStep(Fixed):
             self._captured.add(executable.captured, executable.outside_state)
         memory.captured.add(self._captured)
         self._sharing.memory = memory
+        self._recent.setdefault(id(executable), executable)
+        if self.programs > options.max_signatures and not self._has_told_of_dropped:
+            self._has_told_of_dropped = True
+            _log.warning(
+                "jit: at most %d programs are kept (max_signatures), so that the one that was used longest ago is "
+                "dropped now, and another one with each further value; what comes back is compiled again; %s",
+                options.max_signatures,
+                self._difference(arguments.batch, key),
+            )
         self._executables[key] = executable
+        while self.programs > options.max_signatures:
+            self._drop_oldest()
         return executable, results, inputs
+
+    def _drop_oldest(self) -> None:
+        """Drop the program that was used longest ago, of those that differ from another one in values only."""
+        signatures = {id(executable): without_values(key) for key, executable in self._executables.items()}
+        counts = Counter(signatures.values())
+        oldest_id = next(number for number in self._recent if counts[signatures[number]] > 1)
+        del self._recent[oldest_id]
+        self._executables = {
+            key: executable for key, executable in self._executables.items() if id(executable) != oldest_id
+        }
+        self._known_calls = KnownCalls()
 
     def _programs_of_other_values(self, key: Key) -> list[Executable]:
         """Return the programs for a signature that differs in nothing but values in Python."""
         return [executable for known_key, executable in self._executables.items() if known_key[:-1] == key[:-1]]
 
     def _check_count(self, batch: Tree, key: Key) -> None:
-        """Raise ValueError if there is no program left for a new signature."""
-        if self.programs >= self._options.max_signatures:
+        """Raise ValueError if there are too many signatures, not counting the values of constants and of Python."""
+        if len({*map(without_values, self._executables), without_values(key)}) > self._options.max_signatures:
             raise ValueError(
                 f"jit: batch must have at most {self._options.max_signatures} signatures in all (max_signatures); "
-                f"{self._difference(batch, key)}{self._fix(key)}"
+                f"{difference(batch, self._last_key, key)}: pad batches to a few lengths, or raise max_signatures"
             )
 
     def _difference(self, batch: Tree, key: Key) -> str:
         """Return how a signature differs from that of the last call."""
         text = difference(batch, self._last_key, key)
-        return text or self._python_values.change(self._last_key[-1], key[-1])
-
-    def _fix(self, key: Key) -> str:
-        """Return what to do so that a signature unlike that of the last call needs no program."""
-        former = self._last_key
-        if former[:-1] != key[:-1]:
-            return padding(former, key)
-        is_number = self._python_values.is_of_numbers(former[-1], key[-1])
-        return f": {ONE_PROGRAM}" if is_number else ": raise max_signatures"
+        if text:
+            return text
+        change = self._python_values.change(self._last_key[-1], key[-1])
+        is_number = self._python_values.is_of_numbers(self._last_key[-1], key[-1])
+        return f"{change}: {ONE_PROGRAM}" if is_number else change
 
     def _tell_of_values(self, key: Key, *, is_new: bool) -> None:
         """Log what values in Python cost that change: a program for each, or a trace that finds nothing new.
@@ -363,13 +385,7 @@ class JitStep(Fixed):
         change = self._python_values.change(self._last_key[-1], key[-1])
         if is_new and self._python_values.is_of_numbers(self._last_key[-1], key[-1]) and not self._has_told_of_numbers:
             self._has_told_of_numbers = True
-            _log.warning(
-                "jit: %s, so that another program is made, as for each further value, at most %d in all "
-                "(max_signatures); %s",
-                change,
-                self._options.max_signatures,
-                ONE_PROGRAM,
-            )
+            _log.warning("jit: %s, so that another program is made, as for each further value; %s", change, ONE_PROGRAM)
         self._traces_in_vain += not is_new
         if not is_new and self._traces_in_vain == self._options.max_signatures:
             _log.warning(
@@ -428,6 +444,7 @@ class JitStep(Fixed):
 
     def _forget_programs(self) -> None:
         self._executables = {}
+        self._recent = {}
         self._last = None
         self._known_calls = KnownCalls()
         self._captured = CapturedTensors()

@@ -16,6 +16,7 @@ import functools
 import itertools
 import operator
 import types
+from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -38,10 +39,13 @@ from funcamp._trace.python_state import (
     survey,
 )
 from funcamp._types import Step, Tree
+from funcamp._upstream.value_reads import layers_without_reads
 
 _dynamo_callbacks: Any = _upstream.find("torch._dynamo.callback.callback_handler")
 #: The largest number of items of a container that are looked at.
 _MAX_ITEMS = 256
+#: What is found in each place that is gone.
+_ALL_MISSING = itertools.repeat(MISSING)
 #: Stands for the key of hooks.
 _HOOKS = object()
 #: The dicts with the hooks on a module, or on a parameter.
@@ -72,11 +76,23 @@ class _Place(NamedTuple):
     def value(self) -> object:
         """Return the value that is there now; `MISSING` if the place is gone."""
         if self.key is _HOOKS:
-            return tuple([number for name in _HOOK_DICTS for number in getattr(self.holder, name, None) or ()])
+            hooks = [hook for name in _HOOK_DICTS for hook in (getattr(self.holder, name, None) or {}).items()]
+            return tuple([number for number, hook in hooks if not _is_funcamps(hook)])
         try:
             return self.holder[self.key] if self.is_item else getattr(self.holder, self.key)
         except GONE:
             return MISSING
+
+
+def _is_dict(holder: object) -> bool:
+    """Return whether an object finds its items as a dict does."""
+    return isinstance(holder, dict) and type(holder).__getitem__ is dict.__getitem__
+
+
+def _is_funcamps(hook: object) -> bool:
+    """Return whether a hook on a user's module is this library's: it warns, and changes no result."""
+    package, _, _ = type(hook).__module__.partition(".")
+    return package == "funcamp"
 
 
 @contextlib.contextmanager
@@ -116,7 +132,12 @@ class Followed:
 
     def __call__(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         """Take one step."""
-        with recorded_reads(_recordable(self._slots)) as reads, _stopping_for_dynamo():
+        modules = [slot.value for slot in self._slots.values() if isinstance(slot.value, nn.Module)]
+        with (
+            recorded_reads(_recordable(self._slots)) as reads,
+            _stopping_for_dynamo(),
+            layers_without_reads(modules),
+        ):
             result = self._step(state, batch)
         if not self._reads:
             self._after_first_run = {slot.path: slot.now_or_missing() for slot in self._slots.values()}
@@ -147,8 +168,11 @@ class PythonValues:
         self._new_numbers = itertools.count()
         self._number = 0
         """That of the combination at the last call."""
-        # What every call compares, in lists because that takes a third of the time: the places of items, and their
-        # values; the same of attributes.
+        # What every call compares, in lists because that takes a third of the time: the places of items in dicts, and
+        # their values; the same of items of other containers, and of attributes. What is gone is `MISSING`.
+        self._dicts: list[Any] = []
+        self._dict_keys: list[Any] = []
+        self._dict_items: list[object] = []
         self._containers: list[Any] = []
         self._keys: list[Any] = []
         self._items: list[object] = []
@@ -162,10 +186,12 @@ class PythonValues:
     def number(self) -> int:
         """Return the number of the present combination of values. Called at each step: 40 ns for each place."""
         try:
+            dict_items = map(dict.get, self._dicts, self._dict_keys, _ALL_MISSING)
             items = map(operator.getitem, self._containers, self._keys)
-            attributes = map(getattr, self._owners, self._names)
+            attributes = map(getattr, self._owners, self._names, _ALL_MISSING)
             if (
-                all(map(operator.is_, items, self._items))
+                all(map(operator.is_, dict_items, self._dict_items))
+                and all(map(operator.is_, items, self._items))
                 and all(map(operator.is_, attributes, self._attributes))
                 and RemovableHandle.next_id == self._next_hook
             ):
@@ -232,8 +258,12 @@ class PythonValues:
     def _note(self) -> int:
         """Note the present values; return the number of their combination."""
         values = [(place, place.value()) for place in self._places.values()]
-        items = [(place, value) for place, value in values if place.is_item]
+        dict_items = [(place, value) for place, value in values if _is_dict(place.holder)]
+        items = [(place, value) for place, value in values if place.is_item and not _is_dict(place.holder)]
         attributes = [(place, value) for place, value in values if not place.is_item and place.key is not _HOOKS]
+        self._dicts = [place.holder for place, _ in dict_items]
+        self._dict_keys = [place.key for place, _ in dict_items]
+        self._dict_items = [value for _, value in dict_items]
         self._containers = [place.holder for place, _ in items]
         self._keys = [place.key for place, _ in items]
         self._items = [value for _, value in items]
@@ -345,6 +375,8 @@ def _place_of(slot: Slot, owner: object) -> _Place:
 def _can_be_followed(slot: Slot, owner: object) -> bool:
     """Return whether the value in a slot is one that a step's Python may read, and that others may replace."""
     if slot.owner is None or isinstance(slot.value, (Tensor, types.ModuleType)):
+        return False
+    if isinstance(slot.owner, OrderedDict) and _is_funcamps(slot.value):  # a dict of hooks
         return False
     if hasattr(type(slot.owner), "__missing__"):  # a look at a missing key adds it, as in a defaultdict
         return False

@@ -123,6 +123,12 @@ def key_of(frame: Frame, leaves: list[object]) -> Key:
     return structure, tuple([leaf_key(leaf) for leaf in leaves]), *around  # type: ignore[return-value]
 
 
+def without_values(key: Key) -> Hashable:
+    """Return a key without values, of constants in the batch and in Python."""
+    structure, leaves, autocast, dtype, _ = key
+    return structure, tuple([leaf if len(leaf) > 2 else None for leaf in leaves]), autocast, dtype
+
+
 def leaf_key(leaf: Any) -> LeafKey:
     """Return all of a tensor but its values, strides and memory; else a description: 1, 1.0 and True differ."""
     kind: Any = type(leaf)
@@ -164,18 +170,6 @@ def difference(batch: Tree, before: Key, now: Key) -> str:
     if former.default_dtype != current.default_dtype:
         return f"torch's default dtype changed from {former.default_dtype} to {current.default_dtype}"
     return ""
-
-
-def padding(before: Key, now: Key) -> str:
-    """Return what to do if shapes differ; "" if constants do."""
-    former = Signature._make(before)
-    current = Signature._make(now)
-    first_changed_leaf = next((new for old, new in zip(former.leaves, current.leaves) if old != new), ())
-    if former.structure == current.structure and _is_number(first_changed_leaf):
-        return ""
-    if former.structure == current.structure and first_changed_leaf and first_changed_leaf[0] is bool:
-        return ": each value of a Python bool has a program of its own; raise max_signatures"
-    return ": pad batches to a few lengths, or raise max_signatures"
 
 
 #: What to do if a number of a batch changes.

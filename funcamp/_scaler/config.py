@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from funcamp import _tree
 from funcamp._check import integer, real
+from funcamp._scaler.check_outcome import check_outcome
 from funcamp._scaler.rule import Rule
 from funcamp._scaler.rules import TORCH_RULE
 from funcamp._scaler.state import ScalerState, check_state, counters_of
@@ -46,7 +47,7 @@ class ScalerConfig:
             describes. The presets have the rules of other libraries.
 
     Raises:
-        TypeError: a value is not of the type given above.
+        TypeError: a value is not of the type given above, or the rule returns no `Outcome` of the right dtypes.
         ValueError: a value is out of the range given above, init_scale is outside [min_scale, max_scale], or the rule
             does not fit the other values.
 
@@ -91,6 +92,7 @@ class ScalerConfig:
         for name, value in checked.items():
             object.__setattr__(self, name, value)
         self.rule.check(self)
+        check_outcome(self)
 
     @property
     def has_bounds(self) -> bool:
@@ -99,26 +101,20 @@ class ScalerConfig:
 
 
 def _check_rule(rule: object) -> None:
-    """Raise TypeError if a configuration's rule is not a `Rule`: for example a name, or a class without its call."""
-    if isinstance(rule, Rule):
-        return
-    fix = ""
-    if isinstance(rule, str):
-        fix = ": funcamp.presets has a function for each rule"
-    if isinstance(rule, type) and issubclass(rule, Rule):
-        fix = f": write {rule.__name__}()"
-    raise TypeError(f"{_CALL}: rule must be a Rule; got {_tree.brief(rule)}{fix}")
+    """Raise TypeError if a configuration's rule is not a `Rule`."""
+    if not isinstance(rule, Rule):
+        raise TypeError(
+            f"{_CALL}: rule must be a Rule; got {_tree.brief(rule)}: funcamp.presets has a function for each"
+        )
 
 
 def check_config(call: str, config: object) -> ScalerConfig:
     """Return the configuration if it is a `ScalerConfig`; raise TypeError otherwise."""
     if not isinstance(config, ScalerConfig):
-        names = ", ".join(field.name for field in fields(ScalerConfig))
-        fix = ""
-        if isinstance(config, (str, torch.dtype)):
-            precision = str(config).removeprefix("torch.")
-            fix = f": a precision is policy={precision!r}"
-        raise TypeError(f"{call}: config must be a ScalerConfig ({names}); got {_tree.brief(config)}{fix}")
+        raise TypeError(
+            f"{call}: config must be a ScalerConfig; got {_tree.brief(config)}: write ScalerConfig(init_scale=...), "
+            "or take one of funcamp.presets"
+        )
     return config
 
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from funcamp._scaler.config import ScalerConfig, check_state_and_config
-from funcamp._scaler.next_scale import bounded, outcome_of
+from funcamp._scaler.next_scale import bounded
 from funcamp._scaler.state import ScalerState
 
 
@@ -36,7 +36,7 @@ def exhausted(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
         DeepSpeed and fairseq raise here: deepspeed/runtime/fp16/loss_scaler.py, fairseq/optim/dynamic_loss_scaler.py.
     """
     state, config = check_state_and_config("exhausted", state, config)
-    outcome = outcome_of("exhausted", state, config)
+    outcome = config.rule.outcome(state, config)
     next_scale = bounded(outcome.scale, config)
     return outcome.backs_off & (~(next_scale < state.scale) | (next_scale == 0))
 
@@ -66,6 +66,6 @@ def saturated(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
         `_amp_update_scale_` keeps a scale that would be infinite: native/cuda/AmpKernels.cu, PyTorch 2.13.
     """
     state, config = check_state_and_config("saturated", state, config)
-    outcome = outcome_of("saturated", state, config)
+    outcome = config.rule.outcome(state, config)
     next_scale = bounded(outcome.scale, config)
     return outcome.grows & (~(next_scale > state.scale) | torch.isinf(next_scale))

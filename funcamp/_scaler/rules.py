@@ -1,4 +1,4 @@
-"""The core's rules: torch's, and a scale that never changes. `warm_start.py` has a third."""
+"""The core's rules: torch's, and a scale that never changes."""
 
 from __future__ import annotations
 

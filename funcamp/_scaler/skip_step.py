@@ -68,7 +68,7 @@ def _select(tree: Tree, index: int, skips: Tensor, new: object, old: object) -> 
     if isinstance(new, Tensor) or isinstance(old, Tensor) or _is_array(new) or _is_array(old) or new != old:
         raise TypeError(
             f"skip_step: new{_tree.path_of(tree, index)} must be a tensor in both trees, or an equal value; "
-            f"got {_tree.describe(new)} against {_tree.describe(old)} in old{_tree.as_tensor_hint(new)}"
+            f"got {_tree.describe(new)} against {_tree.describe(old)} in old"
         )
     return new
 

@@ -49,9 +49,7 @@ def check_state(call: str, state: object) -> ScalerState:
     """
     # By the fields, because a `RuleState` has one more than a `ScalerState`.
     if not isinstance(state, tuple) or getattr(type(state), "_fields", ())[:3] != ScalerState._fields:
-        has_state = isinstance(state, tuple) and any(isinstance(item, (ScalerState, RuleState)) for item in state)
-        fix = ": unpack it, grads, state = unscale_and_check(state, grads)" if has_state else ""
-        raise TypeError(f"{call}: state must be a ScalerState, as init makes it; got {_tree.brief(state)}{fix}")
+        raise TypeError(f"{call}: state must be a ScalerState, as init makes it; got {_tree.brief(state)}")
     scaler_state = cast(ScalerState, state)
     tensors = dict(zip(ScalerState._fields, scaler_state)) | counters_of(scaler_state)
     for name, value in tensors.items():

@@ -77,7 +77,7 @@ def from_state_dict(
     call = "from_state_dict"
     config = check_config(call, config)
     if not isinstance(saved, dict):
-        raise TypeError(f"{call}: saved must be a dict; got {_tree.brief_or_class(saved)}")
+        raise TypeError(f"{call}: saved must be a dict; got {_tree.brief(saved)}")
     for name in ("scale", *_CONSTANTS, "_growth_tracker"):
         if name not in saved:
             why = "is empty, as a disabled scaler saves it" if not saved else f"has {', '.join(map(str, saved))}"

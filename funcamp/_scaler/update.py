@@ -8,7 +8,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._check import real
 from funcamp._scaler.config import ScalerConfig, check_state_and_config
-from funcamp._scaler.next_scale import bounded, outcome_of
+from funcamp._scaler.next_scale import bounded
 from funcamp._scaler.state import ScalerState, replace
 
 
@@ -39,11 +39,9 @@ def update(
         The next state, with `found_inf` 0.
 
     Raises:
-        TypeError: config is not a `ScalerConfig`; new_scale is neither a number nor a float32 tensor; an own rule
-            returns no `Outcome`, or a tensor of another dtype in it.
+        TypeError: config is not a `ScalerConfig`; new_scale is neither a number nor a float32 tensor.
         ValueError: new_scale is a number that is not positive and finite, or a tensor that has several elements,
-            requires grad, or is on another type of device; an own rule returns other counters than it starts with, or a
-            tensor of another shape or device.
+            requires grad, or is on another type of device.
 
     Example:
         >>> config = ScalerConfig(init_scale=8.0)
@@ -60,7 +58,7 @@ def update(
     if new_scale is not None:
         scale = bounded(_new_scale(state, new_scale), config)
         return replace(state, scale=scale, found_inf=found_inf)
-    outcome = outcome_of("update", state, config)
+    outcome = config.rule.outcome(state, config)
     return replace(
         state,
         scale=bounded(outcome.scale, config),

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from funcamp import _tree
@@ -98,28 +97,7 @@ def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Tree:
         arguments_of_loss.append(arguments.scaler)
     arguments_of_loss.append(arguments.batch)
     with autocast_of(policy, arguments.scaler.scale.device.type):
-        if torch.compiler.is_dynamo_compiling():
-            return loss_fn(*arguments_of_loss)
-        try:
-            return loss_fn(*arguments_of_loss)
-        except (TypeError, AttributeError) as error:
-            _refuse_no_tensors(arguments.batch, error)
-            raise
-
-
-def _refuse_no_tensors(batch: Tree, error: Exception) -> None:
-    """Raise TypeError if a number or an array in the batch may be why a loss failed."""
-    if str(error).startswith("module_loss:"):  # an error of ours, which says what to do
-        return
-    for index, leaf in enumerate(_tree.leaves(batch)):
-        if isinstance(leaf, Tensor):
-            continue
-        hint = _tree.as_tensor_hint(leaf)
-        if hint:
-            raise TypeError(
-                f"step: batch{_tree.path_of(batch, index)} must be a tensor, as the loss uses it; got "
-                f"{_tree.describe(leaf)}{hint}. The loss raised: {error}"
-            ) from error
+        return loss_fn(*arguments_of_loss)
 
 
 def _buffers_and_aux(loss_fn: Loss, before: dict[str, Tensor], beside: Tree) -> tuple[dict[str, Tensor], Tree]:

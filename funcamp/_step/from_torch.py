@@ -75,8 +75,8 @@ def _labels_of_optimizers(call: str, optimizer: Any, state_dicts: Mapping[str, o
 def _check_state_dict(call: str, state_dict: object) -> None:
     if isinstance(state_dict, Mapping) and {"state", "param_groups"} <= state_dict.keys():
         return
-    got = _tree.brief_or_class(state_dict)
-    raise TypeError(f"{call}: optimizer must be a state_dict of a torch.optim.Optimizer; got {got}")
+    got = _tree.brief(state_dict)
+    raise TypeError(f"{call}: optimizer must be the state_dict() of a torch.optim.Optimizer; got {got}")
 
 
 class _Entries(NamedTuple):

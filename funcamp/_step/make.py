@@ -11,13 +11,12 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._autograd.loss import Loss, check_function, loss
-from funcamp._check import boolean, integer
+from funcamp._check import integer
 from funcamp._optim.by_group import check_optimizer
 from funcamp._optim.chain import check_nothing_is_clipped_last, group_functions_in
 from funcamp._optim.clip import check_limit
 from funcamp._optim.ema import check_decay
 from funcamp._scaler.config import ScalerConfig, check_config
-from funcamp._step.accumulate import can_scan
 from funcamp._step.options import Options
 from funcamp._step.parallel import Parallel
 from funcamp._step.step import TrainStep
@@ -36,7 +35,6 @@ def make_train_step(
     max_norm: float | Tensor | None = None,
     max_value: float | Tensor | None = None,
     accumulate: int = 1,
-    scan: bool = False,
     weight: Callable[[Tree], float | Tensor] | None = None,
     ema_decay: float | None = None,
     parallel: Parallel | Reduce | None = None,
@@ -59,13 +57,12 @@ def make_train_step(
             GradScaler does; float16 needs it, and whether a loss of yours uses float16 is not known here. If nothing
             does (bfloat16, float32), `presets.disabled()` has the constant scale 1; a line of the log at level INFO
             reports it when a step is built with the default and without a float16 policy.
-        policy: a `Policy`, its string ("float16", "bf16", "16-mixed") or a dtype: autocast and compute copies. None:
-            the loss gets the parameters as they are and may use autocast itself.
+        policy: a `Policy`, its string ("float16", "bfloat16,keep=head.*") or a dtype: autocast and compute copies.
+            None: the loss gets the parameters as they are and may use autocast itself.
         max_norm: clip gradients to this global 2-norm; a positive number or a tensor of shape ().
         max_value: clamp gradients to this magnitude; not with max_norm.
         accumulate: number of micro-batches in a step. Their gradients of loss / count are summed in the parameters'
             dtype, with one scale, one check and one update; see weight for micro-batches that differ.
-        scan: compile the micro-batch once, with torch's scan, instead of accumulate times; no effect in eager mode.
         weight: `(batch) -> number or tensor of shape ()`: how much a micro-batch counts, such as the number of tokens
             of which its loss is the mean. The step is then that of the mean over all tokens of the window, on all
             ranks; over ranks it costs an all-reduce of a number before the backward pass. Gets one micro-batch: without
@@ -118,13 +115,11 @@ def make_train_step(
             f"{call}: optimizer must group parameters by one function, by which they are stored; got by_group with "
             f"{len(group_functions)} different ones: give all of them the same group="
         )
-    # can_scan() looks torch's scan up, which must happen before anything is traced.
     options = Options(
         policy=policy,
         max_norm=max_norm,
         max_value=max_value,
         accumulate=integer(call, "accumulate", accumulate, 1),
-        scan=boolean(call, "scan", scan) and can_scan(),
         weight=weight,
         ema_decay=ema_decay,
         parallel=parallel,

@@ -23,7 +23,6 @@ class Options(NamedTuple):
     max_norm: float | Tensor | None
     max_value: float | Tensor | None
     accumulate: int
-    scan: bool
     weight: Weight | None
     ema_decay: float | None
     parallel: Parallel

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from funcamp import _tree
@@ -62,30 +61,6 @@ class TrainState(NamedTuple):
     def float8(self) -> Tree:
         """The `float8.Float8State` of the layers that multiply in float8; `()` without delayed scaling."""
         return self.variables.products
-
-
-#: How to replace what a state computes from its fields.
-_REPLACE_INSTEAD = {
-    "ema": (
-        "it is a part of opt_state: with opt_state, average = state.opt_state, write "
-        "state._replace(opt_state=(opt_state, average._replace(average=...)))"
-    ),
-    "buffers": "write state._replace(variables=state.variables._replace(buffers=...))",
-    "float8": "write state._replace(variables=state.variables._replace(products=...))",
-}
-_replace_fields = TrainState._replace
-
-
-def _replace(state: TrainState, **changes: Any) -> TrainState:
-    """Return the state with some fields changed: `NamedTuple._replace`, with advice for what is no field."""
-    for name, advice in _REPLACE_INSTEAD.items():
-        if name in changes:
-            raise ValueError(f"TrainState._replace: the changes must be of fields, and {name} is none: {advice}")
-    return _replace_fields(state, **changes)
-
-
-# A class of NamedTuple must not define the method itself.
-TrainState._replace = _replace  # type: ignore[method-assign, assignment]
 
 
 class Metrics(NamedTuple):
@@ -160,22 +135,11 @@ def _entries(name: str, value: Tree) -> Iterator[tuple[str, Tree]]:
         yield from _entries(f"{name}/{key}", item)
 
 
-def check_train_state(call: str, name: str, value: object, hint: str = "") -> TrainState:
+def check_train_state(call: str, name: str, value: object) -> TrainState:
     """Return the value if it is a state; raise TypeError otherwise."""
-    if isinstance(value, TrainState):
-        return value
-    if not hint:
-        hint = _state_hint(value)
-    raise TypeError(f"{call}: {name} must be a TrainState, as init makes it; got {_tree.brief(value)}{hint}")
-
-
-def _state_hint(value: object) -> str:
-    """Return how to get a state, if what was passed in its place shows what is wrong; else ""."""
-    if isinstance(value, tuple) and value and isinstance(value[0], TrainState):
-        return ": write state, metrics = step(state, batch)"
-    if value is None or isinstance(value, torch.nn.Module) or callable(value):
-        return ": write state = step.init(), of the step that make_train_step made"
-    return ""
+    if not isinstance(value, TrainState):
+        raise TypeError(f"{call}: {name} must be a TrainState, as init makes it; got {_tree.brief(value)}")
+    return value
 
 
 def states_of_parts(opt_state: Tree) -> tuple[Tree, ...]:

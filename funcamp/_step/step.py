@@ -244,14 +244,13 @@ class TrainStep(Fixed):
 
     def check_call(self, call: str, state: object, batch: Tree, *more: object) -> TrainState:
         """Return the state; raise if a call did not get a state and one batch."""
-        checked = self._checked(call, state, batch)
+        checked = self._checked(call, state)
         one_batch(call, batch, *more)
         return checked
 
-    def _checked(self, call: str, state: object, batch: Tree = None) -> TrainState:
+    def _checked(self, call: str, state: object) -> TrainState:
         """Return a state whose parameters are stored as this step has them; a user may have put a plain tree there."""
-        hint = "; the state goes first, then the batch" if isinstance(batch, TrainState) else ""
-        checked = check_train_state(call, "state", state, hint)
+        checked = check_train_state(call, "state", state)
         if not isinstance(checked.params, Params):
             checked = checked._replace(params=stored(call, checked.params, self._group))
         self._options.parallel.check(call, checked.params)

@@ -59,9 +59,7 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
         result = differentiate_piece(state.buffers, batch, None)
     else:
         gradients_like = state.params.outline()
-        result = accumulate(
-            differentiate_piece, gradients_like, state.buffers, tapes, batch, pieces, shares, scan=options.scan
-        )
+        result = accumulate(differentiate_piece, gradients_like, state.buffers, tapes, pieces, shares)
 
     # The sum over ranks; the flag and the norm by one reading of the gradients. An overflow of one rank reaches the
     # others in the sum of the gradients; with slices in `joined`; with a user's own reduction in `flag_and_norm`.

@@ -107,10 +107,7 @@ class Inputs:
         return Cast(groups, tuple(casts))
 
     def values(self, cast: Cast) -> list[Tensor]:
-        """Return the values of the inputs: views of the groups and of their casts.
-
-        Each micro-batch makes its own: Dynamo's scan takes no tensors from outside that share memory.
-        """
+        """Return the values of the inputs: views of the groups and of their casts."""
         cast_slots = {slot for slot, is_cast in self.distinct if is_cast}
         uncast_slots = {slot for slot, is_cast in self.distinct if not is_cast}
         views_of_groups = self.layout.views(cast.groups, uncast_slots)

@@ -51,7 +51,7 @@ class Params:
 
     `params["weight"]` is one tensor, a view, as is `params.tree()["weight"]`. Every function of pytrees (the scaler's,
     an optimizer's, `clip_grad_norm`, a tree_map) runs per group instead of per tensor. The layout is shared between
-    copies. `FlatParams` is another name of this class.
+    copies.
     """
 
     groups: Groups

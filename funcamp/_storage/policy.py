@@ -8,8 +8,9 @@ and the gradient is taken with respect to it: the sum is the same, and no cache 
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
@@ -18,17 +19,12 @@ from torch import Tensor
 from funcamp._check import boolean
 from funcamp._layers import layer
 from funcamp._types import name_of
+from funcamp._upstream.encoder_kernels import without_encoder_kernels
 
 _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
-}
-#: Names used by Lightning, Accelerate, Hugging Face and torch. "16-true" means float16 parameters, so it is not here.
-_OTHER_NAMES = {
-    **dict.fromkeys(("fp16", "f16", "half", "16-mixed"), "float16"),
-    **dict.fromkeys(("bf16", "bf16-mixed"), "bfloat16"),
-    **dict.fromkeys(("fp32", "f32", "float", "32-true", "no"), "float32"),
 }
 
 
@@ -77,7 +73,7 @@ class Policy:
     Example:
         >>> str(Policy(torch.float16, keep=("embed.*",)))
         'float16,keep=embed.*'
-        >>> Policy.parse("bf16").compute_dtype
+        >>> Policy.parse("bfloat16").compute_dtype
         torch.bfloat16
         >>> str(Policy("float8", keep=("head.*",)))
         'bfloat16,keep=head.*,float8=current'
@@ -108,8 +104,7 @@ class Policy:
         if self.float8 is not None and not isinstance(self.float8, _float8_config()):
             raise TypeError(f"Policy: float8 must be a Float8Config or None; got {self.float8!r}")
         if not isinstance(self.compute_dtype, torch.dtype):
-            fix = f", write Policy.parse({self.compute_dtype!r})" if isinstance(self.compute_dtype, str) else ""
-            raise TypeError(f"Policy: compute_dtype must be a torch.dtype; got {self.compute_dtype!r}{fix}")
+            raise TypeError(f"Policy: compute_dtype must be a torch.dtype; got {self.compute_dtype!r}")
         if self.compute_dtype not in _DTYPES.values():
             raise ValueError(f"Policy: compute_dtype must be one of {', '.join(_DTYPES)}; got {self.compute_dtype}")
         boolean("Policy", "autocast", self.autocast)
@@ -130,47 +125,34 @@ class Policy:
 
     @classmethod
     def parse(cls, text: str) -> Policy:
-        """Return the policy that prints as `text`.
+        """Return the policy that a text describes.
 
-        The form is `dtype[,autocast=on|off][,keep=glob|glob][,copy=glob|glob][,float8=scaling|name=value]`. The dtype
-        may have another name: fp16, f16, half or 16-mixed; bf16 or bf16-mixed; fp32, f32, float, 32-true or no;
-        float8 or fp8 is bfloat16 with float8=current.
+        The form is `dtype[,keep=glob|glob][,copy=glob|glob][,float8=scaling|name=value]`; the dtype is float16,
+        bfloat16 or float32, and float8 is bfloat16 with float8=current.
 
         Raises:
             TypeError: text is not a string.
             ValueError: a part of it is invalid.
 
         Example:
-            >>> Policy.parse("float16,keep=embed.*|pos,autocast=off")
-            Policy(compute_dtype=torch.float16, autocast=False, keep=('embed.*', 'pos'), copy=(), float8=None)
+            >>> Policy.parse("float16,keep=embed.*|pos")
+            Policy(compute_dtype=torch.float16, autocast=True, keep=('embed.*', 'pos'), copy=(), float8=None)
         """
         if not isinstance(text, str):
             raise TypeError(f"Policy.parse: text must be a string; got {text!r}")
-        dtype_text, *option_texts = [part.strip() for part in text.split(",")]
-        dtype_name = dtype_text.lower().removeprefix("torch.")
-        dtype: Any
-        if dtype_name in ("float8", "fp8"):
-            dtype = "float8"
-        else:
-            dtype = _DTYPES.get(_OTHER_NAMES.get(dtype_name, dtype_name))
+        dtype_name, *option_texts = [part.strip() for part in text.split(",")]
+        dtype: Any = "float8" if dtype_name == "float8" else _DTYPES.get(dtype_name)
         if dtype is None:
             raise ValueError(
-                f"Policy.parse: text must begin with a dtype, one of {', '.join([*_DTYPES, *_OTHER_NAMES, 'float8'])}; "
-                f"got {text!r}"
+                f"Policy.parse: text must begin with a dtype, one of {', '.join([*_DTYPES, 'float8'])}; got {text!r}"
             )
         options: dict[str, Any] = {}
         for option_text in option_texts:
             name, _, value = option_text.partition("=")
-            if name not in ("autocast", "keep", "copy", "float8") or name in options:
-                raise ValueError(
-                    f"Policy.parse: text must have autocast=, keep=, copy= or float8= once each; got {option_text!r}"
-                )
+            if name not in ("keep", "copy", "float8") or name in options:
+                raise ValueError(f"Policy.parse: text must have keep=, copy= or float8= once each; got {option_text!r}")
             if name == "float8":
                 options[name] = _float8_config().parse(value)
-            elif name == "autocast":
-                if value not in ("on", "off"):
-                    raise ValueError(f"Policy.parse: autocast must be on or off; got {value!r}")
-                options[name] = value == "on"
             else:
                 options[name] = tuple(value.split("|"))
         return cls(dtype, **options)
@@ -224,8 +206,7 @@ def check_policy(call: str, policy: object) -> Policy:
     if policy is None or isinstance(policy, torch.dtype):
         return Policy(policy or torch.float32)
     if not isinstance(policy, Policy):
-        names = ", ".join(field.name for field in fields(Policy))
-        raise TypeError(f"{call}: policy must be a Policy ({names}), a string, a torch.dtype or None; got {policy!r}")
+        raise TypeError(f"{call}: policy must be a Policy, a string, a torch.dtype or None; got {policy!r}")
     return policy
 
 
@@ -250,25 +231,13 @@ def _matches_any(globs: Sequence[str], name: str) -> bool:
 
 def _matches(glob: str, name: str) -> bool:
     """Return whether a name is what a glob describes, in which only `*` is special: any characters, dots too."""
-    first, *others = glob.split("*")
-    if not others:
-        return glob == name
-    *inner, last = others
-    if not name.startswith(first):
-        return False
-    # Each text at its first occurrence after the one before it: if any choice leaves room for the last, this one does.
-    end = len(first)
-    for text in inner:
-        start = name.find(text, end)
-        if start < 0:
-            return False
-        end = start + len(text)
-    has_room = len(name) - end >= len(last)
-    return has_room and name.endswith(last)
+    pattern = ".*".join(re.escape(text) for text in glob.split("*"))
+    return re.fullmatch(pattern, name, re.DOTALL) is not None
 
 
 def autocast_of(policy: Policy, device_type: str) -> contextlib.AbstractContextManager[object]:
     """Return the region in which a loss computes, also inside of a caller's; none for a policy without a low dtype."""
     if policy.compute_dtype == torch.float32 or device_type == "meta":  # autocast does not know the meta device
         return contextlib.nullcontext()
-    return torch.autocast(device_type, policy.compute_dtype, enabled=policy.autocast)
+    region = torch.autocast(device_type, policy.compute_dtype, enabled=policy.autocast)
+    return without_encoder_kernels(region) if device_type == "cpu" and policy.autocast else region

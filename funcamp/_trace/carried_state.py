@@ -233,7 +233,7 @@ class CarriedState:
         """Return whether a tensor replaced one of the same kind, and so is state; note any other new tensor.
 
         Raises:
-            HostError: the body of a scan replaced it.
+            HostError: a branch of torch.cond replaced it.
         """
         if value is before:
             return False
@@ -241,7 +241,7 @@ class CarriedState:
         has_former = isinstance(before, Tensor) and _is_plain(before) and _is_like(before, value)
         if has_former and not any(before is tensor for tensor in self._earlier_tensors):
             if node is None and not _is_plain(value):
-                raise HostError(f"not replace {path} in a scan: write into it in the loss, or pass scan=False")
+                raise HostError(f"not replace {path} in a branch of torch.cond: write into it")
             return True
         if node is not None:
             self._changes.other_tensors.append(value)

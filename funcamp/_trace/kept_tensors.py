@@ -178,7 +178,7 @@ def _replace(replacements: list[_Replacement]) -> tuple[list[tuple[int, Tensor]]
     replaced = _swap(replacements)
     if not replacements:
         return replaced, None
-    # torch 2.15 refers weakly to tensors of a scan's body, which cannot be swapped: their holders get the values.
+    # torch 2.15 refers weakly to tensors of a branch, which cannot be swapped: their holders get the values.
     values = {id(tensor): value for tensor, value in replacements}
     tensors = [tensor for tensor, _ in replacements]
     replacements.clear()

@@ -156,7 +156,7 @@ class _Recorded:
     def _note(self, holder: object) -> None:
         """Note that this thread has read the attribute of an object or a class."""
         reads = _reads_in_thread.get(threading.get_ident())
-        # Such as the body of a scan, whose tensors have no values.
+        # Such as a branch of torch.cond, whose tensors have no values.
         is_made_by_trace = type(holder) is nn.Module or isinstance(holder, fx.GraphModule)
         if reads is not None and not is_made_by_trace:
             reads.note(holder, self.name)

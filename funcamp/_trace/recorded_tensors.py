@@ -55,7 +55,7 @@ class RecordedTensors:
 
 
 def innermost_tracer() -> Any:
-    """Return torch's tracer of the graph that is recorded now, such as the body of a scan; None without one."""
+    """Return torch's tracer of the graph that is recorded now, such as a branch of torch.cond; None without one."""
     proxy_mode: Any = get_proxy_mode()
     return None if proxy_mode is None else proxy_mode.tracer
 

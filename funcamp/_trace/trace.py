@@ -156,7 +156,7 @@ def _trace_once(
         _upstream.check(name)
     if _upstream.ENDED_THREAD.present:
         stay()
-    # Inductor turns scan into a loop whose index depends on no shape; the watch refuses the function's own reads.
+    # The watch refuses the function's own reads of values.
     shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=not in_cuda_graph)
     # torch.tensor passes its constant as it is.
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
@@ -176,7 +176,7 @@ def _trace_once(
             module = _record_operations(plain_function, examples)
     except Exception as error:
         watch.give_values_to_kept(arguments, inputs, failed=True)
-        explanation = explain(error, in_cuda_graph=in_cuda_graph)
+        explanation = explain(error, in_cuda_graph=in_cuda_graph, operations=watch.operations())
         if explanation is None:
             raise
         raise explanation from None
@@ -294,16 +294,6 @@ def _refuse_open_numbers(metrics: Tree) -> None:
                 f"{_tree.path_of(metrics, index)} is a number that follows from values: return a tensor, such as "
                 "mask.sum() for the size of x[mask]"
             )
-
-
-def subgraph(fn: Callable[..., list[Tensor]], args: list[Tensor]) -> tuple[fx.GraphModule, list[Tensor]]:
-    """Trace a part of a traced function; return its graph and what it reads besides its arguments."""
-    module = _record_operations(fn, args)
-    if isinstance(current.recorder, TraceWatch):
-        current.recorder.give_values_to_kept_of_subgraph(module)
-    captured = _lift_captured(module, {})
-    module.recompile()
-    return module, captured
 
 
 def _record_operations(fn: Callable[..., list[Tensor]], examples: list[Tensor]) -> fx.GraphModule:

@@ -35,7 +35,7 @@ class LetsDynamoIn:
     def is_infra_mode(cls) -> bool:
         """Return whether Dynamo may trace a call in spite of this mode.
 
-        torch.cond, while_loop and scan let Dynamo find the tensors that their branches read. Nothing else: a part of a
+        torch.cond and while_loop let Dynamo find the tensors that their branches read. Nothing else: a part of a
         model that torch.compile compiled runs as the Python that it was.
         """
         return bool(_in_higher_order_call())

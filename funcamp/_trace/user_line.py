@@ -18,9 +18,6 @@ _READING_LAYERS = {
         "torch.ao.quantization, which branches on its buffers (FusedMovingAvgObsFakeQuantize of "
         "get_default_qat_qconfig does not)"
     ),
-    "torch.nn.modules.batchnorm": (
-        "torch.nn with momentum=None, which divides by its count of batches (momentum=0.1 reads nothing)"
-    ),
 }
 #: The starts of the file names of torch, of this library, and of code that is in no file. The separator is needed:
 #: the folder of torchvision begins with torch, too.

@@ -38,6 +38,7 @@ from funcamp._trace.tracing import HostError, LetsDynamoIn, RequestedViews, curr
 from funcamp._trace.user_line import line_in_stack
 from funcamp._types import Args, Kwargs, Operation
 from funcamp._upstream.bugs.ctc_lengths import of_known_shape
+from funcamp._upstream.value_reads import is_answered_no
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -85,8 +86,6 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         self._tracer: Any = None
         self._recorded = RecordedTensors()
         """The tensors of the graph."""
-        self._recorded_in_subgraph = RecordedTensors()
-        """The same in a graph inside the graph, such as the body of a scan, until that is traced."""
         self._captured: dict[int, _CapturedTensor] = {}
         """By the id of the tensor that the step reads."""
         self._slice_storages: set[int] = set()
@@ -121,7 +120,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         refuse_packing(func)
         args, kwargs = self._with_fakes(func, args, kwargs)
         func = of_known_shape(func, args)
-        if func is _ITEM and self._is_anomaly_check(args[0]):
+        if func is _ITEM and (self._is_anomaly_check(args[0]) or is_answered_no()):
             return False
         tags = getattr(func, "tags", ())
         if torch.Tag.data_dependent_output in tags and not _is_known_constant(args[0]):
@@ -182,6 +181,11 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         return self._captured[id(tensor)].fake
 
     # Tensors of the graph
+
+    def operations(self) -> frozenset[str]:
+        """Return the names of the traced operations, such as "bincount"."""
+        nodes = () if self._tracer is None else self._tracer.graph.nodes
+        return frozenset(str(node.target).split(".")[1] for node in nodes if str(node.target).startswith("aten."))
 
     def node_of(self, value: Tensor) -> fx.Node | None:
         """Return the node of a tensor of this graph; None for any other tensor."""
@@ -250,7 +254,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         if tracer is not None:
             value_slot: Any = get_proxy_slot(value, tracer)
             set_proxy_slot(tensor, tracer, value_slot)
-            if self._recorded.has(tensor):  # not in the body of a scan
+            if self._recorded.has(tensor):  # not in a branch of torch.cond
                 self._recorded.add(tensor, value_slot.proxy.node)
 
     def _note(self, result: FakeTensor, args: Args) -> None:
@@ -261,10 +265,6 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         node = self.node_of(result)
         if node is not None:
             self._recorded.add(result, node)
-            return
-        node = node_in(innermost_tracer(), result)
-        if node is not None:
-            self._recorded_in_subgraph.add(result, node)
 
     # After the trace
 
@@ -300,16 +300,6 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             next_state_nodes = graph.output_node().args[0][:state_result_count]
             constant = set(state_nodes) - Aliases(graph).changed(state_nodes, next_state_nodes)
         return give_values(kept_tensors, self._tracer.root, values, failed=failed, constant=constant)
-
-    def give_values_to_kept_of_subgraph(self, module: fx.GraphModule) -> None:
-        """Give tensors their values that Python has kept of a graph inside the graph, if they follow from constants."""
-        recorded = self._recorded_in_subgraph
-        self._recorded_in_subgraph = RecordedTensors()
-        with _without_modes():  # the trace around it goes on
-            recorded.replace_examples(module)
-            kept_tensors = recorded.take_kept()
-            if kept_tensors:
-                give_values(kept_tensors, module, {}, failed=True)
 
     def _captured_values(self, graph: fx.Graph) -> dict[fx.Node, Tensor]:
         """Return the values of the nodes that are captured tensors."""

@@ -121,6 +121,9 @@ LOST_KEYWORDS = Defect((2, 11), (2, 15))
 #: Inductor makes zeros of a product with the integer 0, also of infinite and NaN factors:
 #: `_upstream/bugs/lost_nan.py`.
 LOST_NAN = Defect((2, 11), (2, 14))
+#: In an evaluation under autocast on a CPU, `nn.TransformerEncoder` calls fused kernels that do not know it:
+#: `_upstream/encoder_kernels.py`.
+FUSED_ENCODER = Defect((2, 11), None)
 #: A CPU has no float8 products with a scale per row: `float8/product.py`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: DTensor's caches keep every mesh, a mesh its group, and a group the threads that may abort the process when it ends
@@ -132,7 +135,7 @@ PRIVATE = {
     "torch._C.DisableTorchFunction": "numerics_report does not work",
     "torch._C._DisableTorchDispatch": "numerics_report does not work",
     "torch._C._ExcludeDispatchKeyGuard": "jit does not take nn.Bilinear, affine_grid and linalg.pinv",
-    "torch._C._are_functorch_transforms_active": "a custom_function whose forward takes ctx is refused by torch.func",
+    "torch._C._are_functorch_transforms_active": "losses inside torch.func transforms do not work",
     "torch._C._cuda_endAllocateToPool": "after a capture that failed no other step can be captured in this process",
     "torch._C._cuda_releasePool": "the memory of a capture that failed is not given back",
     "torch._C._current_autograd_node": "numerics_report does not work",
@@ -150,14 +153,13 @@ PRIVATE = {
     "torch._C._is_tracing": "numerics_report does not work",
     "torch._amp_foreach_non_finite_check_and_unscale_": "GradScaler unscales gradients one by one",
     "torch._amp_update_scale_": "GradScaler.update takes several kernels",
+    "torch._disable_dynamo": "import funcamp takes longer",
     "torch._dynamo.callback.callback_handler": "jit on torch 2.11 does not take branches of torch.cond with attributes",
     "torch._dynamo.trace_rules._numpy_function_ids": "torch.compile may take functions for those of numpy",
     "torch._dynamo.nonstrict_trace": "stateless does not work under torch.compile",
     "torch._foreach_copy_": "captured steps, and GradScaler with 16-bit gradients, do not work",
     "torch._foreach_mul_": "GradScaler does not work",
     "torch._foreach_norm": "GradScaler does not work on a GPU",
-    "torch._higher_order_ops.scan.scan": "scan=True traces every micro-batch",
-    "torch._higher_order_ops.scan.scan_op": "scan=True traces every micro-batch",
     "torch._higher_order_ops.utils._in_hop_compile": "jit does not take torch.cond and while_loop",
     "torch._inductor.codecache.CppPythonBindingsCodeCache": "a first call takes longer",
     "torch._inductor.codecache.CppWrapperCodeCache": "a first call takes longer",
@@ -174,7 +176,6 @@ PRIVATE = {
     "torch._inductor.virtualized.V": "products take longer on a CPU",
     "torch._inductor.ir": "products take longer on a CPU",
     "torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu.generate_end": "small steps on a CPU take longer",
-    "torch._inductor.metrics": "doctor does not count launches",
     "torch._inductor.pattern_matcher.stable_topological_sort": "tracked samples are counted one by one",
     "torch._scaled_mm": "float8 products work with emulate=True only",
     "torch._subclasses.fake_tensor.DataDependentOutputException": "jit names no line where a step reads a value",
@@ -184,6 +185,7 @@ PRIVATE = {
     "torch.autograd._engine_run_backward": "numerics_report does not work",
     "torch.autograd._get_sequence_nr": "numerics_report does not work",
     "torch.distributed.distributed_c10d._resolve_process_group": "distributed does not work",
+    "torch.nn.modules.transformer._detect_is_causal_mask": "jit takes masks of nn.Transformer if is_causal is given",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "jit computes float16 convolutions in float32 on every CPU",
     "torch.optim.optimizer._global_optimizer_post_hooks": "GradScaler.step reads found_inf on the host",
     "torch.optim.optimizer._global_optimizer_pre_hooks": "GradScaler.step reads found_inf on the host",

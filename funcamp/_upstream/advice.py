@@ -38,7 +38,7 @@ _FIXES = {
     "support saved tensor hooks": "torch.func does not take torch.utils.checkpoint or other saved-tensor hooks; pass "
     "engine='autograd'",
     "must override the setup_context": "torch.func does not take an autograd.Function whose forward takes ctx "
-    "(a full backward hook is one); decorate it with funcamp.custom_function, or pass engine='autograd'",
+    "(a full backward hook is one); override its setup_context, or pass engine='autograd'",
     "call Tensor.requires_grad_() (or perhaps": _NESTED,
     "trampoline_autograd_apply": "an autograd.Function is one call in the program, so that its backward is not lost; "
     "give it tensors, numbers and strings as arguments, and let it read no other tensor; or pass engine='autograd'",
@@ -50,8 +50,6 @@ _FIXES = {
     "torch.autograd.grad finds no way to those around it; take torch.func.grad there, or pass engine='autograd'",
     "backward through the graph a second time": "the step differentiates the loss: return it without calling "
     "backward; for a gradient inside the loss take torch.autograd.grad with create_graph=True",
-    "rule registered for HigherOrderOperator control_deps": "with exact=True Inductor cannot draw random numbers "
-    "twice in a micro-batch of scan=True; leave scan or exact out",
     "incompatible with .grad()": "torch.autograd.grad does not take torch.utils.checkpoint with use_reentrant=True; "
     "pass use_reentrant=False",
 }

@@ -747,6 +747,38 @@ def test_distributed_tensors_follow_torch(fused: bool) -> None:
 
 
 @pytest.mark.compiled
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
+@pytest.mark.parametrize("skip", ["select", "host"])
+def test_a_compiled_loop_breaks_its_graph_at_the_scaler_and_follows_the_eager_one(skip: Any) -> None:
+    def run(compiled: bool) -> tuple[list[float], list[Tensor]]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        scaler = GradScaler("cpu", init_scale=2.0**127, growth_interval=2, skip=skip)
+
+        def loop(x: Tensor) -> None:
+            model.zero_grad()
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            scaler.step(optimizer)
+            scaler.update()
+
+        call = torch.compile(loop, backend="eager") if compiled else loop
+        scales = []
+        for x in torch.randn(6, 3, 4) * 4:
+            call(x)
+            scales.append(scaler.get_scale())
+        return scales, [param.detach() for param in model.parameters()]
+
+    scales, params = run(compiled=True)
+    expected_scales, expected_params = run(compiled=False)
+    assert scales == expected_scales
+    assert len(set(scales)) >= 3
+    assert_same(params, expected_params)
+
+
+@pytest.mark.compiled
 def test_another_thread_that_compiles_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch.compile sets a flag of the process."""
     loop = Loop(make(GradScaler, skip="select"), "SGD")

@@ -119,13 +119,6 @@ def test_observers_that_were_never_called_are_named_under_jit() -> None:
         steps(model, compiled=True)
 
 
-@pytest.mark.compiled
-def test_a_batch_norm_without_momentum_is_named_under_jit() -> None:
-    message = r"BatchNorm1d of torch.nn with momentum=None, .* \(momentum=0.1 reads nothing\), called in "
-    with pytest.raises(RuntimeError, match=message):
-        steps(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, momentum=None)), compiled=True)
-
-
 class Meter:
     """A criterion that only records."""
 

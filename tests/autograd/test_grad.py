@@ -229,7 +229,7 @@ WITHOUT_A_GRAPH = {
 @pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["eager", "jit", "scan", "compile"])
+@pytest.mark.parametrize("how", ["eager", "jit", "window", "compile"])
 @pytest.mark.parametrize("engine", [None, "autograd", "func"])
 @pytest.mark.parametrize("kind", [*WITHOUT_A_GRAPH])
 def test_loss_without_a_graph_is_refused(kind: str, engine: Any, how: str) -> None:
@@ -237,7 +237,7 @@ def test_loss_without_a_graph_is_refused(kind: str, engine: Any, how: str) -> No
     criterion = WITHOUT_A_GRAPH[kind]
     with pytest.raises(RuntimeError, match="does not require grad"):
         criterion(nn.Linear(3, 2)(torch.randn(4, 3)), torch.randn(4, 2)).backward()
-    window = {"accumulate": 2, "scan": True} if how == "scan" else {}
+    window = {"accumulate": 2} if how == "window" else {}
     loss_fn = module_loss(nn.Linear(3, 2), criterion, engine=engine)
     step = make_train_step(loss_fn, stateless(torch.optim.AdamW), **window)  # type: ignore[arg-type]
     state = step.init()

@@ -84,7 +84,7 @@ def test_a_model_that_returns_its_loss_is_trained_as_by_torch(form: str, kind: A
     eager = copy.deepcopy(model)
     optimizer, scaler = torch.optim.SGD(eager.parameters(), lr=0.1), torch.amp.GradScaler("cpu", init_scale=1024.0)
     loss_fn = module_loss(model)
-    step = make_train_step(loss_fn, SGD, ScalerConfig(1024.0), policy="bf16-mixed")
+    step = make_train_step(loss_fn, SGD, ScalerConfig(1024.0), policy="bfloat16")
     run, state = jit(step, backend="eager") if compiled else step, step.init()
     for index in range(3):
         optimizer.zero_grad()
@@ -196,15 +196,14 @@ def test_a_criterion_reads_several_entries_of_a_mapping(compiled: bool) -> None:
 
 IDS = torch.zeros(4, 5, dtype=torch.int64)
 PLAIN, OWN = r"a tuple or list \(\*inputs, target\) with a criterion", "a mapping of keyword arguments, a tuple or list"
-FIX = r"pass .* such as \(batch\['input_ids'\], batch\['labels'\]\), or \(batch\['input_ids'\], batch\) for a crit"
 FORMS: dict[str, tuple[bool, Any, str]] = {
     "text": (True, "hello", f"batch must be {PLAIN}; got 'hello'"),
     "number": (True, 3, f"batch must be {PLAIN}; got 3"),
     "nothing": (True, None, f"batch must be {PLAIN}; got None"),
     "tensor": (True, torch.ones(2, 4), rf"batch must be {PLAIN}; got a torch.float32 tensor of shape \(2, 4\)"),
-    "mapping": (True, {"input_ids": IDS, "labels": IDS}, f"{PLAIN}; got a dict with 'input_ids', 'labels': {FIX}"),
-    "one entry": (True, {0: IDS}, rf"{PLAIN}; got a dict with 0: pass .* such as \(batch\[0\], target\), or"),
-    "no entry": (True, {}, rf"{PLAIN}; got {{}}: pass .* such as \(inputs, target\), or"),
+    "mapping": (True, {"input_ids": IDS, "labels": IDS}, f"{PLAIN}; got a dict with 'input_ids', 'labels'"),
+    "one entry": (True, {0: IDS}, rf"{PLAIN}; got a dict with 0"),
+    "no entry": (True, {}, rf"{PLAIN}; got {{}}"),
     "empty": (True, (), rf"{PLAIN}; got \(\)"),
     "no input": (True, (IDS,), rf"{PLAIN}, as Words.forward\(input_ids.*got a tuple of a torch.*missing 1 required"),
     "inputs": (True, (IDS,) * 5, r"as Words.forward\(input_ids.*got a tuple of .*takes from 2 to 4 positional"),

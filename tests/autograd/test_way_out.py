@@ -17,6 +17,7 @@ from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
 from funcamp import (
+    Policy,
     ScalerConfig,
     TrainStep,
     init,
@@ -78,7 +79,7 @@ def call(step: Any, loss_step: TrainStep) -> Any:
 
 
 CHECKPOINT = "torch.func does not take torch.utils.checkpoint .*; pass engine='autograd'"
-CTX = "torch.func does not take an autograd.Function whose forward takes ctx .*; decorate it with funcamp.custom"
+CTX = "torch.func does not take an autograd.Function whose forward takes ctx .*; override its setup_context"
 
 
 @pytest.mark.parametrize(("function", "text"), [(checkpointed, CHECKPOINT), (takes_ctx, CTX)])
@@ -348,20 +349,6 @@ def test_number_in_a_text() -> None:
         call(jit(step, backend="eager"), step)
 
 
-@pytest.mark.compiled
-@pytest.mark.inductor
-def test_two_draws_in_a_scan_with_exact() -> None:
-    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5), torch.nn.Dropout(0.5))
-    step = make_train_step(module_loss(model, mse_loss), SGD, accumulate=2, scan=True)
-    state, batch = step.init(), (torch.randn(2, 3, 4), torch.randn(2, 3, 4))
-    from torch._inductor.fx_passes import post_grad
-
-    keeps_order = hasattr(post_grad, "_chain_random_ops_for_ordering")  # since torch 2.13
-    refused = pytest.raises(RuntimeError, match="with exact=True Inductor cannot draw random numbers twice")
-    with refused if keeps_order else contextlib.nullcontext():
-        jit(step, exact=True)(state, batch)
-
-
 def test_function_that_reads_a_tensor_besides_its_arguments() -> None:
     constant = torch.ones(4)
 
@@ -580,12 +567,12 @@ def test_every_wording_of_two_precisions(text: str) -> None:
         step(step.init(), (x, x))
 
 
-@pytest.mark.parametrize("policy", [None, "bfloat16,autocast=off"])
+@pytest.mark.parametrize("policy", [None, Policy(torch.bfloat16, autocast=False)])
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [*((name, torch.float64) for name in LAYERS), *((name, torch.float16) for name in ("linear", "no bias", "conv"))],
 )
-def test_batch_of_another_dtype(name: str, policy: str | None, dtype: torch.dtype) -> None:
+def test_batch_of_another_dtype(name: str, policy: Policy | None, dtype: torch.dtype) -> None:
     """The two dtypes are not float32 and that of compute copies: advice about them would lead nowhere."""
     loss_fn = module_loss(torch.nn.Sequential(LAYERS[name]()), lambda out, _: out.sum())
     step = make_train_step(loss_fn, SGD, policy=policy)

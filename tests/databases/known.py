@@ -23,8 +23,6 @@ _READS_A_VALUE: dict[str, dict[str, int]] = {
     # A start, or indices to split at, in a tensor.
     "narrow": {_VALUE: 4},
     "tensor_split": {_VALUE: 9},
-    # It checks that no variance is negative.
-    "nn.functional.gaussian_nll_loss": {_VALUE: 8},
     # It looks for the largest class unless their number is given.
     "nn.functional.one_hot": {_VALUE: 1},
     # The derivative of complex numbers checks that the loss does not depend on the phase.
@@ -51,12 +49,6 @@ KNOWN = _READS_A_VALUE | _TAKES_A_SHAPE | _OTHER_DERIVATIVE
 
 #: Of torch's modules, with "eager" or "jit".
 KNOWN_MODULES: dict[str, dict[str, int]] = {
-    # With momentum=None it divides by its number of batches, a buffer.
-    "nn.BatchNorm1d jit": {f"jit {_VALUE}": 2},
-    "nn.BatchNorm2d jit": {f"jit {_VALUE}": 2},
-    "nn.BatchNorm3d jit": {f"jit {_VALUE}": 2},
-    # It checks that no variance is negative.
-    "nn.GaussianNLLLoss jit": {f"jit {_VALUE}": 9},
     # As the operation.
     "nn.CTCLoss jit": {f"jit {_SHAPE}": 7},
 }

@@ -18,8 +18,7 @@ COMPILED = functools.partial(funcamp.jit, backend="eager")
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("scan", [False, True], ids=["unrolled", "scan"])
-def test_compiled_is_the_torch_loop_in_one_program_for_each_window_size(scan: bool) -> None:
+def test_compiled_is_the_torch_loop_in_one_program_for_each_window_size() -> None:
     recipe, runs = example("accumulation"), []
 
     def wrap(step: Any) -> Any:
@@ -27,7 +26,7 @@ def test_compiled_is_the_torch_loop_in_one_program_for_each_window_size(scan: bo
         return runs[-1]
 
     with one_thread():
-        params, history = recipe.train(STEPS, wrap, scan=scan)
+        params, history = recipe.train(STEPS, wrap)
         expected_params, expected_trace = oracle(recipe, STEPS, "cpu")
     assert {len(recipe.batch(index, "cpu")[0]) for index in range(STEPS)} == {4, 2}
     assert runs[0].programs == 2

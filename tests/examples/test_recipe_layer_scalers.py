@@ -27,12 +27,14 @@ def in_the_sum(x: Tensor, ratio: Tensor) -> Tensor:
     return x.detach() + (x - x.detach()) * ratio
 
 
-@funcamp.custom_function
 class ScaleGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, ratio: Tensor) -> Tensor:
-        ctx.save_for_backward(ratio)
+    def forward(x: Tensor, ratio: Tensor) -> Tensor:
         return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], _: Tensor) -> None:
+        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

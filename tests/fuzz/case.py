@@ -38,7 +38,6 @@ OPTIONS = (
     "max_value=0.01",
     "ema_decay=0.9",
     "accumulate=2",
-    "accumulate=2, scan=True",
     "accumulate=2, weight=lambda batch: batch[0].shape[0] + 1.0",
     'observe={"largest": lambda grads: max_of(grads)}',
 )

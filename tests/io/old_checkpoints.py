@@ -75,7 +75,6 @@ def write_all(folder: Path) -> None:
     saved = step.state_dict(train(step, step.init(), 3))
     funcamp.save({"state": saved} | BESIDE, folder / "nested.pt")
     funcamp.save(saved, folder / "state.pt")
-    funcamp.save(saved, folder / "state.safetensors")
     with tempfile.TemporaryDirectory() as meeting:
         spawn(write_sharded, (str(folder), f"{meeting}/store"), nprocs=RANKS)
 

@@ -11,7 +11,7 @@ from tests.io.old_checkpoints import BESIDE, FOLDER, dcp, make, process_group, t
 from tests.support.helpers import assert_same
 
 
-@pytest.mark.parametrize("name", ["nested.pt", "state.pt", "state.safetensors"])
+@pytest.mark.parametrize("name", ["nested.pt", "state.pt"])
 def test_file_of_an_earlier_version_goes_on(name: str) -> None:
     saved = load(FOLDER / name)
     if name == "nested.pt":

@@ -417,19 +417,17 @@ def test_a_refused_call_loses_nothing() -> None:
     assert state["total"] == before["total"] + 5
 
 
-def test_a_number_that_changes_is_told_from_a_tensor() -> None:
-    run, state = eager_backend(add, max_signatures=1), start()
-    state, _ = run(state, {"x": torch.ones(2), "times": 1})
-    with pytest.raises(ValueError, match=r"batch\['times'\] changed from 1 to 2: make it a tensor"):
-        run(state, {"x": torch.ones(2), "times": 2})
-
-
-def test_a_bool_that_changes_is_not_to_be_a_tensor() -> None:
-    run, state = eager_backend(add, max_signatures=1), start()
-    state, _ = run(state, {"x": torch.ones(2), "times": True})
-    text = r"batch\['times'\] changed from True to False: each value of a Python bool has .*; raise max_signatures$"
-    with pytest.raises(ValueError, match=text):
-        run(state, {"x": torch.ones(2), "times": False})
+@pytest.mark.parametrize("value", [1, True])
+def test_a_constant_that_changes_drops_the_oldest_program(value: Any, caplog: pytest.LogCaptureFixture) -> None:
+    run, state = eager_backend(add, max_signatures=2), start()
+    for times in (value, type(value)(0), 2, value, 3):
+        expected = state["total"] + 2 * times
+        state, _ = run(state, {"x": torch.ones(2), "times": times})
+        assert state["total"] == expected
+        assert run.programs <= 2
+    dropped = [record.getMessage() for record in caplog.records if "at most 2 programs" in record.getMessage()]
+    assert len(dropped) == 1
+    assert f"batch['times'] changed from {type(value)(0)} to 2" in dropped[0]
 
 
 def test_without_a_compiler_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,14 +90,14 @@ def test_an_old_mode_has_its_program() -> None:
     assert run.programs == 2
 
 
-def test_the_reason_for_another_trace_is_named() -> None:
+def test_the_reason_for_another_trace_is_named(caplog: pytest.LogCaptureFixture) -> None:
     model = normed()
     step = make_train_step(module_loss(model, F.mse_loss), SGD)
     run = jit(step, backend="eager", max_signatures=1)
     state, _ = run(step.init(), (X, Y))
     model.eval()
-    with pytest.raises(ValueError, match="modules changed between training and eval mode"):
-        run(state, (X, Y))
+    run(state, (X, Y))
+    assert "modules changed between training and eval mode" in caplog.text
 
 
 def test_a_module_in_a_function_is_found() -> None:

@@ -79,9 +79,8 @@ def test_step_is_the_eager_one(kind: str, policy: str | None, backend: str) -> N
             assert_close(state.params, expected.params, 3e-2)
 
 
-@pytest.mark.parametrize("scan", [False, True])
-def test_whole_operations_in_micro_batches_are_the_eager_ones(scan: bool) -> None:
-    step = step_of(Layers("plain"), None, accumulate=2, scan=scan)
+def test_whole_operations_in_micro_batches_are_the_eager_ones() -> None:
+    step = step_of(Layers("plain"), None, accumulate=2)
     state = step.init(flat=False)
     expected, _ = step(state, batch(0, 2))
     assert_close(jit(step, backend="aot_eager")(state, batch(0, 2))[0].params, expected.params, 1e-6)

@@ -100,7 +100,7 @@ class Twice(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # Dynamo does that
 @pytest.mark.parametrize(
     "options",
-    [{"accumulate": 2, "engine": "autograd"}, {"accumulate": 2, "scan": True}, {"policy": "bfloat16"}],
+    [{"accumulate": 2, "engine": "autograd"}, {"policy": "bfloat16"}],
     ids=str,
 )
 def test_a_compiled_step_has_the_records_of_the_eager_one(options: dict[str, Any]) -> None:

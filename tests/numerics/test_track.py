@@ -168,7 +168,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "float16": {"policy": "float16"},
     "accumulate": {"accumulate": 2},
-    "scan": {"accumulate": 2, "scan": True},
     "autograd": {"engine": "autograd"},
     "func": {"engine": "func"},
 }
@@ -182,8 +181,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def test_step_with_taps_is_the_step_without(name: str, compiled: bool) -> None:
     options = dict(OPTIONS[name])
     engine, task = options.pop("engine", None), cnn()
-    if name == "scan":  # takes no buffers that change in place
-        task = mlp()
     loss_fn = module_loss(task.model, task.criterion, engine=engine)
     batch = task.batch(0)
     if "accumulate" in options:

@@ -11,10 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from funcamp import jit, make_train_step, module_loss, stateless
+from funcamp import Policy, jit, make_train_step, module_loss, stateless
 from tests.support.helpers import assert_same, clone
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
+NO_AUTOCAST = Policy(torch.float16, autocast=False, keep=("*",))
 WRAPS: dict[str, Callable[[Any], Any]] = {
     "eager": lambda step: step,
     "jit": lambda step: jit(step, backend="eager"),
@@ -53,12 +54,12 @@ def trained(
         ("float16", torch.bfloat16, "eager"),
         ("bfloat16", torch.float16, "eager"),
         ("float16", torch.float16, "eager"),
-        ("float16,autocast=off,keep=*", torch.bfloat16, "eager"),
+        (NO_AUTOCAST, torch.bfloat16, "eager"),
         ("float16", torch.bfloat16, "jit"),
         ("float16", torch.bfloat16, "compile"),
     ],
 )
-def test_a_policy_computes_the_same_in_a_region(policy: str, region: torch.dtype, wrap: str) -> None:
+def test_a_policy_computes_the_same_in_a_region(policy: str | Policy, region: torch.dtype, wrap: str) -> None:
     inside = trained(policy, WRAPS[wrap], lambda: torch.autocast("cpu", region))
     assert_same(inside, trained(policy, WRAPS[wrap], nullcontext))
 
@@ -105,9 +106,9 @@ def test_the_cache_is_empty_after_a_step() -> None:
 @pytest.mark.compiled
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize("around", [torch.bfloat16, None])
-@pytest.mark.parametrize("policy", [None, "float32", "float16", "bfloat16", "float16,autocast=off,keep=*"])
+@pytest.mark.parametrize("policy", [None, "float32", "float16", "bfloat16", NO_AUTOCAST])
 def test_a_forward_pass_of_ones_own_computes_as_the_loss_does(
-    policy: str | None, around: torch.dtype | None, wrap: str
+    policy: str | Policy | None, around: torch.dtype | None, wrap: str
 ) -> None:
     net = model()
     step = make_train_step(module_loss(net, loss_of), SGD, policy=policy)
@@ -122,9 +123,7 @@ def test_a_forward_pass_of_ones_own_computes_as_the_loss_does(
         _, (output, found) = WRAPS[wrap](both)(step.init(), BATCH)
         expected = step.loss(step.init(), BATCH)
     assert_same(found.detach(), expected)
-    dtype = {None: around, "float32": around}.get(policy, getattr(torch, str(policy).partition(",")[0], None))
-    if policy == "float16,autocast=off,keep=*":
-        dtype = None
+    dtype = around if policy in (None, "float32") else getattr(torch, str(policy), None)
     assert output.dtype == (torch.float32 if dtype is None else dtype)
 
 

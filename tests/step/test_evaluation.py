@@ -45,7 +45,7 @@ def evaluators(step: Any) -> dict[str, Callable[[Any, Any], Tensor]]:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("how", ["eager", "jit", "compiled"])
-@pytest.mark.parametrize("policy", [None, "bf16"])
+@pytest.mark.parametrize("policy", [None, "bfloat16"])
 def test_the_loss_is_that_of_the_module_in_eval_mode(policy: Any, how: str) -> None:
     model = network()
     before, state_before = flags(model), clone(values_of(model))

@@ -38,12 +38,11 @@ def run(weight: Any, batch: Any, wrap: Wrap = WRAPS["eager"], **options: Any) ->
 
 @pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
-@pytest.mark.parametrize("scan", [False, True], ids=["", "scan"])
 @pytest.mark.parametrize("wrap", WRAPS.values(), ids=WRAPS)
 @pytest.mark.parametrize("counts", [[1, 4, 8, 3], [8, 0, 7, 1], [2, 6]], ids=str)
-def test_step_is_that_of_the_mean_over_all_tokens(counts: list[int], wrap: Wrap, scan: bool) -> None:
+def test_step_is_that_of_the_mean_over_all_tokens(counts: list[int], wrap: Wrap) -> None:
     x, mask = window(counts)
-    state, metrics = run(tokens, (x, mask), wrap, scan=scan)
+    state, metrics = run(tokens, (x, mask), wrap)
     whole = (x.flatten(0, 1), mask.flatten())
     alone = make_train_step(masked, SGD)
     expected, expected_metrics = alone(alone.init({"w": torch.ones(4)}), whole)
@@ -175,9 +174,8 @@ def test_float16_run_equals_torchs_loop_with_weighted_losses(wrap: Wrap) -> None
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
-@pytest.mark.parametrize("scan", [False, True], ids=["", "scan"])
 @pytest.mark.parametrize("wrap", [WRAPS["eager"], WRAPS["jit"]], ids=["eager", "jit"])
-def test_micro_batch_without_weight_leaves_buffers_and_float8_scales_alone(wrap: Wrap, scan: bool) -> None:
+def test_micro_batch_without_weight_leaves_buffers_and_float8_scales_alone(wrap: Wrap) -> None:
     def made(**options: Any) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 16))
@@ -186,7 +184,7 @@ def test_micro_batch_without_weight_leaves_buffers_and_float8_scales_alone(wrap:
 
     x = torch.randn(3, 8, 16)
     batch = torch.stack([x[0], x[1] * math.nan, x[2]]), torch.randn(3, 8, 16)
-    step = made(accumulate=3, weight=lambda batch: batch[0].isfinite().all().float(), scan=scan)
+    step = made(accumulate=3, weight=lambda batch: batch[0].isfinite().all().float())
     both = made(accumulate=2)
     state, metrics = wrap(step)(step.init(), batch)
     expected, _ = wrap(both)(both.init(), tuple(leaf[::2] for leaf in batch))

@@ -243,7 +243,7 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     for error, message, arguments in (
         (ValueError, "optimizer must have the step's lr, 0.01; got 0.5 for '0.weight'", {"optimizer": other}),
         (ValueError, "optimizer must be of the step's class.* got 'max_exp_avg_sq'", {"optimizer": foreign}),
-        (TypeError, "optimizer must be a state_dict of a torch.optim.Optimizer; got", {"optimizer": {"lr": 1}}),
+        (TypeError, r"optimizer must be the state_dict\(\) of a torch.optim.Optimizer; got", {"optimizer": {"lr": 1}}),
         (ValueError, "names must be those", {"optimizer": saved["optimizer"], "names": ["0.weight"]}),
         (ValueError, "names must be given", {"optimizer": smaller.state_dict()}),
         (ValueError, "scaler must have the step's growth_interval, 3; got 7", {"scaler": other_scaler}),

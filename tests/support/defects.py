@@ -8,10 +8,7 @@ from funcamp._upstream import Defect
 LOST_OFFSET = Defect((2, 11), (2, 13))
 #: Inductor draws for dropout and torch.rand in another order: no workaround; documented in `jit(exact=True)`.
 SWAPPED_DRAWS = Defect((2, 11), (2, 12))
-#: A scan that runs operation by operation runs its body once more at first, and draws there: numbers under `jit` are
-#: others than in eager mode.
-EXTRA_DRAWS = Defect((2, 11), (2, 12))
-#: Dynamo's None keeps the source of the first `.grad` that is None: GradScaler's docstring says to return a value.
+#: Dynamo's None keeps the source of the first `.grad` that is None: no workaround.
 SOURCE_ON_NONE = Defect((2, 13), (2, 15))
 #: `NamedTuple._replace` under torch.compile returns an empty tuple: `_scaler.state.replace` names all fields.
 #: https://github.com/pytorch/pytorch/issues/158772

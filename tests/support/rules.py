@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from funcamp._scaler.rule import Rule
 from funcamp._scaler.rules import Dynamic, Static
-from funcamp._scaler.warm_start import WarmStart
 from funcamp.rules.apex import Apex, ApexHysteresis
 from funcamp.rules.deepspeed import DeepSpeed, DeepSpeedFP16, DeepSpeedOld
 from funcamp.rules.fairseq import Fairseq
@@ -15,6 +14,7 @@ from funcamp.rules.keras import Keras
 from funcamp.rules.megatron import Megatron
 from funcamp.rules.paddle import Paddle, PaddleDygraph
 from funcamp.rules.tensorflow import TensorFlow
+from funcamp.rules.warm_start import WarmStart
 
 RULES: dict[str, Rule] = {
     "dynamic": Dynamic(),

@@ -109,11 +109,10 @@ def trained(model: nn.Module, wrap: Callable[[Any], Any], **options: Any) -> tup
 
 @pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("kind", [UsedTwice, BlockTwice, TiedEmbedding])
-@pytest.mark.parametrize("scan", [False, True])
-def test_a_weight_used_twice_is_cast_once(kind: Callable[[], nn.Module], scan: bool) -> None:
+def test_a_weight_used_twice_is_cast_once(kind: Callable[[], nn.Module]) -> None:
     scales, params = torch_loop(made(kind))
     assert len(set(scales)) > 2
-    found_scales, found = trained(made(kind), traced, accumulate=MICRO_BATCHES, scan=scan)
+    found_scales, found = trained(made(kind), traced, accumulate=MICRO_BATCHES)
     assert found_scales == scales
     assert_same(found, params)
 
@@ -174,9 +173,3 @@ class Grid(nn.Module):
 def test_kernels_that_call_operations_are_cast_as_in_eager_code(kind: Callable[[], nn.Module]) -> None:
     expected = torch_loop(made(kind))
     assert_same(trained(made(kind), traced, accumulate=MICRO_BATCHES), expected)
-
-
-@pytest.mark.compiled
-def test_casts_inside_of_a_kernel_in_the_body_of_a_scan() -> None:
-    expected = torch_loop(made(Bilinear))
-    assert_same(trained(made(Bilinear), traced, accumulate=MICRO_BATCHES, scan=True), expected)

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from funcamp import jit, make_train_step, module_loss, stateless
+from funcamp import jit
 from tests.support import defects
 from tests.support.helpers import assert_same, together
 
@@ -119,40 +119,6 @@ def test_a_generator_set_back_for_other_numbers_is_refused(name: str) -> None:
     with pytest.raises(RuntimeError, match=r"step must not set the generator back .*test_draws.py:\d+ \(.*draw once"):
         run(torch.zeros(()), X)
     assert_same(torch.get_rng_state(), before)
-
-
-class Redraws(nn.Module):
-    """A linear layer whose input is drawn twice from one position of the generator."""
-
-    def __init__(self, second: Callable[[Tensor], Tensor]) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 1)
-        self.second = second
-
-    def forward(self, x: Tensor) -> Tensor:
-        drawn = again(lambda: torch.bernoulli(x.sigmoid()), lambda: torch.bernoulli(self.second(x)))
-        return torch.as_tensor(self.linear(drawn))
-
-
-def redrawn_loss(second: Callable[[Tensor], Tensor], make_run: Callable[[Any], Any]) -> Any:
-    """The loss of a step of two micro-batches by scan."""
-    torch.manual_seed(0)
-    sgd = stateless(torch.optim.SGD, lr=0.1)
-    step = make_train_step(module_loss(Redraws(second), F.mse_loss), sgd, accumulate=2, scan=True)
-    torch.manual_seed(1)
-    _, metrics = make_run(step)(step.init(), (torch.ones(2, 6), torch.zeros(2, 2, 1)))
-    return metrics.loss
-
-
-@pytest.mark.compiled
-def test_a_generator_set_back_in_the_body_of_a_scan() -> None:
-    def jitted(step: Any) -> Any:
-        return jit(step, backend="eager")
-
-    eager, found = redrawn_loss(torch.sigmoid, lambda step: step), redrawn_loss(torch.sigmoid, jitted)
-    assert torch.equal(found, eager) != defects.EXTRA_DRAWS.present
-    with pytest.raises(RuntimeError, match=r"step must not set the generator back .*test_draws.py:\d+ \(.*draw once"):
-        redrawn_loss(lambda x: (x - 5).sigmoid(), jitted)
 
 
 def seeds(state: Tensor, batch: Tensor) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -23,7 +23,6 @@ from funcamp import (
     scaled_grad_and_value,
     stateless,
 )
-from funcamp._jit.compile import compile_graph
 from tests.recipes import advance, scaler_for, values
 from tests.support.helpers import assert_same
 from tests.support.steps import eager
@@ -215,21 +214,12 @@ class Asking(nn.Linear):
         return super().forward(x)
 
 
-def test_what_is_traced_as_in_eager_mode_is_the_programs_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    graphs: list[fx.Graph] = []
-
-    def noted(graph: Any, *args: Any, **options: Any) -> Any:
-        graphs.append(graph.module.graph)
-        return compile_graph(graph, *args, **options)
-
-    monkeypatch.setattr("funcamp._jit.executable.compile_graph", noted)
+def test_what_is_traced_as_in_eager_mode_is_the_programs_step() -> None:
     loss_fn = module_loss(Asking(8, 8), nn.functional.mse_loss)
     sgd = stateless(torch.optim.SGD, lr=0.1)
-    step = make_train_step(loss_fn, sgd, policy="bfloat16", accumulate=2, scan=True)
+    step = make_train_step(loss_fn, sgd, policy="bfloat16", accumulate=2)
     state, batch = step.init(), (torch.randn(2, 4, 8), torch.randn(2, 4, 8))
     assert_same(jit(step, backend="eager", donate=False)(state, batch), step(state, batch))
-    (graph,) = graphs
-    assert len(graph.find_nodes(op="call_function", target=torch.ops.higher_order.scan)) == 1
 
 
 @pytest.mark.parametrize("asks", [True, False])

@@ -225,36 +225,3 @@ def test_recurrent_layers_keep_their_weights_and_equal_the_eager_step(
     else:
         assert_same(runs[1], runs[0])
     assert not [record for record in caplog.records if record.name == "funcamp"]
-
-
-@pytest.mark.compiled
-def test_the_body_of_a_scan_keeps_nothing(caplog: pytest.LogCaptureFixture) -> None:
-    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4))
-    adam = stateless(torch.optim.Adam)
-    step = make_train_step(module_loss(model, F.mse_loss), adam, accumulate=2, scan=True)
-    batch, state = (torch.ones(2, 3, 4), torch.zeros(2, 3, 4)), step.init()
-    expected, _ = step(state, batch)
-    run = jit(step, backend="eager")
-    assert_same(run(state, batch)[0].params, expected.params)
-    assert not [record for record in caplog.records if record.name == "funcamp"]
-
-
-@pytest.mark.compiled
-def test_a_table_made_in_the_body_of_a_scan_serves_later_traces() -> None:
-    class Cached(nn.Module):
-        table: Tensor | None = None
-
-        def forward(self, x: Tensor) -> Tensor:
-            if self.table is None:
-                self.table = torch.linspace(0.5, 1.5, x.shape[-1])
-            return x * self.table
-
-    model = nn.Sequential(nn.Linear(4, 4), Cached())
-    sgd = stateless(torch.optim.SGD, lr=0.1)
-    step = make_train_step(module_loss(model, F.mse_loss), sgd, accumulate=2, scan=True)
-    run, state = jit(step, backend="eager", donate=False), step.init()
-    for rows in (3, 2):  # another size is another trace
-        batch = torch.ones(2, rows, 4), torch.zeros(2, rows, 4)
-        new, _ = run(state, batch)
-        assert_same(new.params, step(state, batch)[0].params)
-    assert type(model[1].table) is Tensor

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 import torch._dynamo
+import torch._inductor
 import torch._inductor.compile_fx
-import torch._inductor.metrics
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils import _pytree
@@ -85,11 +85,6 @@ def eager(step: Any) -> Any:
     return step
 
 
-def scan(funcamp: Any) -> Any:
-    wrap = lambda step: funcamp.jit(lambda state, x: step(state, x.view(2, 2, 3)), backend="eager")  # noqa: E731
-    return trained(funcamp, wrap, accumulate=2, scan=True, engine="func")
-
-
 def scaler(funcamp: Any, **options: Any) -> Any:
     """GradScaler by selection."""
     torch.manual_seed(0)
@@ -125,32 +120,6 @@ def batched(funcamp: Any) -> Any:
     raise AssertionError("a differentiated update must be refused")
 
 
-def function(funcamp: Any) -> Any:
-    """A custom_function whose forward takes ctx, differentiated by autograd and by torch.func."""
-
-    @funcamp.custom_function
-    class Seven(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 1
-
-        @staticmethod
-        def backward(ctx: Any, grad: Tensor) -> Any:
-            return grad * 7
-
-    def fn(x: Tensor) -> Tensor:
-        return Seven.apply(x).square().sum()  # type: ignore[no-any-return]
-
-    leaf = X.clone().requires_grad_()
-    by_autograd = torch.autograd.grad(fn(leaf), leaf)
-    try:
-        return by_autograd, torch.func.grad(fn)(X)
-    except RuntimeError as error:
-        if "setup_context" not in str(error):
-            raise
-        return by_autograd, by_autograd[0]  # refused by torch
-
-
 def ties(funcamp: Any) -> Any:
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     model[1].weight = model[0].weight
@@ -183,28 +152,6 @@ def compiled(funcamp: Any) -> Any:
     return trained(funcamp, lambda step: torch.compile(step, fullgraph=True, backend="eager"), cls=torch.optim.SGD)
 
 
-def compiled_scaler(funcamp: Any) -> Any:
-    """A compiled loop with GradScaler."""
-    model = nn.Linear(3, 2)
-    for value in model.parameters():
-        nn.init.constant_(value, 0.5)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    made = funcamp.GradScaler("cpu", init_scale=2.0**10, skip="select")
-    made.scale(torch.zeros(()))
-
-    def loop() -> Tensor:
-        model.zero_grad()
-        loss: Tensor = model(X).square().mean()
-        made.scale(loss).backward()
-        made.step(optimizer)
-        made.update()
-        return loss.detach()
-
-    with torch._dynamo.config.patch(trace_autograd_ops=True):
-        losses = [torch.compile(loop, fullgraph=True, backend="aot_eager")() for _ in range(2)]
-    return losses, [value.detach() for value in model.parameters()]
-
-
 def tracked(funcamp: Any) -> Any:
     """A step of Inductor's, its samples counted."""
     loss = funcamp.numerics.track_scales(funcamp.module_loss(nn.Linear(3, 2), lambda out, _: out.square().mean()))
@@ -212,11 +159,6 @@ def tracked(funcamp: Any) -> Any:
     state = step.init({"weight": torch.ones(2, 3), "bias": torch.zeros(2)})
     _, metrics = funcamp.jit(step)(state, (X, None))
     return {name: record.forward.count for name, record in metrics.records.items()}
-
-
-def launches(funcamp: Any) -> Any:
-    doctor = importlib.import_module("funcamp._doctor")
-    return doctor._launches("cpu")
 
 
 def product(funcamp: Any) -> Any:
@@ -229,7 +171,6 @@ PARTS: dict[str, Callable[[Any], Any]] = {
     "host": scaler,
     "report": report,
     "batched": batched,
-    "function": function,
     "ties": ties,
     "consumed": consumed,
     "ranks": ranks,
@@ -243,12 +184,8 @@ COMPILED: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
         (*_TRACED, "torch._subclasses", "torch.ops"),
     ),
     "compiled": (compiled, _TRACED),
-    "compiled scaler": (compiled_scaler, ("torch._dynamo", "torch.utils._python_dispatch")),
-    "scan": (scan, ("torch._higher_order_ops",)),
     "tracked": (tracked, ("torch._inductor",)),
 }
-#: What raises without the name; tests/test_doctor.py has it with every name.
-NEEDED = {"torch._inductor.metrics": {"launches": launches}}
 
 
 def digest(tree: Any) -> str:
@@ -269,7 +206,7 @@ def look(hidden: str) -> dict[str, Any]:
         importlib.import_module("funcamp.numerics")
         importlib.import_module("funcamp._audit.observer")
         chosen = {name: part for name, (part, needs) in COMPILED.items() if not hidden or hidden.startswith(needs)}
-        for name, part in {**PARTS, **chosen, **NEEDED.get(hidden, {})}.items():
+        for name, part in {**PARTS, **chosen}.items():
             try:
                 found[name] = digest(part(funcamp))
             except RuntimeError as error:

@@ -78,7 +78,6 @@ def test_the_list_of_private_names_is_what_the_library_asks_for() -> None:
 
 #: Files that use private names without `find`: workarounds of versions that have the name, and the compiler's parts.
 DIRECT = {
-    "_amp/grad_scaler.py",
     "_autograd/checkpointing.py",
     "_autograd/scaled_grad.py",
     "distributed/collectives.py",
@@ -139,7 +138,7 @@ def test_without_a_name_the_library_warns_once_and_is_right_or_says_so(name: str
 
 
 def test_doctor_names_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _doctor._private_names() == f"all {len(_upstream.PRIVATE)} found"
+    assert _doctor._private_names("cpu") == f"all {len(_upstream.PRIVATE)} found"
     monkeypatch.setitem(_upstream.PRIVATE, "torch._no_such_name", "nothing works")
     with pytest.raises(RuntimeError, match=r"torch \S+ has no torch\._no_such_name, so nothing works"):
-        _doctor._private_names()
+        _doctor._private_names("cpu")

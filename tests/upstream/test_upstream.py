@@ -215,20 +215,6 @@ def test_dynamo_keeps_a_source_on_its_none() -> None:
             second(torch.ones(1, 2))
 
 
-def test_dynamo_traces_no_step_on_gradients_of_its_own_graph() -> None:
-    # https://github.com/pytorch/pytorch/issues/104053: `_amp.undo_compiled` may call Optimizer.step when this passes.
-    weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.AdamW([weight])
-
-    def loop() -> Tensor:
-        weight.sum().backward()
-        optimizer.step()
-        return weight.detach()
-
-    with torch._dynamo.config.patch(trace_autograd_ops=True), pytest.raises(Exception, match="graph_break"):
-        torch.compile(loop, fullgraph=True, backend="eager")()
-
-
 class Seven(torch.autograd.Function):
     """A backward that is told from that of the forward."""
 

@@ -89,7 +89,7 @@ class Program(NamedTuple):
         return self._replace(extensions=(*self.extensions, extension))
 
     def graphs(self) -> Iterator[fx.Graph]:
-        """Yield the graph, and those inside it, such as the body of a scan."""
+        """Yield the graph, and those inside it, such as a branch of torch.cond."""
         for module in self.graph_modules():
             yield module.graph
 

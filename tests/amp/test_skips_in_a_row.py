@@ -11,7 +11,7 @@ import torch
 
 import funcamp
 from funcamp import GradScaler, MetricReader, ScalerConfig, make_train_step, stateless
-from funcamp._scaler.skips_in_a_row import LIMIT
+from funcamp._amp.skips_in_a_row import LIMIT
 
 
 def weights() -> dict[str, torch.nn.Parameter]:
@@ -49,55 +49,6 @@ def test_scaler_counts_each_optimizer_and_names_one_without_names_by_its_place()
     take_steps(scaler, optimizers, named, LIMIT - 1)
     with pytest.warns(UserWarning, match=r"number 0 of group 0, shape \(2,\)"):
         take_steps(scaler, optimizers, named, 1)
-
-
-def optimizers_that_skip_on_the_device(named: Any) -> dict[str, tuple[Any, Any]]:
-    """A scaler and an optimizer for each way in which the host does not read the flag."""
-    return {
-        "select": (GradScaler("cpu", init_scale=8.0, skip="select"), torch.optim.SGD(named.items(), lr=0.1)),
-        "fused": (GradScaler("cpu", init_scale=8.0), torch.optim.SGD(named.items(), lr=0.1, fused=True)),
-    }
-
-
-@pytest.mark.parametrize("way", ["select", "fused"])
-@pytest.mark.parametrize("read", ["get_scale", "state_dict"])
-def test_skips_on_the_device_are_warned_of_where_the_host_reads(way: str, read: str) -> None:
-    named = weights()
-    scaler, sgd = optimizers_that_skip_on_the_device(named)[way]
-    take_steps(scaler, [sgd], named, LIMIT)
-    take_steps(scaler, [sgd], named, 1, fine=True)
-    take_steps(scaler, [sgd], named, LIMIT - 1)
-    getattr(scaler, read)()  # a warning is an error here
-    take_steps(scaler, [sgd], named, 4)
-    with pytest.warns(UserWarning, match="GradScaler.step: 23 steps in a row were skipped.* not finite is bad") as seen:
-        getattr(scaler, read)()
-    assert seen[0].filename == __file__
-    take_steps(scaler, [sgd], named, LIMIT)
-    getattr(scaler, read)()
-
-
-def test_each_optimizer_is_counted_on_the_device_and_one_that_is_gone_is_not() -> None:
-    named = weights()
-    scaler = GradScaler("cpu", init_scale=8.0, skip="select")
-    fine, bad = [torch.optim.SGD([(name, value)], lr=0.1) for name, value in named.items()]
-    take_steps(scaler, [fine, bad], named, LIMIT)
-    with pytest.warns(UserWarning, match="not finite is bad"):
-        scaler.get_scale()
-    gone = GradScaler("cpu", init_scale=8.0, skip="select")
-    take_steps(gone, [bad], named, LIMIT)
-    del bad
-    gone.get_scale()
-
-
-def test_the_count_on_the_device_is_not_read_in_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    named = weights()
-    scaler, sgd = optimizers_that_skip_on_the_device(named)["select"]
-    take_steps(scaler, [sgd], named, 1)
-    monkeypatch.setattr(torch.Tensor, "item", None)
-    monkeypatch.setattr(torch.Tensor, "__bool__", None)
-    take_steps(scaler, [sgd], named, 2)
-    monkeypatch.undo()
-    assert pickle.loads(pickle.dumps(scaler)).get_scale() == 8.0
 
 
 def test_a_pickled_scaler_still_counts() -> None:

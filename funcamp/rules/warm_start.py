@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.rule import Outcome, Rule
 from funcamp._scaler.rules import TORCH_RULE
 from funcamp._scaler.state import ScalerState, counters_of
-
-if TYPE_CHECKING:
-    from funcamp._scaler.config import ScalerConfig
 
 #: Upper limit of the search if the configuration has no max_scale: apex's maximum.
 _HIGHEST = 2.0**24

@@ -1,0 +1,92 @@
+"""What a call does in Python: the same after all that a training loop does between two steps."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from funcamp import jit, make_train_step, module_loss, stateless
+
+pytestmark = pytest.mark.compiled
+
+SGD = stateless(torch.optim.SGD, lr=0.1)
+X, Y = torch.randn(8, 4), torch.randn(8, 4)
+
+
+def small() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4))
+
+
+def python_calls(function: Callable[[], object]) -> int:
+    """The number of Python functions that are entered."""
+    count = 0
+
+    def profile(frame: Any, event: str, argument: object) -> None:  # noqa: ARG001
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def evaluated(model: nn.Module, loss_fn: Any, state: Any) -> None:
+    model.load_state_dict(loss_fn.state_dict(state.params, state.buffers))
+    model.eval()
+    model(X)
+    model.train()
+
+
+def hooked(model: nn.Module, _: Any, __: Any) -> None:
+    handle = model[0].register_forward_hook(lambda *_: None)  # type: ignore[index]
+    model(X)
+    handle.remove()
+
+
+BETWEEN = {
+    "state_dict": lambda model, *_: model.state_dict(),
+    "evaluation": evaluated,
+    "forward pass": lambda model, *_: model(X),
+    "deep copy": lambda model, *_: copy.deepcopy(model)(X),
+    "hook": hooked,
+    "dropped attribute": lambda model, *_: delattr(model, "epoch"),
+}
+
+
+@pytest.mark.parametrize("name", BETWEEN)
+def test_a_call_is_as_before_after_what_a_loop_does(name: str) -> None:
+    model: Any = small()
+    model.epoch = 0
+    loss_fn = module_loss(model, F.mse_loss)
+    step = make_train_step(loss_fn, SGD)
+    run, state = jit(step, backend="eager"), step.init()
+    for _ in range(3):
+        state, _ = run(state, (X, Y))
+    before = python_calls(lambda: run(state, (X, Y)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the module is behind
+        BETWEEN[name](model, loss_fn, state)
+    state, _ = run(state, (X, Y))
+    assert python_calls(lambda: run(state, (X, Y))) == before
+    assert run.programs == 1
+
+
+def test_a_hook_of_the_users_is_followed() -> None:
+    model: Any = small()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, state = jit(step, backend="eager"), step.init()
+    state, _ = run(state, (X, Y))
+    model[0].register_forward_hook(lambda _, __, output: output * 2)
+    state, _ = run(state, (X, Y))
+    assert run.programs == 2

@@ -124,6 +124,9 @@ LOST_NAN = Defect((2, 11), (2, 14))
 #: In an evaluation under autocast on a CPU, `nn.TransformerEncoder` calls fused kernels that do not know it:
 #: `_upstream/encoder_kernels.py`.
 FUSED_ENCODER = Defect((2, 11), None)
+#: C++ that Inductor generates names no operation in the error of an index out of range:
+#: `_upstream/bugs/unnamed_index.py`.
+UNNAMED_INDEX = Defect((2, 11), None)
 #: A CPU has no float8 products with a scale per row: `float8/product.py`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: DTensor's caches keep every mesh, a mesh its group, and a group the threads that may abort the process when it ends

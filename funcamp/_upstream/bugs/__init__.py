@@ -12,6 +12,7 @@ from funcamp._upstream.bugs import (
     lost_keywords,
     lost_nan,
     lost_order,
+    unnamed_index,
     unrounded,
 )
 from funcamp._upstream.bugs.bug import Bug
@@ -24,6 +25,7 @@ BUGS: tuple[Bug, ...] = (
     list_of_one.BUG,
     lost_keywords.BUG,
     lost_nan.BUG,
+    unnamed_index.BUG,
 )
 
 

@@ -310,7 +310,7 @@ def test_an_index_out_of_range_says_which_operation() -> None:
         return {"w": state["w"] + 1}, torch.nn.functional.embedding(batch, state["w"])
 
     run = jit(step)
-    with pytest.raises(RuntimeError, match="embedding.*index out of bounds"):
+    with pytest.raises(RuntimeError, match=r"embedding.*index out of bounds"):
         run({"w": torch.zeros(3, 2)}, torch.tensor([7]))
 
 

@@ -18,8 +18,8 @@ import torch
 from _timing import Report, Variant, about, arguments, check_on_cpu, chosen, measured, torch_variant
 from torch import nn
 
-from funcamp._audit.audit import Auditor
-from funcamp.numerics.report.recorder import Recorder
+from funcamp.report.audit import Auditor
+from funcamp.report.numbers.recorder import Recorder
 
 #: Steps in a call, which a watcher begins and ends once.
 STEPS = 20

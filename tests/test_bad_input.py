@@ -36,7 +36,7 @@ from funcamp import (
     unscale_and_check,
     update,
 )
-from funcamp._optim.stateless import OptState
+from funcamp._optim.optimizer import OptState
 from funcamp._storage.params import cut
 from funcamp.distributed.collectives import Ranks
 from funcamp.rules.fairseq import Fairseq

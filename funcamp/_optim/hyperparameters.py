@@ -113,6 +113,20 @@ def stand_in(value: object, number: object, device: str) -> object:
     return map_items(tensor, "", value, number)
 
 
+def check_value(call: str, name: str, value: object) -> None:
+    """Raise TypeError or ValueError if a tensor among a hyperparameter's items is no real number of shape ()."""
+    map_items(lambda label, item: _check_tensor(call, label, item), name, value)
+
+
+def _check_tensor(call: str, name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        return
+    if value.dim() != 0:
+        raise ValueError(f"{call}: {name} must have shape (); got {tuple(value.shape)}")
+    if value.dtype == torch.bool or value.is_complex():
+        raise TypeError(f"{call}: {name} must hold a real number; got {value.dtype}")
+
+
 def evaluate(name: str, value: object, applied: Tensor, device: torch.device) -> object:
     """Return a hyperparameter after some applied steps: a tensor for a schedule, otherwise as it is.
 
@@ -131,10 +145,7 @@ def evaluate(name: str, value: object, applied: Tensor, device: torch.device) ->
             return torch.full((), current, dtype=dtype, device=device)
         if not isinstance(current, Tensor):
             raise TypeError(f"update: {name} must be a number or a tensor of shape (); got {current!r}")
-        if current.dim() != 0:
-            raise ValueError(f"update: {name} must have shape (); got {tuple(current.shape)}")
-        if current.dtype == torch.bool or current.is_complex():
-            raise TypeError(f"update: {name} must hold a real number; got {current.dtype}")
+        _check_tensor("update", name, current)
         if current.device.type != device.type:
             raise ValueError(
                 f"update: {name} must be on the parameters' type of device, {device.type}; got {current.device}"

@@ -12,6 +12,8 @@ from torch import Tensor
 from funcamp import _tree
 
 _CALL = "stateless"
+#: How to use a scheduler of torch.
+_SCHEDULE = "write funcamp.schedule(optimizer, lambda optimizer: StepLR(optimizer, 30), steps=...)"
 
 
 def check_class(cls: object) -> None:
@@ -63,7 +65,7 @@ def refuse_schedulers(name: str, value: object) -> None:
         got = f"the class {value.__name__}" if isinstance(value, type) else _tree.brief_kind(value)
         raise TypeError(
             f"{_CALL}: {name} must be a number, a tensor or a schedule, a function of the count of applied steps; got "
-            f"{got}, which sets the numbers of a torch.optim.Optimizer"
+            f"{got}, which sets the numbers of a torch.optim.Optimizer: {_SCHEDULE}"
         )
 
 
@@ -73,7 +75,7 @@ def missing(optimizer: object, name: str) -> AttributeError:
     if hasattr(torch.optim.Optimizer, name) or name in ("param_groups", "state", "defaults"):
         fix = (
             ", as it is no torch.optim.Optimizer: take update(params, grads, opt_state), or a step of make_train_step; "
-            "a scheduler of torch is lr= a function of the count of applied steps"
+            f"for a scheduler of torch {_SCHEDULE}"
         )
     return AttributeError(f"{optimizer!r}: has no {name!r}{fix}")
 

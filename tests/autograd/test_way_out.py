@@ -180,6 +180,27 @@ def test_a_checkpoint_works_after_a_compilation_that_left_the_hooks_off() -> Non
     assert torch.equal(state.params.tree()["w"], torch.ones(4) - 0.5 * torch.ones(4).cos())
 
 
+@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
+@pytest.mark.parametrize("norm", [torch.nn.LayerNorm, torch.nn.BatchNorm1d])
+def test_norms_of_two_dtypes_under_vmap_are_refused_with_the_fix(norm: Any, policy: str) -> None:
+    class InFloat(norm):  # type: ignore[misc]
+        def forward(self, x: Tensor) -> Any:
+            return super().forward(x.float())
+
+    for cls in (norm, InFloat):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 8), cls(8), torch.nn.Linear(8, 4))
+        step = make_train_step(module_loss(model, mse_loss), SGD, policy=policy)
+        states = torch.utils._pytree.tree_map(lambda leaf: torch.stack([leaf] * 2), step.init(flat=False))
+        batch = (torch.randn(2, 3, 4), torch.randn(2, 3, 4))
+        if cls is InFloat:
+            torch.func.vmap(step)(states, batch)
+            continue
+        with pytest.raises(
+            RuntimeError, match=r"under vmap torch cannot differentiate LayerNorm.*give the layer x.float"
+        ):
+            torch.func.vmap(step)(states, batch)
+
+
 def test_a_reentrant_checkpoint_is_refused() -> None:
     step = step_of(lambda p, x: checkpoint(torch.sin, p["w"] * x, use_reentrant=True).sum(), engine="autograd")
     with pytest.raises(RuntimeError, match="pass use_reentrant=False"):

@@ -689,7 +689,13 @@ def test_a_class_that_cannot_be_pure_is_refused_with_the_reason(cls: Any, reason
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ({"learning_rate": 1.0}, TypeError, "AdamW has no hyperparameter learning_rate; got learning_rate=1.0"),
+        (
+            {"learning_rate": 1.0},
+            TypeError,
+            "AdamW has no hyperparameter learning_rate; got learning_rate=1.0: its learning rate is lr",
+        ),
+        ({"lr": torch.ones(3)}, ValueError, r"lr must have shape \(\); got \(3,\)"),
+        ({"betas": (0.9, torch.ones(2))}, ValueError, r"betas\[1\] must have shape \(\); got \(2,\)"),
         ({"params": []}, TypeError, "parameters must not be given, as they are in the state; got \\[]"),
         ({"lr": -1.0}, ValueError, "AdamW refuses its hyperparameters: Invalid learning rate: -1.0"),
         ({"betas": (2.0, 0.9)}, ValueError, "Invalid beta parameter at index 0: 2.0"),

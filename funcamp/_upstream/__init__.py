@@ -54,6 +54,10 @@ LOST_WRITES = Defect((2, 11), (2, 15))
 #: `_upstream/bugs/unrounded.py`.
 #: https://github.com/pytorch/pytorch/issues/185337
 UNROUNDED = Defect((2, 11), (2, 13))
+#: C++ that Inductor generates declares the 16-bit copy of a sum once for each tensor that it is stored in:
+#: `_upstream/bugs/declared_twice.py`.
+#: https://github.com/pytorch/pytorch/issues/194706
+DECLARED_TWICE = Defect((2, 11), None)
 #: C++ that Inductor generates ignores errors of `index_put` and `scatter_reduce`:
 #: `_upstream/bugs/lost_errors.py`.
 #: https://github.com/pytorch/pytorch/pull/190909
@@ -120,6 +124,9 @@ LOST_NAN = Defect((2, 11), (2, 14))
 #: In an evaluation under autocast on a CPU, `nn.TransformerEncoder` calls fused kernels that do not know it:
 #: `_upstream/encoder_kernels.py`.
 FUSED_ENCODER = Defect((2, 11), None)
+#: C++ that Inductor generates names no operation in the error of an index out of range:
+#: `_upstream/bugs/unnamed_index.py`.
+UNNAMED_INDEX = Defect((2, 11), None)
 #: A CPU has no float8 products with a scale per row: `float8/product.py`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: DTensor's caches keep every mesh, a mesh its group, and a group the threads that may abort the process when it ends

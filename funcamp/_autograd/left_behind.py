@@ -11,6 +11,15 @@ from torch import nn
 
 from funcamp._autograd.module_walk import TensorSlot
 
+#: Its method `__exit__` does nothing, whatever it is called with: copies have it in the place of the hook.
+_NULL = contextlib.nullcontext()
+
+
+def hooks_in_copies(module: nn.Module) -> dict[int, object]:
+    """Return what `copy.deepcopy` takes for the hooks, by their id, in a copy that has the same tensors."""
+    hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
+    return {id(hook): _NULL.__exit__ for hook in hooks if isinstance(hook, LeftBehind)}
+
 
 class LeftBehind:
     """The hook of a module before a forward pass and a `state_dict()`, which also sees a copy and a pickle.
@@ -30,9 +39,7 @@ class LeftBehind:
         own_hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, cls)]
         return own_hooks[0] if own_hooks else cls(module)
 
-    def state_was_made(
-        self, parameter: TensorSlot, buffers: Mapping[str, TensorSlot], *, shares_memory: bool
-    ) -> None:
+    def state_was_made(self, parameter: TensorSlot, buffers: Mapping[str, TensorSlot], *, shares_memory: bool) -> None:
         """Note that a state begins with the values of the module.
 
         Args:
@@ -71,7 +78,7 @@ class LeftBehind:
     def __reduce__(self) -> tuple[object, ...]:
         """Warn before a copy or a pickle, which gets a function of Python that does nothing in place of the hook."""
         self._warn()
-        return getattr, (contextlib.nullcontext(), "__exit__")
+        return getattr, (_NULL, "__exit__")
 
     def _warn(self) -> None:
         """Warn if the module is behind. In a step, or with a state's values, it has another parameter in this place."""

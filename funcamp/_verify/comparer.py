@@ -62,7 +62,7 @@ class Comparer:
         training = self._training
         step = training.step
         start = training.start()
-        reason = why_not(step) if isinstance(step, TrainStep) else "the step is a function of its own"
+        reason = why_not(step, training.state) if isinstance(step, TrainStep) else "the step is a function of its own"
         if not reason:
             scales = [float(row["metrics.scale"]) for row in eager]
             try:

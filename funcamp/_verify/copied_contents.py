@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import _tree
+from funcamp._autograd.left_behind import LeftBehind
 from funcamp._verify.rounding import distance
 
 
@@ -25,21 +26,25 @@ class CopiedContents:
         owners: dict[str, Any] = {}
         for name, found in objects.items():
             owners |= dict(found.named_modules(prefix=name)) if isinstance(found, nn.Module) else {name: found}
-        self._containers = {path: getattr(owner, "__dict__", {}) for path, owner in owners.items()}
+        self._containers: dict[str, dict[str, Any]] = {}
         """The dicts of attributes by path, and those of the tensors and modules in a module."""
-        for path, attributes in list(self._containers.items()):
+        for path, owner in owners.items():
+            attributes = owner if isinstance(owner, dict) else getattr(owner, "__dict__", {})
+            self._containers[path] = attributes
             for name in {"_parameters", "_buffers", "_modules"} & set(attributes):
                 self._containers[f"{path}.{name}"] = attributes[name]
         leaves = _tree.leaves(list(self._containers.values()))
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
-        self._same = [*owners.values(), *self._containers.values(), *self.tensors, *self._generators]
+        # A hook of funcamp's own, which notes what the steps do.
+        self._hooks = [leaf for leaf in leaves if isinstance(leaf, LeftBehind)]
+        self._same = [*owners.values(), *self._hooks, *self._containers.values(), *self.tensors, *self._generators]
         """What is not copied, because closures, views and identities refer to it."""
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
         """Context manager: every attribute is a deep copy; tensors and generators get their values back afterwards."""
-        before = [(container, dict(container)) for container in self._containers.values()]
+        before = [(container, dict(container)) for container in (*self._containers.values(), *map(vars, self._hooks))]
         values = [(tensor, tensor.detach().clone(), tensor.grad if tensor.is_leaf else None) for tensor in self.tensors]
         states = [generator.get_state() for generator in self._generators]
         memo: dict[int, Any] = {id(item): item for item in self._same}

@@ -20,7 +20,7 @@ from funcamp._types import Tree
 from funcamp._verify.rounding import Row, copied_to_host
 
 
-def why_not(step: TrainStep) -> str:
+def why_not(step: TrainStep, state: TrainState) -> str:
     """Return why there is no torch loop that computes what this step does; "" if there is one."""
     loss_fn = step.loss_fn
     parallel = step._options.parallel
@@ -31,7 +31,7 @@ def why_not(step: TrainStep) -> str:
     if isinstance(step.optimizer, Chain):
         return "the optimizer is a chain"
     try:
-        groups_of("verify", step, step.init(), None)
+        groups_of("verify", step, state, None)
     except TypeError:
         return "the optimizer is not made by stateless"
     return ""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcamp import _tree
 from funcamp._autograd.module_loss import ModuleLoss
@@ -48,12 +49,13 @@ def verify(
     parameters begins one ulp of the compute dtype up or down. So a model that amplifies rounding is not blamed. In a
     low precision that hides a wrong factor of a percent: verify with policy=None too.
 
-    While a road runs, the attributes of the model's modules and of the criterion are deep copies. Afterwards everything
-    is as it was: their tensors, the random number generators of torch, Python and numpy. Not put back are variables of
-    closures and globals, a DataLoader's own generator, and version counters: a graph made before cannot be
-    differentiated after. Runs without an autocast around it. Syncs. Takes some ten times as long as the steps, and a
-    compilation; keeps the values after every step in host memory, for six runs. Not for a step inside another
-    transform, and not while another thread uses the module.
+    While a road runs, the attributes of the model's modules and of the criterion are deep copies, and so are dicts
+    and modules among the variables that a criterion names. Afterwards everything is as it was: their tensors, the
+    random number generators of torch, Python and numpy. Not put back are other variables of closures and globals, a
+    DataLoader's own generator, and version counters: a graph made before cannot be differentiated after. Runs without
+    an autocast around it. Syncs. Takes some ten times as long as the steps, and a compilation; keeps the values after
+    every step in host memory, for six runs. Not for a step inside another transform, and not while another thread
+    uses the module.
 
     Args:
         step: a step of `make_train_step`, which is compiled by `jit(step, exact=True)`; or a `JitStep`, which is
@@ -140,6 +142,15 @@ def _first_batches(batches: Iterable[Tree], steps: int) -> list[Tree]:
 def _objects(step: object) -> dict[str, object]:
     """Return the user's objects by name, in which things may be kept from step to step."""
     loss_fn = getattr(step, "loss_fn", None)
+    objects: dict[str, object]
     if isinstance(loss_fn, ModuleLoss):
-        return {"model": loss_fn.model, "criterion": loss_fn.criterion}
-    return {"step": step} if loss_fn is None else {"loss_fn": loss_fn.function}
+        objects = {"model": loss_fn.model, "criterion": loss_fn.criterion}
+    else:
+        objects = {"step": step if loss_fn is None else loss_fn.function}
+    for function in list(objects.values()):
+        if inspect.isroutine(function) and hasattr(function, "__code__"):
+            variables = inspect.getclosurevars(function)
+            for name, value in {**variables.globals, **variables.nonlocals}.items():
+                if isinstance(value, (dict, nn.Module)):
+                    objects[f"variable {name}"] = value
+    return objects

@@ -1,43 +1,24 @@
 """Statistics that show where a model's numbers fit a narrow format and where they do not.
 
 `stats` counts one tensor. `tap` returns the counts of a forward and a backward pass through a gradient. `track_scales`
-taps the layers of a module, also in a training step. `numerics_report` runs a step once and records every operation.
+taps the layers of a module, also in a training step. `numerics_report`, which runs a step once and records every
+operation, is in `funcamp.report` and importable from here too, as its other names are.
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from funcamp.numerics.record import Record, Records, probe
 from funcamp.numerics.statistics import Stats, stats
 from funcamp.numerics.taps import tap
 from funcamp.numerics.track import TrackedLoss, TrackedModule, track_scales
 
-if TYPE_CHECKING:
-    from funcamp.report import (
-        Float8Layer,
-        NumericsReport,
-        Operation,
-        Origin,
-        Recommendation,
-        annotate,
-        numerics_report,
-        plot_flushed,
-    )
-
 __all__ = [
-    "Float8Layer",
-    "NumericsReport",
-    "Operation",
-    "Origin",
-    "Recommendation",
     "Record",
     "Records",
     "Stats",
     "TrackedLoss",
     "TrackedModule",
-    "annotate",
-    "numerics_report",
-    "plot_flushed",
     "probe",
     "stats",
     "tap",
@@ -45,8 +26,8 @@ __all__ = [
 ]
 
 #: The names of `funcamp.report`, which is imported when one of them is first used: a step with taps needs none.
-_OF_THE_REPORT = ("Float8Layer", "NumericsReport", "Operation", "Origin", "Recommendation")
-_OF_THE_REPORT += ("annotate", "numerics_report", "plot_flushed")
+_OF_THE_REPORT = {"Float8Layer", "NumericsReport", "Operation", "Origin", "Recommendation"}
+_OF_THE_REPORT |= {"annotate", "numerics_report", "plot_flushed"}
 
 
 def __getattr__(name: str) -> Any:

@@ -61,7 +61,7 @@ class OptimizerMade(Event):
 
 
 class Backward(Event):
-    """`backward()` ended, which added to the gradients of parameters."""
+    """`backward()` was called, which adds to the gradients of parameters."""
 
     parameters: tuple[Key, ...]
     empty: frozenset[Key]

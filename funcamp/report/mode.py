@@ -40,11 +40,11 @@ class Mode(DispatchMode):
         if self.run is not _run or dispatch_modes()[-1:] != [self]:
             yield
             return
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         try:
             yield
         finally:
-            self.__enter__()
+            self.__enter__()  # type: ignore[no-untyped-call]
 
     @contextlib.contextmanager
     def resumed(self) -> Iterator[None]:

@@ -28,7 +28,9 @@ def _of_torch(name: str) -> Any:
 
 
 if TYPE_CHECKING:
-    from torch.utils._python_dispatch import TorchDispatchMode as DispatchMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    DispatchMode = TorchDispatchMode
 else:
     DispatchMode = _of_torch("utils._python_dispatch.TorchDispatchMode")
 

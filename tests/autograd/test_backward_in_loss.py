@@ -50,9 +50,12 @@ class InHook(nn.Module):
             with torch.enable_grad():
                 ((self.body(x) * gradient).sum() * factor).backward()
 
-        leaf = cached.detach().square().mean().requires_grad_()
-        leaf.register_hook(hook)  # type: ignore[no-untyped-call]
-        return leaf + 0.01 * self.body(x).mean() if self.other_term else leaf
+        leaf: Tensor = cached.detach().square().mean().requires_grad_()
+        leaf.register_hook(hook)
+        if not self.other_term:
+            return leaf
+        loss_of_both: Tensor = leaf + 0.01 * self.body(x).mean()
+        return loss_of_both
 
 
 def wrapped(step: Any, jitted: bool) -> Any:
@@ -89,7 +92,12 @@ class InBackward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         hidden = self.body(x)
-        hidden.register_hook(lambda gradient: self.head(gradient.detach()).sum().backward())
+
+        def hook(gradient: Tensor) -> None:
+            with torch.enable_grad():
+                self.head(gradient.detach()).sum().backward()
+
+        hidden.register_hook(hook)
         out: Tensor = self.head(hidden).mean()
         return out
 
@@ -110,7 +118,7 @@ class OfInput(nn.Module):
 
 
 @pytest.mark.parametrize("jitted", [False, True])
-@pytest.mark.parametrize("cls", [OfInput])
+@pytest.mark.parametrize("cls", [InBackward, OfInput])
 def test_other_backward_passes_are_torchs(cls: Any, jitted: bool) -> None:
     model = cls()
     own = copy.deepcopy(model)

@@ -110,13 +110,14 @@ def test_a_module_with_the_states_values_is_silent() -> None:
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_module_that_falls_behind_again_warns_again(jitted: bool) -> None:
     module = model()
-    step = make_train_step(module_loss(module, F.mse_loss), stateless(torch.optim.SGD, lr=0.1))
+    loss_fn = module_loss(module, F.mse_loss)
+    step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.1))
     run: Any = jit(step, backend="eager") if jitted else step
     state = step.init()
     for _ in range(3):
         with assert_silent():
             state, _ = run(state, (X, Y))
-            module.load_state_dict(step.loss_fn.state_dict(state.params, state.buffers))
+            module.load_state_dict(loss_fn.state_dict(state.params, state.buffers))
             module.eval()(X)
             module.train()
             state, _ = run(state, (X, Y))

@@ -298,18 +298,6 @@ def test_function_whose_backward_pass_calls_backward(accumulate: int) -> None:
     assert all(leaf.grad is None for leaf in model.parameters())
 
 
-def test_backward_in_the_forward_pass_adds_nothing() -> None:
-    def function(p: dict[str, Tensor], x: Tensor) -> Tensor:
-        out = (p["w"] * x).square().sum()
-        out.backward(retain_graph=True)  # a saliency map
-        return out
-
-    for scale in (1.0, 256.0):
-        step = make_train_step(loss(function), stateless(torch.optim.SGD, lr=0.5), ScalerConfig(scale))
-        for run in (step, jit(step, backend="eager")):
-            assert call(run, step)[1].grad_norm == 4.0
-
-
 class Normalizing(torch.nn.Linear):
     """Normalizes its own weight in the forward pass."""
 

@@ -62,7 +62,7 @@ def compare(
     eager = reference = training.step_rows(step)
     name = "eager step"
     seeds = range(3)
-    if why_not(step):
+    if why_not(step, training.state):
         disturbed = [training.step_rows(step, seed) for seed in seeds]
     else:
         scales = [float(row["metrics.scale"]) for row in eager]

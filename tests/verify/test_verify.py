@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -257,6 +258,19 @@ def test_nothing_of_the_users_changes() -> None:
     assert torch.equal(model.layer.weight.grad, torch.ones(1, 4))
 
 
+def test_a_state_from_before_is_not_left_behind_by_verify() -> None:
+    model = mlp()
+    step = make(model)
+    state = step.init()
+    check(step)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.state_dict()  # no step of the caller's was taken
+    step(state, batches(1)[0])
+    with pytest.warns(UserWarning, match="older values than the state"):
+        model.state_dict()
+
+
 def test_a_step_that_raises_leaves_everything_as_it_was() -> None:
     class Fails(nn.Module):
         def __init__(self) -> None:
@@ -473,8 +487,9 @@ def test_what_a_criterion_keeps_is_found(how: str) -> None:
         return loss
 
     criteria = {"object": Warms(), "closure": closure, "buffer": Center()}
-    cause = "a second run" if how == "closure" else "criterion"
+    cause = "variable kept.center changes" if how == "closure" else "criterion"
     assert_found_wrong(check(make(mlp(), criteria[how])), _COMPILED, cause)
+    assert torch.equal(kept["center"], torch.zeros(1))
 
 
 def test_a_batch_over_one_memory_is_found() -> None:

@@ -56,13 +56,13 @@ class BackwardCalls(Calls):
         if not is_nested:
             scaling = graph.scaling or self._indirect_scaling([*outputs, *initial_gradients])
             self._last_scaling = scaling or self._last_scaling
-            self._run.hooks.forget()
             self._tracked.forget_derived()  # the loop may have unscaled earlier gradients since
         not_finite = ""
         if self._is_first and not is_nested:
             self._is_first = False
             not_finite = self._find_not_finite(outputs, leaves, graph.scaling)
         begins_with_one = not is_nested and all(map(_is_one, initial_gradients))
+        # Before the pass runs: its hooks act on the gradients of this event.
         event = events.Backward(
             calling_line(),
             parameters=self._tracked.parameters(leaves),
@@ -76,13 +76,12 @@ class BackwardCalls(Calls):
             not_finite=not_finite,
             retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
         )
+        self._emit(event)
         nesting = self._run.nesting
         outer = replaced(self, _outer_scaling=scaling)
         with outer, replaced(nesting, in_backward=True), nesting.mode.paused():
             result = function(tensors, *args, inputs=inputs, **kwargs)
         self._tracked.remember_gradients(leaves)
-        self._emit(event)
-        self._run.hooks.emit_deferred()
         return result
 
     def _indirect_scaling(self, tensors: list[Tensor]) -> Scaling | None:

@@ -12,7 +12,7 @@ from funcamp.report import events
 from funcamp.report.calls.observed import Function, Observed
 from funcamp.report.calls.run import Calls
 from funcamp.report.derived import Derived
-from funcamp.report.hooks import Hook
+from funcamp.report.hooks import Hook, gradient_returned, gradient_stored
 from funcamp.report.lines import calling_line
 from funcamp.report.tensors import tensors_in
 
@@ -34,10 +34,10 @@ class GradientCalls(Calls):
                 yield Observed(owner, "clip_grads_with_norm_", self._clip)
 
     def _register_hook(self, function: Function, tensor: Tensor, hook: Hook) -> object:
-        return function(tensor, self._run.hooks.wrap_hook(hook, tensor))
+        return function(tensor, self._run.hooks.wrap(hook, tensor, gradient_returned))
 
     def _register_hook_after(self, function: Function, tensor: Tensor, hook: Hook) -> object:
-        return function(tensor, self._run.hooks.wrap_hook_after(hook, tensor))
+        return function(tensor, self._run.hooks.wrap(hook, tensor, gradient_stored))
 
     def _clear(self, function: Function, module: nn.Module, *args: object, **kwargs: object) -> None:
         parameters = self._tracked.parameters(module.parameters())

@@ -26,7 +26,7 @@ class Run:
     """
 
     def __init__(self, emit: Callable[[Event], None], mode: Mode) -> None:
-        self._emit = emit
+        self.emit = emit
         self.nesting = Nesting(mode)
         """What runs now."""
         self.tracked = Tracked()
@@ -34,7 +34,7 @@ class Run:
         self.gradient_operations = GradientOperations(self.emit, self.tracked)
         self.operations = Operations(self.gradient_operations, Float16Range(self.emit), self.nesting.hides_operations)
         """Looks at the operations of the script's own code."""
-        self.hooks = ParameterHooks(self.emit, self.tracked, self.nesting, self.report_new_gradient)
+        self.hooks = ParameterHooks(self.tracked, self.nesting, self.report_new_gradient)
         """The hooks of parameters."""
 
         # The calls of scalers set these for the backward passes.
@@ -49,13 +49,6 @@ class Run:
         """The scale that each scaler's `get_scale` returned last."""
         self.loaded_numbers: set[float] = set()
         """The numbers in files that were loaded."""
-
-    def emit(self, event: Event) -> None:
-        """Report an event; the event of a hook waits for the end of its backward pass."""
-        if self.nesting.in_hook:
-            self.hooks.defer(event)
-        else:
-            self._emit(event)
 
     def report_new_gradient(self, parameter: Key, gradient: Tensor) -> None:
         """Report that the loop has replaced a parameter's gradient."""

@@ -38,15 +38,16 @@ class Recommendation(NamedTuple):
 
 def recommend(passes: list[BackwardPass], dtype: torch.dtype, headroom: float) -> Recommendation | None:
     """Return the largest power of two at which no gradient overflows, divided by headroom; None without gradients."""
-    operations = [operation for one in passes for operation in one.operations]
-    # The loss itself, of shape (), is in float32.
-    operations = [one for one in operations if one.dtype == dtype] or [one for one in operations if one.shape]
+    recorded = [operation for one in passes for operation in one.operations]
+    overflowed_scales = [one.loss_scale for one in passes if one.overflows]
+    operations = [one for one in recorded if one.dtype == dtype]
+    if overflowed_scales or not operations:  # the loss itself, of shape (), is in float32
+        operations = [one for one in recorded if one.shape]
     magnitudes = amaxes(operations)
     amax = max(magnitudes, default=0.0)
     if not amax:
         return None
     bounds = [2.0**127, 2.0 ** math.floor(math.log2(format_of(dtype).max)) / amax]
-    overflowed_scales = [one.loss_scale for one in passes if one.overflows]
     bounds += [scale / 2 for scale in overflowed_scales]
     scale = 2.0 ** math.floor(math.log2(min(bounds) / headroom))
     gradients = unscaled_stats(operations)

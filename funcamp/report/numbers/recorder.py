@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
-from funcamp.numerics import taps
 from funcamp.numerics.counting import count
 from funcamp.numerics.statistics import Stats
 from funcamp.report.mode import Mode
@@ -112,8 +111,6 @@ class Recorder:
         yield torch.autograd, "_engine_run_backward", self._run_backward
         for owner, name, call_eagerly in step_calls():
             yield owner, name, self._wrap_step(call_eagerly)
-        for name in ("count", "count_both", "take_numbers"):
-            yield taps, name, self._mute(getattr(taps, name))
         for owner, name, scale_of in scaling_calls():
             yield owner, name, self._wrap_scaling(getattr(owner, name), scale_of)
 
@@ -170,17 +167,6 @@ class Recorder:
         """Return whether the current thread has the mode: a thread that the script starts has none."""
         return any(mode is self._mode for mode in dispatch_modes())
 
-    def _mute(self, call: Callable[_P, _T]) -> Callable[_P, _T]:
-        """Wrap a call whose operations are not part of the run."""
-
-        def muted(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            if not self._is_in_this_thread():
-                return call(*args, **kwargs)
-            with replaced(self, _is_muted=True):
-                return call(*args, **kwargs)
-
-        return muted
-
     def _wrap_step(self, call: Callable[_P, _T]) -> Callable[_P, _T]:
         """Wrap the call of a step, whose optimizer's and scaler's operations are not recorded."""
 
@@ -193,13 +179,15 @@ class Recorder:
 
     def _wrap_scaling(self, call: Callable[_P, _T], scale_of: Callable[[Any], object]) -> Callable[_P, _T]:
         """Wrap a call that scales a loss: record the scale and whether the loss is finite."""
-        muted_call = self._mute(call)  # not an operation of the model; it may overflow
 
         @functools.wraps(call)
         def scale_loss(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-            result = muted_call(*args, **kwargs)
+            if not self._is_in_this_thread():
+                return call(*args, **kwargs)
+            with replaced(self, _is_muted=True):  # not an operation of the model; it may overflow
+                result = call(*args, **kwargs)
             scale = scale_of(args[0])
-            if isinstance(scale, Tensor) and not self._is_left_out() and self._is_in_this_thread():
+            if isinstance(scale, Tensor) and not self._is_left_out():
                 self._note_losses(tree_leaves([args[1:], kwargs]))
                 if self._looks_for_scale:
                     self.loss_scale = self._read(scale, lambda values: values.max().item())  # vmap has a batch of them
@@ -258,7 +246,7 @@ class Recorder:
         # In a backward pass a checkpoint calls the module again.
         is_recorded = not (in_backward or self.modules.in_evaluation)
         self.modules.enter(path if is_recorded else None)
-        if is_recorded and isinstance(module, nn.Linear) and not self._is_left_out() and args:
+        if is_recorded and isinstance(module, nn.Linear) and not (self._is_script or self._is_left_out()) and args:
             # Not the attribute: a parametrization computes it, and spectral norm changes its state by that.
             weight = dict(module._parameters).get("weight")
             if is_countable(args[0]) and is_countable(weight):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -68,7 +67,12 @@ def rule(
     return add
 
 
-@functools.cache
-def rules_at(event_type: type[Event]) -> list[Rule]:
-    """Return the rules that look at a kind of event."""
-    return [one for one in RULES if issubclass(event_type, one.events)]
+_rules_by_event: dict[type[Event], list[Rule]] = {}
+
+
+def rules_at(event: Event) -> list[Rule]:
+    """Return the rules that look at this kind of event."""
+    kind = type(event)
+    if kind not in _rules_by_event:
+        _rules_by_event[kind] = [one for one in RULES if issubclass(kind, one.events)]
+    return _rules_by_event[kind]

@@ -211,7 +211,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step config": (lambda: make_train_step(LOSS, SGD, 3), TypeError, "config must be a ScalerConfig"),  # type: ignore[arg-type]
     "step policy": (lambda: make_train_step(LOSS, SGD, policy=16), TypeError, "policy must be a Policy.*a torch.dtype or None; got 16"),  # type: ignore[arg-type]
     "step policy dtype": (lambda: make_train_step(LOSS, SGD, policy=torch.int8), ValueError, "compute_dtype must be one of float16.*got torch.int8"),
-    "step policy true": (lambda: make_train_step(LOSS, SGD, policy="16-true"), ValueError, "text must begin with a dtype, .*; got '16-true'"),
+    "step policy true": (lambda: make_train_step(LOSS, SGD, policy="16-true"), ValueError, "make_train_step: policy must be one of float16, bfloat16, float32; got '16-true'"),
     "step module": (lambda: make_train_step(torch.nn.Linear(1, 1), SGD), TypeError, r"write module_loss\(model, criterion\).*got the module Linear itself"),
     "step torch optimizer": (lambda: make_train_step(LOSS, ADAMW), TypeError, r"write stateless\(torch.optim.AdamW, lr=0.0003, betas=\(0.9, 0.95\)\); got one of class AdamW$"),
     "step torch groups": (lambda: make_train_step(LOSS, GROUPS), TypeError, r"write stateless\(torch.optim.SGD, lr=1.0, momentum=0.9\), one for each of its groups in by_group"),

@@ -92,10 +92,6 @@ class Loss:
         """Return the initial buffers."""
         return {}
 
-    def all_names(self, params: Tree) -> list[str]:
-        """Return the names of all parameters, including those that are not trained."""
-        return _tree.names(params)
-
     def python_parts(self) -> dict[str, object]:
         """Return the objects that may keep state besides the loss's arguments, by name."""
         return {"loss": self.function}

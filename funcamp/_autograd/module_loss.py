@@ -251,10 +251,6 @@ class ModuleLoss(Loss):
         """Return the buffers as they are: a call copies them."""
         return buffers
 
-    def all_names(self, params: Tree) -> list[str]:  # noqa: ARG002
-        """Return the names of all parameters, including frozen ones."""
-        return self._form.names()
-
     def why_empty(self) -> str:
         """Return why there are no parameters, for an error message."""
         has_parameters = next(self.made_of.parameters(), None) is not None

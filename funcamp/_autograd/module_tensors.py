@@ -52,7 +52,7 @@ class ModuleTensors:
         """
         values = dict(params)
         for name, stored_name in self.tied_names.items():
-            if stored_name in params:
+            if name not in params and stored_name in params:
                 values[name] = params[stored_name]
         for name, stored_name in self.buffer_names.items():
             # A frozen parameter is another object in the same memory, as in the module: an object that is both would

@@ -222,7 +222,7 @@ class TrainStep(Fixed):
         keeps_training_flags = boolean("loss", "training", training)
         mode = contextlib.nullcontext() if keeps_training_flags else self.loss_fn.eval_mode()
         with torch.no_grad(), mode, self._precision_of_policy(state):
-            params = state.params.gathered().tree()
+            params = self._params_of_loss("loss", state.params).tree()
             taps = self.loss_fn.tape(state.scaler.scale.device)
             arguments = LossArguments(params, taps, state.buffers, state.scaler, _tree.plain(batch))
             returned = call_loss(self.loss_fn, self._options.policy, arguments)
@@ -279,11 +279,14 @@ class TrainStep(Fixed):
         if not isinstance(checked.params, Params):
             checked = checked._replace(params=stored(call, checked.params, self._group))
         self._options.parallel.check(call, checked.params)
-        self._check_params(call, checked.params)
         return checked
 
-    def _check_params(self, call: str, params: Params) -> None:
-        """Raise if parameters are not the loss's; once for each layout."""
+    def _params_of_loss(self, call: str, params: Params) -> Params:
+        """Return the parameters that the loss gets: in full, also if the state is sharded.
+
+        Raises:
+            ValueError, TypeError: they are not the loss's parameters (`check_params`), once for each layout.
+        """
         dtypes = tuple([None if group is None else group.dtype for group in params.groups])
         about = _Checked(params.layout, dtypes)
         if torch.compiler.is_dynamo_compiling():  # torch.compile would guard what is known, and compile anew for it
@@ -292,6 +295,7 @@ class TrainStep(Fixed):
             check_params(call, params, self.loss_fn)
             if not compiling():
                 self._last_checked = about
+        return params.gathered()
 
     def compute_params(self, state: TrainState) -> Tree:
         """Return the parameters by name as the loss gets them, in float32.
@@ -306,7 +310,8 @@ class TrainStep(Fixed):
             {'w': tensor([[1., 1.]])}
         """
         state = self._checked("compute_params", state)
-        return clone(state.params.gathered().tree())  # the next donated step would overwrite the state's own
+        params = self._params_of_loss("compute_params", state.params)
+        return clone(params.tree())  # the next donated step would overwrite the state's own
 
     def autocast(self, state: TrainState) -> contextlib.AbstractContextManager[object]:
         """Return a region with the policy's autocast, for a forward pass outside the loss.

@@ -43,7 +43,7 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
     _check_options(step, state)
 
     # What the loss gets: full parameters, in float32. Autocast casts them at their use.
-    params_of_loss = state.params.gathered()
+    params_of_loss = step._params_of_loss("step", state.params)
     tape = loss_fn.tape(device)
 
     # The scaled gradients, the loss, its buffers and the records of the tape.

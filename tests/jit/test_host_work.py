@@ -29,7 +29,7 @@ def python_calls(function: Callable[[], object]) -> int:
     """The number of Python functions that are entered."""
     count = 0
 
-    def profile(frame: Any, event: str, argument: object) -> None:  # noqa: ARG001
+    def profile(frame: Any, event: str, argument: object) -> None:
         nonlocal count
         count += event == "call"
 

@@ -561,9 +561,12 @@ class Own:
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (optim.SGD, r"optimizer must have init and update, write stateless\(torch.optim.SGD, lr=...\); got"),
-        (optim.SGD([torch.zeros(1)], lr=0.5), r"write stateless\(torch.optim.SGD, lr=0.5\); got"),
-        (MAKE["StepLR"], "optimizer must have init and update"),
+        (optim.SGD, r"optimizer must be a pure optimizer with init and update; got .*: write stateless"),
+        (
+            optim.SGD([torch.zeros(1)], lr=0.5),
+            r"optimizer must be a pure optimizer with init and update; got an SGD: write stateless",
+        ),
+        (MAKE["StepLR"], "optimizer must be a pure optimizer with init and update"),
         (Own(), "optimizer must be made by stateless, because a scheduler needs torch's parameter groups; got"),
         (by_group({"a": SGD, "b": Own()}), "optimizer 'b' must be made by stateless"),
         (

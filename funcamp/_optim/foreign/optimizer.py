@@ -16,7 +16,7 @@ from funcamp._trace.as_compiled import as_eager
 _STEPS = 8
 #: The most names of shared numbers that only some path changes.
 _MOST_NAMES = 16
-_SHAPES = ((2, 3), (2,), (3, 2), (2, 3), (4,), (2, 2, 2, 1))
+_SHAPES = ((2, 3), (2,), (48, 32), (2, 3), (32, 48), (2, 2, 2, 1))
 #: The parameters of a trial; fewer kinds for a class that refuses some.
 _TRIALS = ((*_SHAPES, ()), _SHAPES, ((2, 3), (3, 2), (2, 3)))
 

@@ -286,5 +286,5 @@ class CountsForAll(torch.optim.SGD):
 
 
 def test_an_optimizer_with_state_in_a_global_variable_is_refused() -> None:
-    with pytest.raises(TypeError, match="CountsForAll cannot be made pure: .* it keeps something elsewhere"):
+    with pytest.raises(TypeError, match=r"CountsForAll cannot be made pure: .* it keeps something elsewhere"):
         stateless(CountsForAll, lr=0.1)

@@ -397,7 +397,7 @@ def test_a_schedule_changes_the_group_and_a_class_that_keeps_the_number_is_refus
         params, opt_state = optimizer.update(params, grads, opt_state)
         assert_close(params, loop.step(grads), 1e-6)
         scheduler.step()
-    with pytest.raises(TypeError, match="also uses the number that its constructor gets for lr"):
+    with pytest.raises(TypeError, match="uses a number of its constructor that is a tensor or a schedule here"):
         stateless(KeepsRate, lr=torch.tensor(0.1))
 
 

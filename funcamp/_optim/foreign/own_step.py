@@ -40,7 +40,7 @@ from funcamp._optim.foreign.instance import (
     tensor_of,
 )
 from funcamp._optim.foreign.number import Number, RefusedError, math_of_numbers
-from funcamp._optim.hyperparameters import Hyper, check_value, map_items
+from funcamp._optim.hyperparameters import Hyper, check_value, is_dynamic, map_items
 from funcamp._optim.modes import without_modes
 from funcamp._optim.optimizer import Leaves, OptState, StatelessOptimizer, Stepped, states_at
 from funcamp._optim.torch_optim.rule import State
@@ -92,6 +92,13 @@ class OwnStep(StatelessOptimizer):
             if name in self._dynamic:
                 check_is_no_choice(name, value, self._signature)
         self._asks_divisors = asks_divisors(cls)
+        #: What the constructor gets: other numbers for tensors and schedules, so that a class which keeps such a number
+        #: for itself, beside its group, differs from its own loop.
+        self._instance_arguments = dict(self._arguments)
+        for name in self._dynamic:
+            self._instance_arguments[name] = map_items(
+                _other_number, name, self._arguments[name], hyperparameters[name]
+            )
         self._forms: dict[Any, Form] = {}
         #: The names of what a step changes for all parameters.
         self._shared_names: frozenset[str] = frozenset()
@@ -143,7 +150,7 @@ class OwnStep(StatelessOptimizer):
             clones = [param.detach().clone() for param in params]
             for clone in clones:
                 clone.grad = torch.zeros_like(clone)
-            optimizer = instance(self._cls, clones, self._arguments)
+            optimizer = instance(self._cls, clones, self._instance_arguments)
             record(optimizer)
             before = cloned(shared_in(optimizer))
             put_shared(optimizer, _numbers(hyper, calls))
@@ -230,7 +237,7 @@ class OwnStep(StatelessOptimizer):
         form = self._form(params)
         with torch.no_grad(), calls:
             clones = [param.detach().clone() for param in params]
-            optimizer = instance(self._cls, clones, self._arguments)
+            optimizer = instance(self._cls, clones, self._instance_arguments)
             if shared is not None:  # else it is as before its first step
                 put_shared(optimizer, filled(form.shared, shared, calls))
                 for clone, contents, entries in zip(clones, form.per_param, states):
@@ -316,6 +323,10 @@ def example_hyper(optimizer: StatelessOptimizer) -> Hyper:
         return torch.full((), value, dtype=torch.float64)
 
     return {name: map_items(tensor, name, optimizer._arguments[name]) for name in optimizer._dynamic}
+
+
+def _other_number(_: str, argument: Any, hyperparameter: object) -> Any:
+    return 0.9 * argument if is_dynamic(hyperparameter) else argument
 
 
 def _numbers(hyper: Hyper, calls: Calls) -> Contents:

@@ -1,7 +1,7 @@
-"""Which parameters torch.autocast would cast, and which weights only linear layers read: a fact of a module's classes.
+"""Which parameters torch.autocast would cast: a fact of a module's classes.
 
-The policy of a step casts the first in advance, and multiplies by the second in float8. A parameter is in neither set
-if a subclass or an instance overrides forward, because the override may read it in full precision.
+The policy of a step casts them in advance. A parameter is not among them if a subclass or an instance overrides
+forward, because the override may read it in full precision.
 """
 
 from __future__ import annotations
@@ -38,21 +38,6 @@ def cast_by_autocast(model: nn.Module) -> frozenset[str]:
     names: set[str] = set()
     for prefix, module in model.named_modules():
         names.update(join(prefix, key) for key in _cast_keys(module))
-    return frozenset(names)
-
-
-def read_by_linear_layers(model: nn.Module) -> frozenset[str]:
-    """Return the names of the weights that only a linear layer's own forward multiplies by."""
-    # Attention reads the weight of its projection and does not call the layer.
-    uncalled_layers: set[nn.Module] = set()
-    for module in model.modules():
-        if isinstance(module, nn.MultiheadAttention):
-            uncalled_layers.update(module.children())
-    names: set[str] = set()
-    for prefix, module in model.named_modules():
-        is_called_linear = isinstance(module, nn.Linear) and module not in uncalled_layers
-        if is_called_linear and "weight" in _cast_keys(module):
-            names.add(join(prefix, "weight"))
     return frozenset(names)
 
 

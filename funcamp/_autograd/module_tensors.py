@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 from torch import Size, Tensor, nn
 
-from funcamp._autograd.cast_names import cast_by_autocast, read_by_linear_layers
+from funcamp._autograd.cast_names import cast_by_autocast
 from funcamp._autograd.module_walk import TensorSlots, names_among, tensors_of
 from funcamp._autograd.passed_values import has_hooks
 from funcamp._autograd.ties import find_ties
@@ -25,8 +25,6 @@ class ModuleTensors:
     """The names of these frozen parameters."""
     cast_names: frozenset[str]
     """The names of the parameters that torch.autocast would cast, without those that the criterion reaches."""
-    linear_names: frozenset[str]
-    """The names of the weights that only a linear layer's own forward multiplies by."""
     hooked_names: frozenset[str]
     """The names of the parameters with a hook, which gets the gradient in the parameter's own precision."""
     slots: TensorSlots
@@ -106,7 +104,6 @@ def describe(model: nn.Module, reached: Iterable[object]) -> ModuleTensors:
         buffer_names=ties.buffer_names,
         frozen_names=ties.frozen_names,
         cast_names=cast_by_autocast(model) - names_among(model, reached),
-        linear_names=read_by_linear_layers(model) - hooked_names,
         hooked_names=hooked_names,
         slots=TensorSlots(model, ties.names.keys() | ties.buffer_names.keys()),
         tied_names=_names_stored_under_another(ties.names),

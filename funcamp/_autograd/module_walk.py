@@ -29,6 +29,16 @@ class TensorSlot(NamedTuple):
         # Not owner.get(key): the dicts of a scripted module have no such method.
         return self.owner[self.key] if self.key in self.owner else None  # noqa: SIM401
 
+    def mark(self) -> object:
+        """Return what changes if another tensor comes here, or if the tensor is written."""
+        tensor = self.tensor()
+        return None if tensor is None else (id(tensor), tensor._version)
+
+    def requires_grad(self) -> bool:
+        """Return whether there is a tensor here that requires a gradient."""
+        tensor = self.tensor()
+        return tensor is not None and tensor.requires_grad
+
 
 def join(prefix: str, key: str) -> str:
     """Return the dotted name of a module's entry."""

@@ -40,7 +40,6 @@ def check_arguments(
     check_names(cls, hyperparameters, accepted)
     check_implementation(hyperparameters)
     for name, value in hyperparameters.items():
-        check_value("stateless", name, value)
         if name not in (*rule.arguments, *WITHOUT_EFFECT):
             raise TypeError(
                 f"stateless: {cls.__name__} must be given without {name}, which torch has and funcamp has not"
@@ -71,6 +70,7 @@ def check_names(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, 
     for name, value in hyperparameters.items():
         if name == "params":
             raise no_parameters(value)
+        check_value("stateless", name, value)
         scheduler = torch.optim.lr_scheduler.LRScheduler
         if isinstance(value, scheduler) or (isinstance(value, type) and issubclass(value, scheduler)):
             raise TypeError(

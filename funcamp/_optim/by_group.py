@@ -79,6 +79,17 @@ class GroupedOptimizer(Fixed):
                 rates[label] = learning_rate(opt_state[label])
         return rates
 
+    def evaluation_params(self, params: Tree, opt_state: Tree) -> Tree:
+        """Return the parameters to evaluate with, of every optimizer; see `StatelessOptimizer.evaluation_params`."""
+        labels = self._labels("evaluation_params", params)
+        leaves, spec = _tree.flatten(params)
+        for label, optimizer in self.optimizers.items():
+            evaluation_params = getattr(optimizer, "evaluation_params", None)
+            if evaluation_params is not None:
+                evaluated = evaluation_params(_group_of(params, labels, label), opt_state[label])
+                leaves = [old if new is None else new for old, new in zip(leaves, _tree.leaves(evaluated))]
+        return _tree.unflatten(leaves, spec)
+
     def _labels(self, call: str, params: Tree) -> list[str | None]:
         """Return the label of every leaf, None for None; `Params` have labels since they were created.
 
@@ -106,7 +117,8 @@ def by_group(
 
     For example: no decay on vectors, Muon for matrices and AdamW for the rest, a smaller rate for the head. The result
     has the `init` and `update` of an optimizer. `Params` use the labels with which they were created: pass `ravel`
-    the same group (a step's `init` takes it from here). No sync.
+    the same group (a step's `init` takes it from here). A training step skips all groups together, where two optimizers
+    of torch under one scaler skip each by its own gradients. No sync.
 
     Args:
         optimizers: a mapping from label to optimizer: the result of `stateless`, or any object with such an init and

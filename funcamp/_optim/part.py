@@ -86,6 +86,12 @@ def learning_rate_of(part: Part, state: Tree) -> Tree:
     return () if learning_rate is None else learning_rate(state)
 
 
+def evaluation_params_of(part: Part, params: Tree, state: Tree) -> Tree:
+    """Return the parameters with which a part evaluates: the same if it has no others."""
+    evaluation_params = getattr(part, "evaluation_params", None)
+    return params if evaluation_params is None else evaluation_params(params, state)
+
+
 def check_part(call: str, name: str, part: object) -> None:
     """Raise TypeError for what is no part of a chain."""
     if is_transform(part):

@@ -15,7 +15,7 @@ from funcamp._check import boolean
 from funcamp._scaler.first_state import init
 from funcamp._step.options import described
 from funcamp._step.parallel import Parallel
-from funcamp._step.state import TrainState, Variables
+from funcamp._step.state import TrainState
 from funcamp._storage.inputs import inputs_of, lay_out
 from funcamp._storage.params import Params, clone, expand
 from funcamp._types import Tree
@@ -62,7 +62,7 @@ def first_state(
         stored = lay_out(
             call, params, options.policy, loss_fn, labels, flat=flat, buckets=parallel.buckets, consume=consume
         )
-        inputs = inputs_of(call, stored, options.policy, loss_fn)
+        inputs_of(call, stored, options.policy, loss_fn)  # raises if they are not the loss's
         buffers = clone(buffers) if consumed is None else consumed.take_buffers()
         parallel.broadcast_first(stored)
         parallel.broadcast_first(buffers)
@@ -71,7 +71,7 @@ def first_state(
     if device is None:
         raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}{loss_fn.why_empty()}")
     if is_modules_own:
-        loss_fn.state_was_made()
+        loss_fn.state_was_made(shares_memory=consumed is not None)
     return TrainState(
         step=_zero(device),
         skipped=_zero(device),
@@ -79,7 +79,7 @@ def first_state(
         params=stored,
         opt_state=step._transforms.init(stored),
         scaler=init(step.config, device=device),
-        variables=Variables(buffers, step._products.init(inputs, device)),
+        buffers=buffers,
     )
 
 

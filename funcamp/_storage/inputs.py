@@ -29,11 +29,6 @@ class KnowsNames(Protocol):
         ...
 
     @property
-    def linear_names(self) -> frozenset[str]:
-        """The names of the weights of linear layers."""
-        ...
-
-    @property
     def hooked_names(self) -> frozenset[str]:
         """The names of the parameters with a hook."""
         ...
@@ -69,7 +64,7 @@ class Inputs:
     """
 
     def __init__(
-        self, layout: Layout, dtype: torch.dtype, names: tuple[str, ...] | None, leaves: Sequence[_Leaf | None]
+        self, layout: Layout, dtype: torch.dtype, names: tuple[str, ...] | None, leaves: Sequence[Input | None]
     ) -> None:
         self.layout = layout
         self.dtype = dtype
@@ -81,14 +76,12 @@ class Inputs:
             if leaf is None:
                 input_of_leaf.append(None)
                 continue
-            number = number_of_input.setdefault(Input(leaf.slot, leaf.is_cast), len(number_of_input))
+            number = number_of_input.setdefault(leaf, len(number_of_input))
             input_of_leaf.append(number)
         self.distinct = tuple(number_of_input)
         """The inputs of the loss; a parameter with two names is one, unless they differ in precision."""
         self.input_of_leaf = tuple(input_of_leaf)
         """For every leaf of the tree that the loss gets the number of its input."""
-        self.leaf_in_float8 = tuple([leaf is not None and leaf.in_float8 for leaf in leaves])
-        """For every leaf whether the loss multiplies by it in float8."""
         self.cast_groups = frozenset([self._group_of(loss_input) for loss_input in self.distinct if loss_input.is_cast])
         """The groups that are cast."""
 
@@ -124,15 +117,7 @@ class Inputs:
                 dtypes[self._group_of(loss_input)] = None
         for number in sorted(self.cast_groups):
             dtypes.setdefault(number, self.dtype)
-        # In separate gathers: a trace drops those whose only readers are products in float8.
-        float8_dtypes: dict[int, torch.dtype | None] = {}
-        for number in self.float8_groups():
-            float8_dtypes[number] = dtypes.pop(number)
-        groups = list(params.gathered(dtypes).groups)
-        for number, float8_group in enumerate(params.gathered(float8_dtypes).groups):
-            if float8_group is not None:
-                groups[number] = float8_group
-        return tuple(groups)
+        return params.gathered(dtypes).groups
 
     def tree(self, values: Sequence[Tensor]) -> Tree:
         """Return the tree that the loss gets, of the values of the inputs."""
@@ -154,31 +139,6 @@ class Inputs:
             sum_before = sums[loss_input.slot]
             sums[loss_input.slot] = gradient if sum_before is None else sum_before + gradient
         return Params(self.layout.join(sums), self.layout)
-
-    def float8_inputs(self) -> list[int]:
-        """Return the numbers of the inputs that multiply in float8."""
-        numbers: dict[int, None] = {}  # an ordered set
-        for number, in_float8 in zip(self.input_of_leaf, self.leaf_in_float8):
-            if in_float8 and number is not None:
-                numbers[number] = None
-        return list(numbers)
-
-    def float8_groups(self) -> list[int]:
-        """Return the groups whose tensors the loss uses in float8 only."""
-        is_only_float8: dict[int, bool] = {}
-        for number, in_float8 in zip(self.input_of_leaf, self.leaf_in_float8):
-            if number is not None:
-                group = self._group_of(self.distinct[number])
-                is_only_float8[group] = is_only_float8.get(group, True) and in_float8
-        return [group for group, only_float8 in is_only_float8.items() if only_float8]
-
-
-class _Leaf(NamedTuple):
-    """A leaf of the tree that the loss gets."""
-
-    slot: int
-    is_cast: bool
-    in_float8: bool
 
 
 def lay_out(
@@ -219,7 +179,7 @@ def lay_out(
     aliases = _aliases(loss_fn)
 
     def apart(name: str, leaf: Tensor) -> object:
-        precisions = {_precision(policy, loss_fn, alias, leaf) for alias in aliases.get(name, [name])}
+        precisions = {_is_cast(policy, loss_fn, alias, leaf) for alias in aliases.get(name, [name])}
         return leaf.dim() > 1 and sorted(precisions), (split or {}).get(name)
 
     layout, tensors = arrange(call, params, group, apart, buckets, flat=flat)
@@ -254,34 +214,21 @@ def inputs_of(call: str, params: Params, policy: Policy, loss_fn: KnowsNames) ->
     leaves_by_name = dict(zip(names, leaves))
     # A loss without names gets the tree as it is stored.
     names_to_stored = stored_names or {name: name for name in names}
-    leaves_of_loss: list[_Leaf | None] = []
+    leaves_of_loss: list[Input | None] = []
     for name, stored_name in names_to_stored.items():
         slot = slots_by_name[stored_name]
         leaf = leaves_by_name[stored_name]
         if slot is None or leaf is None:
             leaves_of_loss.append(None)
         else:
-            precision = _precision(policy, loss_fn, name, leaf)
-            leaves_of_loss.append(_Leaf(slot, precision.is_cast, precision.in_float8))
+            leaves_of_loss.append(Input(slot, _is_cast(policy, loss_fn, name, leaf)))
     keys = None if stored_names is None else tuple(stored_names)
     return Inputs(layout, policy.compute_dtype, keys, leaves_of_loss)
 
 
-class _Precision(NamedTuple):
-    """In which precision the loss reads a parameter: at most one of the two."""
-
-    is_cast: bool
-    """Whether it gets it in the compute dtype."""
-    in_float8: bool
-    """Whether it multiplies by it in float8."""
-
-
-def _precision(policy: Policy, loss_fn: KnowsNames, name: str, leaf: Tensor) -> _Precision:
-    """Return in which precision the loss reads a parameter under one of its names."""
-    why_not_float8 = policy.no_float8(name, leaf, loss_fn.linear_names)
-    if not why_not_float8:
-        return _Precision(is_cast=False, in_float8=True)
-    return _Precision(is_cast=policy.casts(name, leaf, _cast_names(policy, loss_fn)), in_float8=False)
+def _is_cast(policy: Policy, loss_fn: KnowsNames, name: str, leaf: Tensor) -> bool:
+    """Return whether the loss gets a parameter in the compute dtype under one of its names."""
+    return policy.casts(name, leaf, _cast_names(policy, loss_fn))
 
 
 def _cast_names(policy: Policy, loss_fn: KnowsNames) -> frozenset[str] | None:

@@ -11,13 +11,12 @@ import contextlib
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcamp._check import boolean
-from funcamp._layers import layer
 from funcamp._types import name_of
 from funcamp._upstream.encoder_kernels import without_encoder_kernels
 
@@ -26,19 +25,6 @@ _DTYPES = {
     "bfloat16": torch.bfloat16,
     "float32": torch.float32,
 }
-
-
-class ProductConfig(Protocol):
-    """How linear layers multiply in a format of a layer of funcamp: `float8.Float8Config`."""
-
-    def why_not(self, shape: Sequence[int]) -> str:
-        """Return why a weight of this shape does not multiply so; "" if it does."""
-        ...
-
-
-def _float8_config() -> Any:
-    """Return the class of configurations that the layer has."""
-    return layer("float8.config").Float8Config
 
 
 @dataclass(frozen=True)
@@ -52,19 +38,12 @@ class Policy:
     dimensions. `keep` and `copy` overrule both by name: put a layer's weight into `keep` if it is also used outside the
     layer (in a penalty).
 
-    With float8, the Linear layers of `module_loss` multiply in float8, as `float8.scaled_mm` does, if both sizes are
-    multiples of 16 and neither `keep` nor `copy` names the weight; the rest computes in compute_dtype. Their weights
-    get no copy: the gradient is taken with respect to the float32 parameter. The `repr` of a step says which layers
-    do not, and why. In a function of your own call `float8.scaled_mm`.
-
     Args:
-        compute_dtype: torch.float16, torch.bfloat16, or torch.float32 for neither copies nor autocast. "float8" is
-            torch.bfloat16 with float8 products.
+        compute_dtype: torch.float16, torch.bfloat16, or torch.float32 for neither copies nor autocast.
         autocast: whether the loss runs under torch.autocast.
         keep: globs of dotted names, `*` for any characters: these stay float32 (an embedding in your own loss).
         copy: globs of dotted names: these are copied, whatever their module or shape. `keep` takes precedence. A step's
             `init` raises for a glob of either that matches no parameter, trainable or frozen.
-        float8: how linear layers multiply in float8; None if they do not.
 
     Raises:
         TypeError: a value is not of the type given above.
@@ -75,34 +54,14 @@ class Policy:
         'float16,keep=embed.*'
         >>> Policy.parse("bfloat16").compute_dtype
         torch.bfloat16
-        >>> str(Policy("float8", keep=("head.*",)))
-        'bfloat16,keep=head.*,float8=current'
     """
 
     compute_dtype: torch.dtype = torch.float16
     autocast: bool = True
     keep: tuple[str, ...] = ()
     copy: tuple[str, ...] = ()
-    float8: ProductConfig | None = None
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            compute_dtype: torch.dtype | Literal["float8"] = torch.float16,
-            autocast: bool = True,
-            keep: tuple[str, ...] = (),
-            copy: tuple[str, ...] = (),
-            float8: ProductConfig | None = None,
-        ) -> None: ...
 
     def __post_init__(self) -> None:
-        if str(self.compute_dtype) == "float8":
-            object.__setattr__(self, "compute_dtype", torch.bfloat16)
-            if self.float8 is None:
-                object.__setattr__(self, "float8", _float8_config()())
-        if self.float8 is not None and not isinstance(self.float8, _float8_config()):
-            raise TypeError(f"Policy: float8 must be a Float8Config or None; got {self.float8!r}")
         if not isinstance(self.compute_dtype, torch.dtype):
             raise TypeError(f"Policy: compute_dtype must be a torch.dtype; got {self.compute_dtype!r}")
         if self.compute_dtype not in _DTYPES.values():
@@ -119,16 +78,13 @@ class Policy:
             parts.append(f"keep={'|'.join(self.keep)}")
         if self.copy:
             parts.append(f"copy={'|'.join(self.copy)}")
-        if self.float8 is not None:
-            parts.append(f"float8={self.float8}")
         return ",".join(parts)
 
     @classmethod
     def parse(cls, text: str) -> Policy:
         """Return the policy that a text describes.
 
-        The form is `dtype[,keep=glob|glob][,copy=glob|glob][,float8=scaling|name=value]`; the dtype is float16,
-        bfloat16 or float32, and float8 is bfloat16 with float8=current.
+        The form is `dtype[,keep=glob|glob][,copy=glob|glob]`; the dtype is float16, bfloat16 or float32.
 
         Raises:
             TypeError: text is not a string.
@@ -136,25 +92,20 @@ class Policy:
 
         Example:
             >>> Policy.parse("float16,keep=embed.*|pos")
-            Policy(compute_dtype=torch.float16, autocast=True, keep=('embed.*', 'pos'), copy=(), float8=None)
+            Policy(compute_dtype=torch.float16, autocast=True, keep=('embed.*', 'pos'), copy=())
         """
         if not isinstance(text, str):
             raise TypeError(f"Policy.parse: text must be a string; got {text!r}")
         dtype_name, *option_texts = [part.strip() for part in text.split(",")]
-        dtype: Any = "float8" if dtype_name == "float8" else _DTYPES.get(dtype_name)
+        dtype = _DTYPES.get(dtype_name)
         if dtype is None:
-            raise ValueError(
-                f"Policy.parse: text must begin with a dtype, one of {', '.join([*_DTYPES, 'float8'])}; got {text!r}"
-            )
+            raise ValueError(f"Policy.parse: text must begin with a dtype, one of {', '.join(_DTYPES)}; got {text!r}")
         options: dict[str, Any] = {}
         for option_text in option_texts:
             name, _, value = option_text.partition("=")
-            if name not in ("keep", "copy", "float8") or name in options:
-                raise ValueError(f"Policy.parse: text must have keep=, copy= or float8= once each; got {option_text!r}")
-            if name == "float8":
-                options[name] = _float8_config().parse(value)
-            else:
-                options[name] = tuple(value.split("|"))
+            if name not in ("keep", "copy") or name in options:
+                raise ValueError(f"Policy.parse: text must have keep= or copy= once each; got {option_text!r}")
+            options[name] = tuple(value.split("|"))
         return cls(dtype, **options)
 
     def casts(self, name: str, leaf: Tensor, known: frozenset[str] | None) -> bool:
@@ -171,21 +122,6 @@ class Policy:
         if known is None:
             return leaf.dim() >= 2
         return name in known
-
-    def no_float8(self, name: str, leaf: Tensor, linear: frozenset[str]) -> str:
-        """Return why the loss does not multiply by this tensor in float8; "" if it does.
-
-        `linear`: the names of the weights of linear layers.
-        """
-        if self.float8 is None or name not in linear:
-            return "it is no linear layer's weight"
-        if _matches_any(self.keep, name):
-            return "the policy's keep names it"
-        if _matches_any(self.copy, name):
-            return "the policy's copy names it"
-        if leaf.dtype != torch.float32:
-            return f"it is {name_of(leaf.dtype)}, not float32"
-        return self.float8.why_not(leaf.shape)
 
     def check_names(self, call: str, names: Sequence[str]) -> None:
         """Raise ValueError if a glob of keep or copy matches no parameter's name: a typo would have no effect."""

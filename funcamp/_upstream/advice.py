@@ -21,6 +21,11 @@ _INPUT_GRADIENT = (
     "under torch.func a loss must not call requires_grad_(), as for derivatives with respect to the input; take "
     "torch.func.grad in the loss, or pass engine='autograd' and give no argument that requires a gradient"
 )
+#: https://github.com/pytorch/pytorch/issues/184890
+_NORM_UNDER_VMAP = (
+    "under vmap torch cannot differentiate LayerNorm and BatchNorm for an input and weights of two dtypes, {text}: "
+    "give the layer x.float() in the forward pass, or take GroupNorm or RMSNorm, or no policy"
+)
 #: torch's names for the dtypes of compute copies in error texts.
 _LOW = {torch.float16: "half", torch.bfloat16: "bfloat16"}
 _FIXES = {
@@ -35,6 +40,8 @@ _FIXES = {
         ),
         _PRECISIONS,
     ),
+    "expected scalar type BFloat16 but found Float": _NORM_UNDER_VMAP,
+    "expected scalar type Half but found Float": _NORM_UNDER_VMAP,
     "support saved tensor hooks": "torch.func does not take torch.utils.checkpoint or other saved-tensor hooks; pass "
     "engine='autograd'",
     "must override the setup_context": "torch.func does not take an autograd.Function whose forward takes ctx "
@@ -48,6 +55,8 @@ _FIXES = {
     "requires_grad_(False): freeze it before the loss is made, or take p.detach() in the loss",
     "appears to not have been used in the graph": "under torch.func the loss has separate tensors, of which "
     "torch.autograd.grad finds no way to those around it; take torch.func.grad there, or pass engine='autograd'",
+    "backward() called inside a functorch transform": "the loss must not call backward(), because the step "
+    "differentiates it: return it, and take torch.func.grad for a gradient inside it",
     "backward through the graph a second time": "the step differentiates the loss: return it without calling "
     "backward; for a gradient inside the loss take torch.autograd.grad with create_graph=True",
     "incompatible with .grad()": "torch.autograd.grad does not take torch.utils.checkpoint with use_reentrant=True; "
@@ -77,6 +86,10 @@ def advise(call: str, error: Exception, low: tuple[torch.dtype, ...] = tuple(_LO
     for known_text, fix in _FIXES.items():
         if known_text not in text:
             continue
+        if fix is _NORM_UNDER_VMAP:
+            if not uses_func:
+                continue
+            fix = fix.format(text=text)
         if fix is _PRECISIONS:
             fix = _fix_of_dtypes(error, low)
         if fix is _NESTED and uses_func:

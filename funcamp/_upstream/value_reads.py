@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -53,14 +53,15 @@ def layers_without_reads(modules: Iterable[nn.Module]) -> Iterator[None]:
     replaced: list[nn.Module] = []
     try:
         for module in modules:
+            forward: Callable[..., Any]
             if isinstance(module, _BATCH_NORMS) and module.momentum is None:
-                forward = _forward_of_batch_norm
+                forward = functools.partial(_forward_of_batch_norm, module)
             elif getattr(type(module), "forward", None) is nn.AdaptiveLogSoftmaxWithLoss.forward:
-                forward = _forward_of_adaptive_softmax
+                forward = functools.partial(_forward_of_adaptive_softmax, module)
             else:
                 continue
             if "forward" not in vars(module):
-                vars(module)["forward"] = functools.partial(forward, module)
+                vars(module)["forward"] = forward
                 replaced.append(module)
         yield
     finally:
@@ -68,14 +69,12 @@ def layers_without_reads(modules: Iterable[nn.Module]) -> Iterator[None]:
             vars(module).pop("forward", None)
 
 
-def _forward_of_batch_norm(module: nn.BatchNorm1d, x: Tensor) -> Tensor:
+def _forward_of_batch_norm(module: Any, x: Tensor) -> Tensor:
     """Normalize, and average the statistics of all batches; torch divides by the number of batches on the host."""
-    forward = type(module).forward
+    forward: Callable[..., Tensor] = type(module).forward
     if not (module.training and module.track_running_stats) or module.num_batches_tracked is None:
         return forward(module, x)
     mean, variance = module.running_mean, module.running_var
-    assert mean is not None
-    assert variance is not None
     # With a momentum of 1 they become those of this batch. They are others, because a backward pass reads them.
     module.running_mean, module.running_var, module.momentum = mean.clone(), variance.clone(), 1.0
     try:
@@ -90,7 +89,7 @@ def _forward_of_batch_norm(module: nn.BatchNorm1d, x: Tensor) -> Tensor:
     return result
 
 
-def _forward_of_adaptive_softmax(module: nn.AdaptiveLogSoftmaxWithLoss, x: Tensor, target: Tensor) -> _AdaptiveOutput:
+def _forward_of_adaptive_softmax(module: Any, x: Tensor, target: Tensor) -> _AdaptiveOutput:
     """Return log probabilities of the targets and their loss; torch selects each cluster's rows by their number.
 
     Here each cluster computes all rows, of which those of other clusters are not used.

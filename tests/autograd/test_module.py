@@ -300,9 +300,9 @@ def test_aux_of_a_criterion_is_in_the_metrics(make: Any, tracked: bool, engine: 
     step = make_train_step(track_scales(loss_fn) if tracked else loss_fn, SGD, policy="bfloat16")
     run: Any = jit(step, backend="eager") if wrapped else step
     state, expected = step.init(), alone.init()
+    model = copy.deepcopy(task.model)
     for number in range(3):
         x, y = task.batch(number)
-        model = copy.deepcopy(task.model)
         model.load_state_dict(loss_fn.state_dict(expected.params, expected.buffers))
         with torch.autocast("cpu", torch.bfloat16):
             output = model(x).detach()

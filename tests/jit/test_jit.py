@@ -304,6 +304,16 @@ def test_a_failure_at_work_is_no_matter_of_compilation() -> None:
     assert state["w"].sum().item() == 0
 
 
+@pytest.mark.inductor
+def test_an_index_out_of_range_says_which_operation() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"w": state["w"] + 1}, torch.nn.functional.embedding(batch, state["w"])
+
+    run = jit(step)
+    with pytest.raises(RuntimeError, match=r"embedding.*index out of bounds"):
+        run({"w": torch.zeros(3, 2)}, torch.tensor([7]))
+
+
 def test_grad_mode_is_none_of_a_batchs_business() -> None:
     run = eager_backend(add)
     leaf = torch.ones(2, requires_grad=True)

@@ -162,9 +162,9 @@ def test_classes_that_differ_are_optimizers_that_differ() -> None:
     task = mlp()
     optimizer = by_group({"matrix": stateless(optim.Muon, lr=0.02), "vector": stateless(optim.AdamW, lr=0.01)})
     step = make_train_step(module_loss(task.model, task.criterion), optimizer, CONFIG)
+    model = copy.deepcopy(task.model)
     state = step_through(step, step.init(), task, range(3))
     saved = step.to_torch(state)["optimizer"]
-    model = copy.deepcopy(task.model)
     muon = optim.Muon([p for p in model.parameters() if p.dim() == 2], lr=0.02)
     muon.load_state_dict(saved["matrix"])
     adamw = optim.AdamW([p for p in model.parameters() if p.dim() < 2], lr=0.01)

@@ -111,7 +111,7 @@ def test_a_compiled_step_has_the_numbers_of_the_eager_one(name: str, policy: Any
         rows = make_batch()
         eager_state, eager = step(eager_state, rows)
         state, metrics = run(state, rows)
-        tolerance = {"rtol": 1e-5, "atol": 1e-6} if policy is None else {"rtol": 2e-2, "atol": 2e-2}
+        tolerance: Any = {"rtol": 1e-5, "atol": 1e-6} if policy is None else {"rtol": 2e-2, "atol": 2e-2}
         torch.testing.assert_close(metrics.loss, eager.loss, **tolerance)
         torch.testing.assert_close(tree_leaves(state), tree_leaves(eager_state), **tolerance)
     evaluate = run.also(lambda state, rows: (state, step.loss(state, rows)))

@@ -40,7 +40,7 @@ from funcamp._optim.foreign.instance import (
     tensor_of,
 )
 from funcamp._optim.foreign.number import Number, RefusedError, math_of_numbers
-from funcamp._optim.hyperparameters import Hyper, check_value, is_dynamic, map_items
+from funcamp._optim.hyperparameters import Hyper, is_dynamic, map_items
 from funcamp._optim.modes import without_modes
 from funcamp._optim.optimizer import Leaves, OptState, StatelessOptimizer, Stepped, states_at
 from funcamp._optim.torch_optim.rule import State
@@ -87,10 +87,8 @@ class OwnStep(StatelessOptimizer):
         check_names(cls, hyperparameters, self._signature)
         check_implementation(hyperparameters)
         refuse_closure(cls)
-        for name, value in hyperparameters.items():
-            check_value("stateless", name, value)
-            if name in self._dynamic:
-                check_is_no_choice(name, value, self._signature)
+        for name in self._dynamic:
+            check_is_no_choice(name, hyperparameters[name], self._signature)
         self._asks_divisors = asks_divisors(cls)
         #: What the constructor gets: other numbers for tensors and schedules, so that a class which keeps such a number
         #: for itself, beside its group, differs from its own loop.

@@ -531,7 +531,7 @@ class Own:
         (optim.SGD, r"optimizer must be a pure optimizer"),
         (
             optim.SGD([torch.zeros(1)], lr=0.5),
-            r"optimizer must be a pure optimizer with init and update; got an SGD",
+            r"optimizer must be a pure optimizer with init and update; got a SGD",
         ),
         (MAKE["StepLR"], "optimizer must be a pure optimizer"),
         (Own(), "optimizer must be made by stateless, because a scheduler needs torch's parameter groups; got"),

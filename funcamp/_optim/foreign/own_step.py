@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._optim.arguments import check_implementation, check_is_no_choice, check_names, refuse_closure
 from funcamp._optim.foreign.calls import Calls
 from funcamp._optim.foreign.caught_errors import asks_divisors
@@ -49,6 +48,7 @@ from funcamp._trace.as_compiled import as_eager
 from funcamp._types import Tree
 
 _MOST_WAYS = 16
+_FakeTensorMode: Any = _upstream.find("torch._subclasses.fake_tensor.FakeTensorMode")
 
 
 class TooManyWaysError(RefusedError):
@@ -175,7 +175,7 @@ class OwnStep(StatelessOptimizer):
         """Return what an instance with such parameters keeps."""
         key = _kinds(params)
         if key not in self._forms:
-            with without_modes(), FakeTensorMode():
+            with without_modes(), _FakeTensorMode():
                 empty = [torch.zeros(param.shape, dtype=param.dtype) for param in params]
                 self._first(empty, example_hyper(self))
         return self._forms[key]

@@ -196,9 +196,10 @@ class StatelessOptimizer(Fixed):
             >>> sgd.learning_rate(sgd.init({"w": torch.ones(2)}))
             tensor(0.5000)
         """
-        if "lr" not in self._signature and "lr" not in self._hyperparameters:
+        default = self._signature["lr"].default if "lr" in self._signature else None
+        rate = self._hyperparameters.get("lr", default)
+        if rate is None:
             return ()
-        rate = self._hyperparameters["lr"] if "lr" in self._hyperparameters else self._signature["lr"].default
         if callable(rate):
             rate = rate(opt_state.applied)
         if isinstance(rate, Tensor):

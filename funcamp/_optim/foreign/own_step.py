@@ -358,7 +358,7 @@ def _selected(condition: Tensor, yes: Stepped, no: Stepped) -> Stepped:
     """Return the results of one path or of another."""
 
     def pick(one: Tensor, other: Tensor) -> Tensor:
-        return one if one is other else torch.where(condition, one, other)
+        return one if one is other else torch.where(condition, one.to(other.dtype), other)
 
     def entries(one: State, other: State) -> State:
         return {name: pick(value, other[name]) for name, value in one.items()}

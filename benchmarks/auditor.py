@@ -35,7 +35,7 @@ class Size(NamedTuple):
 
 SIZES = {
     "4 layers of 64 units": Size(layers=4, units=64, rows=32, steps=100),
-    "6 layers of 1,024 units": Size(layers=6, units=1024, rows=32, steps=10),
+    "6 layers of 1,024 units": Size(layers=6, units=1024, rows=32, steps=20),
 }
 
 

@@ -116,10 +116,9 @@ def test_changelog_of_the_release_is_short() -> None:
     assert len(lines) - release[0] <= 80
 
 
-#: The tokens of code that a room may have. A figure may only be lowered, or raised in a commit that says which users need
-#: it and why nothing simpler serves them.
-MOST_TOKENS = {
-}
+#: The tokens of code that a room may have. A figure may only be lowered, or raised in a commit that names the users who
+#: need it, and why nothing simpler serves them.
+MOST_TOKENS = {}
 
 
 def test_no_room_grows() -> None:

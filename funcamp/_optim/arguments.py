@@ -10,9 +10,10 @@ import torch
 from funcamp import _tree
 from funcamp._optim.hyperparameters import Signature, check_value, example_of, is_dynamic
 from funcamp._optim.torch_optim.rule import UpdateRule
-from funcamp._optim.wrong_arguments import refuse_parameters, refuse_schedulers
 from funcamp._types import Kwargs
 
+#: A call in place of a wrong one, for errors.
+EXAMPLE = "stateless(torch.optim.AdamW, lr=...)"
 #: torch's names of hyperparameters that other libraries call otherwise.
 _TORCHS_NAMES = {"learning_rate": "lr", "decay": "weight_decay", "epsilon": "eps"}
 #: Entries of a group that do not change the numbers of a step: they choose how torch computes it.
@@ -47,13 +48,14 @@ def check_arguments(
             if name in rule.constants:
                 raise TypeError(f"stateless: {name} must be a constant; got {_tree.brief(value)}")
             check_is_no_choice(name, value, accepted)
-        if isinstance(value, str) and value not in rule.texts:
-            raise ValueError(f"stateless: {name} must be one of {rule.texts}; got {value!r}")
     try:
         group: Kwargs = cls([torch.zeros(2, 2, requires_grad=True)], **arguments).param_groups[0]
     except (TypeError, ValueError) as error:
         got = ", ".join(f"{name}={_tree.brief(value)}" for name, value in hyperparameters.items())
         raise type(error)(f"stateless: {cls.__name__} refuses its hyperparameters: {error}; got {got}") from error
+    for name, value in hyperparameters.items():  # of a newer torch, perhaps
+        if isinstance(value, str) and value not in rule.texts:
+            raise ValueError(f"stateless: {name} must be one of {rule.texts}; got {value!r}")
     return group
 
 
@@ -67,13 +69,26 @@ def check_names(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, 
     takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     for name, value in hyperparameters.items():
         if name == "params":
-            refuse_parameters(cls, value)
-        refuse_schedulers(name, value)
+            raise no_parameters(value)
         check_value("stateless", name, value)
-        if name in ("self", "params") or not (takes_any_name or name in accepted):
+        scheduler = torch.optim.lr_scheduler.LRScheduler
+        if isinstance(value, scheduler) or (isinstance(value, type) and issubclass(value, scheduler)):
+            raise TypeError(
+                f"stateless: {name} must be a number, a tensor or a schedule; got {_tree.brief(value)}: write "
+                "funcamp.schedule(stateless(...), lambda optimizer: ..., steps=...)"
+            )
+        if name == "self" or not (takes_any_name or name in accepted):
             torchs = _TORCHS_NAMES.get(name)
             fix = f": write {torchs}={value!r}" if torchs in accepted else ""
             raise TypeError(f"stateless: {cls.__name__} has no hyperparameter {name}; got {name}={value!r}{fix}")
+
+
+def no_parameters(value: object) -> TypeError:
+    """Return the error for parameters, or for a hyperparameter without its name."""
+    return TypeError(
+        "stateless: hyperparameters must be given by name, and parameters must not be given, as they are in the state; "
+        f"got {_tree.brief(value)}: write {EXAMPLE}"
+    )
 
 
 def check_implementation(hyperparameters: Mapping[str, object]) -> None:

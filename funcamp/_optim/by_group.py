@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import Fixed
+from funcamp._optim.arguments import EXAMPLE
 from funcamp._optim.hyperparameters import ANOTHER
 from funcamp._optim.optimizer import OptState
-from funcamp._optim.wrong_arguments import as_stateless, path_of
 from funcamp._storage.params import Params, matrix_or_vector
 from funcamp._types import Tree
 
@@ -157,20 +156,14 @@ def by_group(
 
 def check_optimizer(call: str, name: str, optimizer: object) -> None:
     """Raise TypeError if a value has no init and update."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        per_group = "" if len(optimizer.param_groups) == 1 else ", one for each of its groups in by_group({...})"
-        raise TypeError(
-            f"{call}: {name} must be a pure optimizer with init and update, and takes no parameters: write "
-            f"{as_stateless(optimizer)}{per_group}; got one of class {type(optimizer).__name__}"
-        )
     has_init = callable(getattr(optimizer, "init", None))
     has_update = callable(getattr(optimizer, "update", None))
     # A class has both methods too, but its objects are meant.
     if isinstance(optimizer, type) or not (has_init and has_update):
-        fix = "as stateless(...) gives"
-        if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
-            fix = f"write stateless({path_of(optimizer)}, lr=...)"
-        raise TypeError(f"{call}: {name} must have init and update, {fix}; got {_tree.brief(optimizer)}")
+        raise TypeError(
+            f"{call}: {name} must be a pure optimizer with init and update; got {_tree.brief(optimizer)}: write "
+            f"{EXAMPLE}"
+        )
 
 
 def _group_of(tree: Tree, labels: list[str | None], label: str) -> Tree:

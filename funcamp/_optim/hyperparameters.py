@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -42,43 +41,10 @@ def is_dynamic(value: object) -> bool:
     return isinstance(value, Tensor) or (callable(value) and not isinstance(value, type))
 
 
-@dataclass(frozen=True)
-class Started:
-    """A schedule that starts from a number: in torch's loop the optimizer is made with it."""
-
-    argument: float
-
-    def __call__(self, applied: Tensor) -> Tensor:
-        """Stand in for the schedule, whose values do not matter."""
-        raise NotImplementedError
-
-
 def argument_of(value: object) -> float | None:
     """Return the number with which torch's optimizer is made; None if it is not known: only of a scheduler of torch."""
     argument = getattr(value, "argument", None)
     return argument if isinstance(argument, (int, float)) else None
-
-
-def is_start_known(value: object) -> bool:
-    """Return whether the number with which torch's optimizer is made is known for every schedule in a value."""
-    if isinstance(value, (tuple, list)):
-        return all(map(is_start_known, value))
-    return not is_dynamic(value) or argument_of(value) is not None
-
-
-def without_values(hyperparameters: Mapping[str, object]) -> dict[str, object]:
-    """Return hyperparameters with one tensor for every tensor and schedule, or what it starts from; all are dynamic."""
-
-    def without_value(_: str, item: object) -> object:
-        argument = argument_of(item)
-        if argument is not None:
-            return Started(argument)
-        return _ANY_TENSOR if is_dynamic(item) else item
-
-    return {name: map_items(without_value, name, value) for name, value in hyperparameters.items()}
-
-
-_ANY_TENSOR = torch.empty((), device="meta")
 
 
 def example_of(name: str, value: object, accepted: Signature) -> object:
@@ -100,17 +66,6 @@ def example_of(name: str, value: object, accepted: Signature) -> object:
         return 1e-3
 
     return map_items(number, name, value, default)
-
-
-def stand_in(value: object, number: object, device: str) -> object:
-    """Return tensors with these numbers for tensors and schedules, to probe a device."""
-
-    def tensor(_: str, item: object, item_number: float) -> object:
-        if not is_dynamic(item):
-            return item
-        return torch.full((), item_number, dtype=torch.float64, device=device)
-
-    return map_items(tensor, "", value, number)
 
 
 def check_value(call: str, name: str, value: object) -> None:

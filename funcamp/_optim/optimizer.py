@@ -17,7 +17,6 @@ from funcamp._optim.hyperparameters import ANOTHER, Hyper, evaluate, is_dynamic,
 from funcamp._optim.modes import without_modes
 from funcamp._optim.torch_optim import RULES
 from funcamp._optim.torch_optim.rule import Arguments, State
-from funcamp._optim.wrong_arguments import missing
 from funcamp._storage.params import collapse, expand
 from funcamp._types import Kwargs, Tree
 
@@ -84,8 +83,9 @@ class StatelessOptimizer(Fixed):
     if not TYPE_CHECKING:  # a type checker refuses unknown names itself
 
         def __getattr__(self, name: str) -> Any:
-            # The text has the repr, which needs the hyperparameters: an object that is being unpickled has none yet.
-            raise missing(self, name) if "_hyperparameters" in vars(self) else AttributeError(name)
+            of_torch = hasattr(torch.optim.Optimizer, name) or name in ("param_groups", "state", "defaults")
+            fix = ": it is no torch.optim.Optimizer; call update, and funcamp.schedule for a scheduler of torch"
+            raise AttributeError(f"an optimizer of funcamp has no {name!r}{fix if of_torch else ''}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._cls, self._hyperparameters)
@@ -162,7 +162,7 @@ class StatelessOptimizer(Fixed):
         stepping = _at(positions, flat)
         stepping_grads = _at(positions, flat_grads)
         refuse_differentiation([*stepping, *stepping_grads])
-        states = _states_at(positions, columns)
+        states = states_at(positions, columns)
         with torch.no_grad():
             hyper = self._hyper(opt_state.applied, stepping)
             stepped = self._stepped(stepping, stepping_grads, states, opt_state, hyper)
@@ -196,9 +196,10 @@ class StatelessOptimizer(Fixed):
             >>> sgd.learning_rate(sgd.init({"w": torch.ones(2)}))
             tensor(0.5000)
         """
-        if "lr" not in self._signature and "lr" not in self._hyperparameters:
+        default = self._signature["lr"].default if "lr" in self._signature else None
+        rate = self._hyperparameters.get("lr", default)
+        if rate is None:
             return ()
-        rate = self._hyperparameters["lr"] if "lr" in self._hyperparameters else self._signature["lr"].default
         if callable(rate):
             rate = rate(opt_state.applied)
         if isinstance(rate, Tensor):
@@ -355,7 +356,7 @@ def _at(positions: list[int], flat: Leaves) -> list[Tensor]:
     return [flat[index] for index in positions]  # type: ignore[misc]  # none of them is None
 
 
-def _states_at(positions: list[int], columns: dict[str, Leaves]) -> list[State]:
+def states_at(positions: list[int], columns: dict[str, Leaves]) -> list[State]:
     """Return the entries of the parameters at some positions, each by name."""
     states: list[State] = [{} for _ in positions]
     for name, column in columns.items():

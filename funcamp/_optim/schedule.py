@@ -126,10 +126,7 @@ def _scheduled(optimizers: Mapping[str, StatelessOptimizer], make: _Make, steps:
         scheduler = _scheduler(make, torch_optimizer)
         scheduled_values = _run(scheduler, torch_optimizer, first_numbers, steps)
     scheduled = {}
-    groups = torch_optimizer.param_groups
-    for (label, optimizer), group, group_numbers, values_by_name in zip(
-        optimizers.items(), groups, first_numbers, scheduled_values
-    ):
+    for (label, optimizer), group_numbers, values_by_name in zip(optimizers.items(), first_numbers, scheduled_values):
         if not values_by_name:
             scheduled[label] = optimizer
             continue

@@ -146,7 +146,6 @@ PRIVATE = {
     "torch._C._dispatch_keyset_full_after": "jit does not take nn.Bilinear, affine_grid and linalg.pinv",
     "torch._C._dynamo.guards.TensorGuards": "a call of a jitted step takes some microseconds more",
     "torch._C._functorch.get_unwrapped": "stateless does not work under torch.func transforms",
-    "torch._C._functorch.is_batchedtensor": "optimizer steps take a few more copies",
     "torch._C._functorch.is_functorch_wrapped_tensor": "ties of parameters are looked up more slowly",
     "torch._C._functorch.is_gradtrackingtensor": "stateless does not work under torch.func transforms",
     "torch._C._swap_tensor_impl": "init(consume=True) does not work",
@@ -155,7 +154,6 @@ PRIVATE = {
     "torch._disable_dynamo": "import funcamp takes longer",
     "torch._dynamo.callback.callback_handler": "jit on torch 2.11 does not take branches of torch.cond with attributes",
     "torch._dynamo.trace_rules._numpy_function_ids": "torch.compile may take functions for those of numpy",
-    "torch._dynamo.nonstrict_trace": "stateless does not work under torch.compile",
     "torch._foreach_copy_": "captured steps, and GradScaler with 16-bit gradients, do not work",
     "torch._foreach_mul_": "GradScaler does not work",
     "torch._foreach_norm": "GradScaler does not work on a GPU",
@@ -180,15 +178,15 @@ PRIVATE = {
     "torch._subclasses.fake_tensor.DataDependentOutputException": "jit names no line where a step reads a value",
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "jit names no line where a shape follows from values",
     "torch._subclasses.fake_tensor.FakeTensor": "jit does not work",
-    "torch._subclasses.fake_tensor.FakeTensorMode": "jit does not work",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "jit and optimizers of other packages do not work",
     "torch.distributed.distributed_c10d._resolve_process_group": "distributed does not work",
     "torch.nn.modules.transformer._detect_is_causal_mask": "jit takes masks of nn.Transformer if is_causal is given",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "jit computes float16 convolutions in float32 on every CPU",
     "torch.optim.optimizer._global_optimizer_post_hooks": "GradScaler.step reads found_inf on the host",
     "torch.optim.optimizer._global_optimizer_pre_hooks": "GradScaler.step reads found_inf on the host",
-    "torch.overrides._get_current_function_mode_stack": "some optimizers are refused where a device is the default",
-    "torch.overrides._pop_mode_temporarily": "some optimizers are refused where a device is the default",
-    "torch.utils._python_dispatch.TorchDispatchMode": "jit does not work; no optimizer is flat",
+    "torch.overrides._get_current_function_mode_stack": "stateless needs the CPU as the default device",
+    "torch.overrides._pop_mode_temporarily": "stateless needs the CPU as the default device",
+    "torch.utils._python_dispatch.TorchDispatchMode": "jit does not work",
     "torch.utils._python_dispatch._disable_current_modes": "stateless is not made under FakeTensorMode, torch.compile",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "jit does not work",
     "torch.utils._pytree.GetAttrKey": "leaves have no names: no state_dict",
@@ -313,7 +311,6 @@ def _unscale_each(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> 
 
 #: Whether a transform of torch.func surrounds this call. False is safe, because torch.func then raises itself.
 transforms_active: Callable[[], bool] = find("torch._C._are_functorch_transforms_active", lambda: False)
-is_batched: Callable[[Tensor], bool] = find("torch._C._functorch.is_batchedtensor", lambda _: True)
 is_wrapped: Callable[[Tensor], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor", _has_no_storage)
 is_differentiated: Callable[[Tensor], bool] = find("torch._C._functorch.is_gradtrackingtensor")
 unwrapped: Callable[[Tensor], Tensor] = find("torch._C._functorch.get_unwrapped")

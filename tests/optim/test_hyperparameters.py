@@ -7,8 +7,6 @@ because torch's CPU adds a scaled gradient in one rounding; Muon multiplies in b
 from __future__ import annotations
 
 import inspect
-import math
-import struct
 from collections.abc import Callable
 from typing import Any
 
@@ -286,42 +284,6 @@ def test_rprop_of_a_scalar_finds_what_it_set_to_a_tensor() -> None:
         assert_same(weight, leaf.detach())
 
 
-class ReadsRate(optim.SGD):
-    """Takes the float out of its learning rate, in C."""
-
-    def step(self, closure: Any = None) -> Any:
-        with torch.no_grad():
-            for param in self.param_groups[0]["params"]:
-                param.sub_(param.grad, alpha=float.__float__(self.param_groups[0]["lr"]))
-
-
-class PacksRate(optim.SGD):
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, struct.unpack("d", struct.pack("d", lr))[0])
-
-
-class TakesRoot(optim.SGD):
-    """Computes with its learning rate by functions of Python."""
-
-    def step(self, closure: Any = None) -> Any:
-        with torch.no_grad():
-            for param in self.param_groups[0]["params"]:
-                rate = float(self.param_groups[0]["lr"])
-                param.sub_(param.grad, alpha=max(math.sqrt(rate), 0.3))
-
-
-class BranchesOnRate(TakesRoot):
-    def step(self, closure: Any = None) -> Any:
-        return super().step() if self.param_groups[0]["lr"] > 0.5 else optim.SGD.step(self)
-
-
-@pytest.mark.parametrize("cls", [TakesRoot, BranchesOnRate, PacksRate], ids=lambda cls: cls.__name__)
-def test_a_class_may_branch_on_a_schedule_and_compute_with_it_in_python(cls: Any) -> None:
-    rates = (0.9, 0.04, 0.5, 0.6, 0.16)
-    expected = loop(cls, [{"lr": rate} for rate in rates])
-    assert_updates_follow(stateless(cls, lr=piecewise(*rates)), expected)
-
-
 @pytest.mark.parametrize("value", [torch.tensor(0.5), lambda applied: 0.5 + 0 * applied], ids=["tensor", "schedule"])
 @pytest.mark.parametrize(
     ("cls", "name", "reason"),
@@ -334,7 +296,6 @@ def test_a_class_may_branch_on_a_schedule_and_compute_with_it_in_python(cls: Any
         (optim.Adam, "capturable", "must be a bool, because it chooses the algorithm"),
         (optim.Adam, "foreach", "must be False or None"),
         (optim.Muon, "ns_steps", "must be a constant"),
-        (ReadsRate, "lr", "must be a number, because ReadsRate reads its value in Python, so that"),
     ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )

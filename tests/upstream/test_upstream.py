@@ -37,17 +37,6 @@ def test_replace_of_a_namedtuple_under_dynamo() -> None:
     assert len(swap(Pair(torch.zeros(()), torch.ones(())))) == (0 if EMPTY_REPLACE.present else 2)
 
 
-@pytest.mark.compiled
-def test_dynamo_does_not_guard_on_a_captured_nonstrict_function() -> None:
-    # Kin of https://github.com/pytorch/pytorch/issues/197811: the reason why StatelessOptimizer passes a name.
-    def compiled(factor: float) -> Any:
-        traced = torch._dynamo.nonstrict_trace(lambda x: x * factor)
-        return torch.compile(lambda x: traced(x), fullgraph=True, backend="aot_eager")
-
-    two, three = compiled(2.0), compiled(3.0)
-    assert [two(torch.ones(1)).item(), three(torch.ones(1)).item()] == [2.0, 2.0]
-
-
 @pytest.mark.parametrize(
     "call",
     [

@@ -1,5 +1,6 @@
-"""torch's calls while a class's step runs: what it reads of a tensor is a `Number`, and where it gives torch a `Number`,
-the tensor behind it computes.
+"""torch's calls while a class's step runs.
+
+What it reads of a tensor is a `Number`. Where it gives torch a `Number`, the tensor behind it computes.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _FORMULAS: dict[str, Callable[..., Tensor]] = {
     "addcdiv": lambda x, tensor1, tensor2, *, value: x + value * tensor1 / tensor2,
     "addmm": lambda x, mat1, mat2, *, beta=1, alpha=1: beta * x + alpha * (mat1 @ mat2),
     "lerp": lambda x, end, weight: torch.lerp(x, end, weight),
-    "clamp": lambda x, min=None, max=None: torch.clamp(x, _like(x, min), _like(x, max)),
+    "clamp": lambda x, *bounds, **named: torch.clamp(x, *_bounds(x, bounds), **_bounds(x, named)),
     "full_like": lambda x, fill_value, **options: torch.zeros_like(x, **options) + fill_value,
     "full": lambda size, fill_value, **options: torch.zeros(size, **options) + fill_value,
     "fill": lambda x, value: torch.zeros_like(x) + value,
@@ -160,7 +161,7 @@ def _beside_tensors(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], nu
         args: its arguments, with numbers.
         kwargs: those by name.
         tensors: the tensors among them.
-        number_dtype: the dtype of a tensor for a number; beside a tensor with dimensions it does not decide the result's.
+        number_dtype: the dtype of a tensor for a number; beside one with dimensions it does not decide.
     """
 
     def tensor_of(item: Any) -> Any:
@@ -181,6 +182,10 @@ def _like(tensor: Any, bound: Any) -> Any:
     return torch.as_tensor(bound, device=tensor.device).to(tensor.dtype)
 
 
+def _bounds(tensor: Tensor, bounds: Any) -> Any:
+    return _map(lambda bound: _like(tensor, bound), bounds)
+
+
 def _finite(matrix: Tensor) -> Tensor:
     identity = torch.eye(*matrix.shape[-2:], dtype=matrix.dtype, device=matrix.device)
     return torch.where(matrix.isfinite().all(), matrix, identity)
@@ -199,10 +204,9 @@ def _selects(index: Any) -> bool:
 
 
 def _has_number(values: Iterable[Any]) -> bool:
-    for value in values:
-        if isinstance(value, Number) or (isinstance(value, (tuple, list)) and _has_number(value)):
-            return True
-    return False
+    return any(
+        isinstance(value, Number) or (isinstance(value, (tuple, list)) and _has_number(value)) for value in values
+    )
 
 
 def _is_same(one: object, other: object) -> bool:

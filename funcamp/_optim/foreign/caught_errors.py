@@ -18,7 +18,7 @@ def asks_divisors(cls: type) -> bool:
     """Return whether a class catches divisions by 0, which are then questions.
 
     Raises:
-        RefusedError: it catches other errors of Python's arithmetic, which a number whose value is a tensor never raises.
+        RefusedError: it catches other errors of Python's arithmetic, which a `Number` never raises.
     """
     asks = False
     for caught, body in _caught(cls):

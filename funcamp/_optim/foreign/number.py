@@ -1,8 +1,8 @@
 """A number that changes in training: its value is a tensor, so a program can compute it.
 
-A `Number` is no float: nothing in C can read its value by mistake. torch takes it where it takes a number or a tensor
-(`__torch_function__`). Arithmetic gives another `Number`; a comparison is a question to the run (`calls.py`); everything
-else that Python does with a number is refused, with file and line.
+A `Number` is no float, so nothing in C can read its value by mistake. torch takes it where it takes a number or a
+tensor (`__torch_function__`). Arithmetic gives another `Number`. A comparison is a question to the run (`calls.py`).
+Everything else that Python does with a number is refused, with file and line.
 """
 
 from __future__ import annotations
@@ -60,11 +60,10 @@ class Number:
     def _read(self, *_: object) -> NoReturn:
         self.run.refuse("reads a number that changes in training")
 
-    __float__ = __int__ = __index__ = __str__ = __repr__ = __format__ = __reduce__ = _read  # type: ignore[assignment]
-    __hash__ = _read  # type: ignore[assignment]
+    __float__ = __int__ = __index__ = __str__ = __repr__ = __format__ = __reduce__ = __hash__ = _read
 
     def __bool__(self) -> bool:
-        return bool(self != 0)
+        return self.run.ask(self.tensor != 0, operator.ne, self, 0)
 
 
 def value_of(item: Any) -> Any:

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from funcamp._optim.foreign.instance import changed_names, cloned, instance, refusal, shared_in, step_of
 from funcamp._optim.foreign.number import RefusedError
 from funcamp._optim.foreign.own_step import ChangesError, OwnStep, TooManyWaysError, example_hyper
-from funcamp._optim.hyperparameters import is_dynamic, map_items
 from funcamp._optim.modes import generators_put_back
 from funcamp._optim.optimizer import OptState
 from funcamp._trace.as_compiled import as_eager
@@ -16,7 +15,7 @@ from funcamp._trace.as_compiled import as_eager
 _STEPS = 8
 #: The most names of shared numbers that only some path changes.
 _MOST_NAMES = 16
-_SHAPES = ((2, 3), (2,), (3, 2), (2, 3), (4,), (2, 2, 2, 1))
+_SHAPES = ((2, 3), (2,), (48, 32), (2, 3), (32, 48), (2, 2, 2, 1))
 #: The parameters of a trial; fewer kinds for a class that refuses some.
 _TRIALS = ((*_SHAPES, ()), _SHAPES, ((2, 3), (3, 2), (2, 3)))
 
@@ -42,7 +41,6 @@ class ForeignOptimizer(OwnStep):
                 try:
                     self._shared_names = self._changing(params)
                     self._find_first_step(params)
-                    self._refuse_uses_of_arguments(params)
                 except RefusedError:
                     raise
                 except Exception as failure:  # of the class's own code, which may refuse a shape or a dtype
@@ -116,8 +114,8 @@ class ForeignOptimizer(OwnStep):
         if not (apart < of_way * _largest(wanted - start) or apart < of_size * _largest(wanted)):
             raise OtherNumbersError(
                 f"stateless: {self._cls.__name__} cannot be made pure: its step number {number} as a function comes to "
-                "other numbers than in its own loop: it keeps something elsewhere, or what it computes for one "
-                "parameter depends on another one"
+                "other numbers than in its own loop: it keeps something elsewhere, what it computes for one parameter "
+                "depends on another one, or it uses a number of its constructor that is a tensor or a schedule here"
             )
 
     def _grads(self, params: list[Tensor], number: int) -> list[Tensor]:
@@ -132,36 +130,6 @@ class ForeignOptimizer(OwnStep):
         if self._is_separate and number == 5:
             grads[0] = grads[0] * 1e6
         return grads
-
-    def _refuse_uses_of_arguments(self, params: list[Tensor]) -> None:
-        """Refuse a tensor or a schedule if the class also uses the number that its constructor gets."""
-        if not self._dynamic:
-            return
-        hyper = example_hyper(self)
-        given = self._arguments
-        results = []
-        for factor in (1.0, 1.1):
-            self._forms.clear()
-            self._arguments = dict(given)
-            for name in self._dynamic:
-                self._arguments[name] = map_items(
-                    lambda _, value, number, factor=factor: number * factor if is_dynamic(value) else number,
-                    name,
-                    self._hyperparameters[name],
-                    given[name],
-                )
-            torch.manual_seed(0)
-            states, shared = self._first(params, hyper)
-            opt_state = OptState(torch.tensor(0), {}, shared)
-            results.append(self._stepped(params, self._grads(params, 0), states, opt_state, hyper).params)
-        self._arguments = given
-        self._forms.clear()
-        if not all(map(torch.equal, *results)):
-            raise refusal(
-                self._cls,
-                f"it also uses the number that its constructor gets for {', '.join(self._dynamic)}, which must be a "
-                "number, not a tensor or a schedule",
-            )
 
 
 def _step(optimizer: torch.optim.Optimizer, leaves: list[nn.Parameter], grads: list[Tensor]) -> None:

@@ -1,18 +1,18 @@
 """A class of another package as two pure functions: its own step, run on tensors.
 
-A run (`_run`) makes an instance, puts the state in, takes the step, and reads the state. If the class asks about a number
-that changes, the step runs both ways and the condition selects (`_paths`). `optimizer.py` compares with the class's own loop.
+A run (`_run`) makes an instance, puts the state in, takes the step, and reads the state. If the class asks about a
+number that changes, the step runs both ways and the condition selects (`_paths`). `optimizer.py` compares with the
+class's own loop.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._optim.arguments import check_implementation, check_is_no_choice, check_names, refuse_closure
 from funcamp._optim.foreign.calls import Calls
 from funcamp._optim.foreign.caught_errors import asks_divisors
@@ -39,15 +39,16 @@ from funcamp._optim.foreign.instance import (
     tensor_of,
 )
 from funcamp._optim.foreign.number import Number, RefusedError, math_of_numbers
-from funcamp._optim.hyperparameters import Hyper, check_value, map_items
+from funcamp._optim.hyperparameters import Hyper, is_dynamic, map_items
 from funcamp._optim.modes import without_modes
-from funcamp._optim.optimizer import Leaves, OptState, StatelessOptimizer, Stepped
+from funcamp._optim.optimizer import Leaves, OptState, StatelessOptimizer, Stepped, states_at
 from funcamp._optim.torch_optim.rule import State
 from funcamp._storage.params import collapse, expand
 from funcamp._trace.as_compiled import as_eager
 from funcamp._types import Tree
 
 _MOST_WAYS = 16
+_FakeTensorMode: Any = _upstream.find("torch._subclasses.fake_tensor.FakeTensorMode")
 
 
 class TooManyWaysError(RefusedError):
@@ -62,6 +63,22 @@ class ChangesError(RefusedError):
         self.name = name
 
 
+class Inputs(NamedTuple):
+    """What a step begins with."""
+
+    params: list[Tensor]
+    grads: list[Any]
+    """A tensor or None for each parameter."""
+    states: list[State]
+    shared: State | None
+    """What all parameters share; None before a first step by its own formula."""
+    hyper: Hyper
+
+    def of(self, index: int) -> Inputs:
+        """Return those of one parameter."""
+        return self._replace(params=[self.params[index]], grads=[self.grads[index]], states=[self.states[index]])
+
+
 class OwnStep(StatelessOptimizer):
     """The own step of a class as a function."""
 
@@ -70,11 +87,16 @@ class OwnStep(StatelessOptimizer):
         check_names(cls, hyperparameters, self._signature)
         check_implementation(hyperparameters)
         refuse_closure(cls)
-        for name, value in hyperparameters.items():
-            check_value("stateless", name, value)
-            if name in self._dynamic:
-                check_is_no_choice(name, value, self._signature)
+        for name in self._dynamic:
+            check_is_no_choice(name, hyperparameters[name], self._signature)
         self._asks_divisors = asks_divisors(cls)
+        #: What the constructor gets: other numbers for tensors and schedules, so that a class which keeps such a number
+        #: for itself, beside its group, differs from its own loop.
+        self._instance_arguments = dict(self._arguments)
+        for name in self._dynamic:
+            self._instance_arguments[name] = map_items(
+                _other_number, name, self._arguments[name], hyperparameters[name]
+            )
         self._forms: dict[Any, Form] = {}
         #: The names of what a step changes for all parameters.
         self._shared_names: frozenset[str] = frozenset()
@@ -104,26 +126,18 @@ class OwnStep(StatelessOptimizer):
         expanded = expand(params)
         flat, spec = _tree.parameters("evaluation_params", "params", expanded)
         positions = self._positions(flat, flat)
-        columns = self._columns(expanded, flat, opt_state)
-        stepped = self._from_state(positions, flat, columns, opt_state)
-        for index, param in zip(positions, stepped):
-            flat[index] = param
-        return collapse(params, _tree.unflatten(flat, spec))
-
-    def _from_state(
-        self, positions: list[int], flat: Leaves, columns: dict[str, Leaves], opt_state: OptState
-    ) -> list[Tensor]:
-        """Return what `eval` makes of the parameters."""
-        params: list[Any] = [flat[index] for index in positions]
-        states = [{name: column[index] for name, column in columns.items()} for index in positions]
+        states = states_at(positions, self._columns(expanded, flat, opt_state))
+        present: list[Any] = [flat[index] for index in positions]
         calls = Calls(self._cls.__name__, (), asks_divisors=False)
-        optimizer, clones = self._filled_instance(params, states, opt_state.shared, calls)
-        put_shared(optimizer, _numbers(self._hyper(opt_state.applied, params), calls))
+        optimizer, clones = self._filled_instance(present, states, opt_state.shared, calls)
+        put_shared(optimizer, _numbers(self._hyper(opt_state.applied, present), calls))
         with torch.no_grad(), calls, math_of_numbers(calls):
             optimizer.eval()
         if calls.path:
             raise refusal(self._cls, "its eval branches on a number that changes in training")
-        return clones
+        for index, param in zip(positions, clones):
+            flat[index] = param
+        return collapse(params, _tree.unflatten(flat, spec))
 
     # The state before the first step.
 
@@ -134,7 +148,7 @@ class OwnStep(StatelessOptimizer):
             clones = [param.detach().clone() for param in params]
             for clone in clones:
                 clone.grad = torch.zeros_like(clone)
-            optimizer = instance(self._cls, clones, self._arguments)
+            optimizer = instance(self._cls, clones, self._instance_arguments)
             record(optimizer)
             before = cloned(shared_in(optimizer))
             put_shared(optimizer, _numbers(hyper, calls))
@@ -161,7 +175,7 @@ class OwnStep(StatelessOptimizer):
         """Return what an instance with such parameters keeps."""
         key = _kinds(params)
         if key not in self._forms:
-            with without_modes(), FakeTensorMode():
+            with without_modes(), _FakeTensorMode():
                 empty = [torch.zeros(param.shape, dtype=param.dtype) for param in params]
                 self._first(empty, example_hyper(self))
         return self._forms[key]
@@ -176,51 +190,38 @@ class OwnStep(StatelessOptimizer):
                 f"update: {self._cls.__name__} runs its own Python, which torch.compile does not trace; compile the "
                 "step with funcamp.jit"
             )
-        later = self._all_paths(params, grads, states, opt_state.shared, hyper)
+        inputs = Inputs(params, grads, states, opt_state.shared, hyper)
+        later = self._all_paths(inputs)
         if not self._first_differs:
             return later
         if any(grad is None for grad in grads):
             raise ValueError(
-                f"update: grads must all be tensors, because the first step of {self._cls.__name__} is another formula; "
-                "got None: give zeros, or leave the parameter out"
+                f"update: grads must all be tensors, because the first step of {self._cls.__name__} is another "
+                "formula; got None: give zeros, or leave the parameter out"
             )
-        first = self._all_paths(params, grads, [{} for _ in params], None, hyper)
+        first = self._all_paths(inputs._replace(states=[{} for _ in params], shared=None))
         return _selected(opt_state.applied == 0, first, later)
 
-    def _all_paths(
-        self, params: list[Tensor], grads: list[Any], states: list[State], shared: State | None, hyper: Hyper
-    ) -> Stepped:
+    def _all_paths(self, inputs: Inputs) -> Stepped:
         """Take the step along every path, of all parameters together or of each by itself."""
         if not self._is_separate:
-            return self._paths((), params, grads, states, shared, hyper, [0])
-        each = []
-        for param, grad, state in zip(params, grads, states):
-            each.append(self._paths((), [param], [grad], [state], shared, hyper, [0]))
+            return self._paths(inputs, (), [])
+        each = [self._paths(inputs.of(index), (), []) for index in range(len(inputs.params))]
         return Stepped([one.params[0] for one in each], [one.states[0] for one in each], each[-1].shared)
 
-    def _paths(
-        self,
-        answers: tuple[bool, ...],
-        params: list[Tensor],
-        grads: list[Any],
-        states: list[State],
-        shared: State | None,
-        hyper: Hyper,
-        count: list[int],
-    ) -> Stepped:
+    def _paths(self, inputs: Inputs, answers: tuple[bool, ...], runs: list[Calls]) -> Stepped:
         """Run every path that begins with some answers, and select the one that the values take."""
-        count[0] += 1
-        if count[0] > _MOST_WAYS:
+        calls = Calls(self._cls.__name__, answers, asks_divisors=self._asks_divisors)
+        runs.append(calls)
+        if len(runs) > _MOST_WAYS:
             raise TooManyWaysError(
                 f"stateless: {self._cls.__name__} cannot be made pure: its step branches on numbers that change in "
                 f"training in more than {_MOST_WAYS} ways"
             )
-        calls = Calls(self._cls.__name__, answers, asks_divisors=self._asks_divisors)
-        result = self._run(params, grads, states, shared, hyper, calls)
+        result = self._run(inputs, calls)
         for index in reversed(range(len(answers), len(calls.path))):
-            turned = (*calls.path[:index], not calls.path[index])
             try:
-                other = self._paths(turned, params, grads, states, shared, hyper, count)
+                other = self._paths(inputs, (*calls.path[:index], not calls.path[index]), runs)
             except ZeroDivisionError:  # its own loop would stop there, so the values never go this way
                 continue
             yes, no = (result, other) if calls.path[index] else (other, result)
@@ -234,7 +235,7 @@ class OwnStep(StatelessOptimizer):
         form = self._form(params)
         with torch.no_grad(), calls:
             clones = [param.detach().clone() for param in params]
-            optimizer = instance(self._cls, clones, self._arguments)
+            optimizer = instance(self._cls, clones, self._instance_arguments)
             if shared is not None:  # else it is as before its first step
                 put_shared(optimizer, filled(form.shared, shared, calls))
                 for clone, contents, entries in zip(clones, form.per_param, states):
@@ -242,16 +243,9 @@ class OwnStep(StatelessOptimizer):
                         optimizer.state[clone] = filled(contents, entries, calls)
         return optimizer, clones
 
-    def _run(
-        self,
-        params: list[Tensor],
-        grads: list[Any],
-        states: list[State],
-        shared: State | None,
-        hyper: Hyper,
-        calls: Calls,
-    ) -> Stepped:
+    def _run(self, inputs: Inputs, calls: Calls) -> Stepped:
         """Take one step of an instance."""
+        params, grads, states, shared, hyper = inputs
         form = self._form(params)
         optimizer, clones = self._filled_instance(params, states, shared, calls)
         with torch.no_grad(), calls:
@@ -329,6 +323,10 @@ def example_hyper(optimizer: StatelessOptimizer) -> Hyper:
     return {name: map_items(tensor, name, optimizer._arguments[name]) for name in optimizer._dynamic}
 
 
+def _other_number(_: str, argument: Any, hyperparameter: object) -> Any:
+    return 0.9 * argument if is_dynamic(hyperparameter) else argument
+
+
 def _numbers(hyper: Hyper, calls: Calls) -> Contents:
     """Return hyperparameters as the class gets them."""
 
@@ -360,7 +358,7 @@ def _selected(condition: Tensor, yes: Stepped, no: Stepped) -> Stepped:
     """Return the results of one path or of another."""
 
     def pick(one: Tensor, other: Tensor) -> Tensor:
-        return one if one is other else torch.where(condition, one, other)
+        return one if one is other else torch.where(condition, one.to(other.dtype), other)
 
     def entries(one: State, other: State) -> State:
         return {name: pick(value, other[name]) for name, value in one.items()}

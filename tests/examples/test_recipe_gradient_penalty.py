@@ -78,7 +78,9 @@ def test_penalty_on_the_gradient_of_the_inputs(wrap: Callable[[Any], Any]) -> No
         expected, trace = wgan_gp_oracle()
     assert trace_of(history) == trace
     assert 1 <= sum(found for _, found in trace) <= STEPS / 2
-    assert_same(state.params.tree(), expected)
+    # The penalty is in a transform of torch.func, in which autocast casts once more: gradients of its use and of the
+    # other two are added in float32, where torch's loop with one cast adds them in float16.
+    assert_close(state.params.tree(), expected, 1e-3)
 
 
 def norm_at(scale: float, size: float, engine: Callable[..., Any]) -> Tensor:

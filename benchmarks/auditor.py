@@ -22,9 +22,6 @@ from funcamp.report.audit import Auditor
 from funcamp.report.mode import Mode
 from funcamp.report.numbers.recorder import Recorder
 
-#: Steps in a call, in which the command records one.
-STEPS = 20
-
 
 class Size(NamedTuple):
     """A loop to watch."""
@@ -32,13 +29,13 @@ class Size(NamedTuple):
     layers: int
     units: int
     rows: int
-    calls: int
-    """Calls in one timing."""
+    steps: int
+    """Steps in a call, of which the command records one. It watches 100 by default."""
 
 
 SIZES = {
-    "4 layers of 64 units": Size(layers=4, units=64, rows=32, calls=3),
-    "6 layers of 1,024 units": Size(layers=6, units=1024, rows=32, calls=1),
+    "4 layers of 64 units": Size(layers=4, units=64, rows=32, steps=100),
+    "6 layers of 1,024 units": Size(layers=6, units=1024, rows=32, steps=20),
 }
 
 
@@ -53,7 +50,7 @@ def loop(size: Size) -> Callable[[], None]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
 
     def steps() -> None:
-        for _ in range(STEPS):
+        for _ in range(size.steps):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
                 loss = nn.functional.mse_loss(model(x), y)
@@ -99,13 +96,13 @@ def main() -> None:
         "time over as it is": "ratio",
         "quartiles": "ratio_quartiles",
     }
-    facts = about("cpu", rounds=args.rounds, steps=STEPS)
+    facts = about("cpu", rounds=args.rounds)
     report = Report(args.out, "auditor-cpu", "A loop under the report", facts, columns)
     for name, size in chosen(parser, args, SIZES).items():
         makers = {label: functools.partial(watched, size, **watchers) for label, watchers in VARIANTS.items()}
-        for row in measured(name, makers, size.calls, args.rounds, "cpu"):
+        for row in measured(name, makers, 1, args.rounds, "cpu"):
             if "median_ms" in row:
-                row["step_ms"] = round(row["median_ms"] / STEPS, 3)
+                row["step_ms"] = round(row["median_ms"] / size.steps, 3)
             report.add([row])
 
 

@@ -127,14 +127,12 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
         funcamp.module_loss(model, cross_entropy), funcamp.stateless(torch.optim.AdamW), policy="bfloat16"
     )
     state = step.init()
-    inputs = step._inputs("step", state.params)
-    cast = inputs.cast(state.params)
-    shared = SharedByMicroBatches(step.loss_fn, step._options.policy, state.scaler, inputs, cast, (), "autograd")
+    shared = SharedByMicroBatches(step.loss_fn, step._options.policy, state.scaler, state.params, (), "autograd")
     result = differentiate_loss(shared, state.buffers, (x, y), lambda loss: loss)
     flat = {
         "parameters": size(state.params),
         "moments": size(state.opt_state),
-        "copies": size(cast.casts),
+        "copies": 0.0,
         "gradients": size(result.gradients),
     }
     return {"eager": eager, "funcamp, flat": flat}, count

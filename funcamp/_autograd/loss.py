@@ -55,13 +55,8 @@ class Loss:
         return None
 
     @property
-    def cast_names(self) -> frozenset[str] | None:
-        """Return the names of a module's parameters that autocast would cast; None for any other loss."""
-        return None
-
-    @property
-    def hooked_names(self) -> frozenset[str]:
-        """Return the names of a module's parameters with a hook."""
+    def embedding_names(self) -> frozenset[str]:
+        """Return the stored names of the weights of a module's embeddings."""
         return frozenset()
 
     @property
@@ -96,10 +91,6 @@ class Loss:
     def buffers(self) -> dict[str, Tensor]:
         """Return the initial buffers."""
         return {}
-
-    def all_names(self, params: Tree) -> list[str]:
-        """Return the names of all parameters, including those that are not trained."""
-        return _tree.names(params)
 
     def python_parts(self) -> dict[str, object]:
         """Return the objects that may keep state besides the loss's arguments, by name."""

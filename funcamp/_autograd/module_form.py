@@ -27,10 +27,6 @@ class ModuleForm:
         self._model = model
         self.accept()
 
-    def names(self) -> list[str]:
-        """Return the names of all parameters, including frozen ones."""
-        return [name for name, kind in self.kinds.items() if kind != BUFFER]
-
     def check(self) -> None:
         """Raise ValueError if the module has another form."""
         self._compare(kinds_of(self._model))

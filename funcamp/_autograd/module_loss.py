@@ -65,7 +65,7 @@ class ModuleLoss(Loss):
         self.made_of = model
         """The module that the loss was made of. `model` is the one that it calls: the same, or a copy with taps."""
         self.criterion = criterion
-        self.tensors = describe(model, [slot.value for slot in criterion_slots])
+        self.tensors = describe(model)
         self.has_buffers = bool(self.tensors.buffer_names)
         self._form = ModuleForm(model)
         self._left_behind: LeftBehind | None = None
@@ -99,14 +99,9 @@ class ModuleLoss(Loss):
         return self.tensors.names
 
     @property
-    def cast_names(self) -> frozenset[str]:
-        """The names of the parameters that torch.autocast would cast."""
-        return self.tensors.cast_names
-
-    @property
-    def hooked_names(self) -> frozenset[str]:
-        """The names of the parameters with a hook."""
-        return self.tensors.hooked_names
+    def embedding_names(self) -> frozenset[str]:
+        """The stored names of the weights of embeddings, whose gradients autocast leaves in float32."""
+        return self.tensors.embedding_names
 
     def __repr__(self) -> str:
         criterion = "" if self.criterion is None else f", {self.criterion!r}"
@@ -255,10 +250,6 @@ class ModuleLoss(Loss):
     def fresh(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the buffers as they are: a call copies them."""
         return buffers
-
-    def all_names(self, params: Tree) -> list[str]:  # noqa: ARG002
-        """Return the names of all parameters, including frozen ones."""
-        return self._form.names()
 
     def why_empty(self) -> str:
         """Return why there are no parameters, for an error message."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import Literal, NamedTuple
 
@@ -67,12 +66,6 @@ def kinds_of(model: nn.Module) -> dict[str, Kind]:
             if buffer is not None:
                 kinds[join(prefix, key)] = BUFFER
     return kinds
-
-
-def names_among(model: nn.Module, objects: Iterable[object]) -> frozenset[str]:
-    """Return the names of the model's tensors that are among these objects."""
-    object_ids = set(map(id, objects))
-    return frozenset(name for name, tensor in tensors_of(model).items() if id(tensor) in object_ids)
 
 
 def plain_attributes(model: nn.Module) -> dict[str, Tensor]:

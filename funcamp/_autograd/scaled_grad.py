@@ -121,7 +121,6 @@ def differentiate(
     *,
     weigh: Callable[[Tensor], Tensor] = lambda loss: loss,
     run_backward: RunBackward | None = None,
-    low: tuple[torch.dtype, ...] = (),
 ) -> Differentiated:
     """Return the scaled gradients of weigh(loss) for every input, and the loss and aux as returned.
 
@@ -134,7 +133,6 @@ def differentiate(
         engine: what differentiates.
         weigh: a function of the loss that is scaled in its place, such as its share of a sum over micro-batches.
         run_backward: runs the backward pass; None to run it as it is.
-        low: the dtypes of compute copies among the inputs, for the advice in errors.
     """
 
     def scaled_loss(values: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tree]]:
@@ -155,7 +153,7 @@ def differentiate(
                 return _by_func(scaled_loss, inputs)
             return _by_autograd(call, scaled_loss, inputs, run_backward)
     except (RuntimeError, ZeroDivisionError) as error:
-        advise(call, error, low, uses_func=engine == "func")
+        advise(call, error, uses_func=engine == "func")
         raise
 
 

@@ -13,8 +13,8 @@ from funcamp._autograd.loss import Loss
 from funcamp._autograd.scaled_grad import Engine, backward_runner, differentiate, refuse_hooks_beside
 from funcamp._scaler.state import ScalerState
 from funcamp._step.accumulate import Result
-from funcamp._storage.inputs import Cast, Inputs
-from funcamp._storage.params import clone
+from funcamp._storage.inputs import gradients_as_stored
+from funcamp._storage.params import Params, clone
 from funcamp._storage.policy import Policy, autocast_of
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
@@ -26,9 +26,8 @@ class SharedByMicroBatches(NamedTuple):
     loss_fn: Loss
     policy: Policy
     scaler: ScalerState
-    inputs: Inputs
-    cast: Cast
-    """The parameters, from `Inputs.cast`."""
+    params: Params
+    """In full, also if the state is sharded."""
     tape: Tree
     """Of the loss's taps."""
     engine: Engine
@@ -49,22 +48,22 @@ def differentiate_loss(
 ) -> Result:
     """Differentiate weigh(loss) of one micro-batch with respect to the inputs of the loss and the tape."""
     loss_fn = shared.loss_fn
-    inputs = shared.inputs
-    # The loss is differentiated with respect to its inputs, and after them the zeros of the tape, in one list.
-    input_values = inputs.values(shared.cast)
-    input_count = len(input_values)
+    layout = shared.params.layout
+    # The loss is differentiated with respect to the parameters, and after them the zeros of the tape, in one list.
+    param_values = shared.params.values()
+    param_count = len(param_values)
     zeros, tape_spec = _tree.flatten(shared.tape)
 
     def taps_of(values: list[Tensor]) -> Tree:
-        return _tree.unflatten(values[input_count:], tape_spec)
+        return _tree.unflatten(values[param_count:], tape_spec)
 
     def differentiated_tree(values: list[Tensor]) -> Tree:
         """Return what the loss is differentiated with respect to, as the loss gets it."""
-        params = inputs.tree(values[:input_count])
+        params = layout.tree(values[:param_count])
         return (params, taps_of(values)) if loss_fn.probes else params
 
     def loss_of(values: list[Tensor]) -> Tree:
-        params = inputs.tree(values[:input_count])
+        params = layout.tree(values[:param_count])
         arguments = LossArguments(params, taps_of(values), buffers, shared.scaler, batch)
         returned = call_loss(loss_fn, shared.policy, arguments)
         if shared.engine == "autograd" and not torch.compiler.is_dynamo_compiling():
@@ -75,17 +74,16 @@ def differentiate_loss(
         "step",
         shared.scaler,
         loss_of,
-        input_values + zeros,
+        param_values + zeros,
         loss_fn.has_buffers or loss_fn.has_aux,
         shared.engine,
         weigh=weigh,
         run_backward=backward_runner(loss_fn, differentiated_tree),
-        low=(shared.policy.compute_dtype,),
     )
     if loss_fn.has_buffers:
         buffers, aux = _buffers_and_aux(loss_fn, buffers, aux)
-    records = _tree.unflatten(gradients[input_count:], tape_spec)
-    return Result(inputs.gradients(gradients[:input_count]), loss, buffers, records, clone(aux))
+    records = _tree.unflatten(gradients[param_count:], tape_spec)
+    return Result(gradients_as_stored(gradients[:param_count], layout), loss, buffers, records, clone(aux))
 
 
 def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Tree:

@@ -16,8 +16,8 @@ from funcamp._scaler.first_state import init
 from funcamp._step.options import described
 from funcamp._step.parallel import Parallel
 from funcamp._step.state import TrainState
-from funcamp._storage.inputs import inputs_of, lay_out
-from funcamp._storage.params import Params, clone, expand
+from funcamp._storage.inputs import check_params, lay_out
+from funcamp._storage.params import Params, clone
 from funcamp._types import Tree
 
 if TYPE_CHECKING:
@@ -54,15 +54,12 @@ def first_state(
         buffers = loss_fn.buffers()
     if consumed is None:
         _check_buffers(loss_fn, buffers)
-    options.policy.check_names(call, loss_fn.all_names(expand(params)))
     parallel.agree(described(loss_fn, step.optimizer, step.config, options, flat))
 
     # Stored as the state has them, with the first rank's values.
     with torch.no_grad():  # params may require grad
-        stored = lay_out(
-            call, params, options.policy, loss_fn, labels, flat=flat, buckets=parallel.buckets, consume=consume
-        )
-        inputs_of(call, stored, options.policy, loss_fn)  # raises if they are not the loss's
+        stored = lay_out(call, params, loss_fn, labels, flat=flat, buckets=parallel.buckets, consume=consume)
+        check_params(call, stored, loss_fn)
         buffers = clone(buffers) if consumed is None else consumed.take_buffers()
         parallel.broadcast_first(stored)
         parallel.broadcast_first(buffers)

@@ -57,7 +57,7 @@ def make_train_step(
             GradScaler does; float16 needs it, and whether a loss of yours uses float16 is not known here. If nothing
             does (bfloat16, float32), `presets.disabled()` has the constant scale 1; a line of the log at level INFO
             reports it when a step is built with the default and without a float16 policy.
-        policy: a `Policy`, its string ("float16", "bfloat16,keep=head.*") or a dtype: autocast and compute copies.
+        policy: a dtype, its name ("float16", "bfloat16", "float32") or a `Policy`: the loss runs under autocast.
             None: the loss gets the parameters as they are and may use autocast itself.
         max_norm: clip gradients to this global 2-norm; a positive number or a tensor of shape ().
         max_value: clamp gradients to this magnitude; not with max_norm.

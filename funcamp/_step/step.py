@@ -26,20 +26,19 @@ from funcamp._step.state import Metrics, TrainState, check_train_state
 from funcamp._step.state_dict import export, gather, restore
 from funcamp._step.take_step import take_step
 from funcamp._step.to_torch import to_torch
-from funcamp._storage.inputs import Inputs, inputs_of, lay_out
+from funcamp._storage.inputs import check_params, lay_out
 from funcamp._storage.layout import Layout
-from funcamp._storage.params import Params, matrix_or_vector, stored
+from funcamp._storage.params import Params, clone, matrix_or_vector, stored
 from funcamp._storage.policy import autocast_of
 from funcamp._trace.tracing import compiling
 from funcamp._types import StateDict, Tree
 
 
-class _KnownInputs(NamedTuple):
-    """What the loss gets of the last parameters: the same for all of one layout and of the same dtypes."""
+class _Checked(NamedTuple):
+    """The layout of parameters that were checked, and for every group its dtype."""
 
-    layout_and_dtypes: tuple[Layout, tuple[torch.dtype | None, ...]]
-    """The layout, and for every group its dtype."""
-    inputs: Inputs
+    layout: Layout
+    dtypes: tuple[torch.dtype | None, ...]
 
 
 def _clipping(options: Options) -> list[Callable[[Update], Update]]:
@@ -77,7 +76,7 @@ class TrainStep(Fixed):
         self.optimizer = optimizer
         self.config = config
         self._options = options
-        self._known_inputs: _KnownInputs | None = None
+        self._last_checked: _Checked | None = None
         #: Gives parameters the labels of their groups, unless `init` gets another function. The optimizer has at most
         #: one (`make_train_step`).
         self._group = next(iter(group_functions_in(optimizer)), matrix_or_vector)
@@ -147,8 +146,7 @@ class TrainStep(Fixed):
 
         Args:
             params: a pytree of floating-point or complex tensors, or `Params`; by default the module's, if the
-                loss is of `module_loss`. `Params` keep their groups: neither the policy nor
-                `DataParallel(buckets=...)` splits them.
+                loss is of `module_loss`. `Params` keep their groups: `DataParallel(buckets=...)` does not split them.
             buffers: tensors by name; by default the module's.
             flat: store the parameters in a few 1-D tensors, so that the number of kernel launches does not depend on
                 the number of tensors; False stores each tensor by itself.
@@ -174,10 +172,9 @@ class TrainStep(Fixed):
             TypeError: params is missing; a leaf is an integer tensor, a sparse tensor or not a tensor; buffers is not a
                 dict of tensors; flat or consume is not a bool; group is not callable; consume is set for a loss that is
                 not of `module_loss`, or for a module with DTensors or other tensor subclasses.
-            ValueError: params has no tensor, or not the names of the module; a glob of the policy's keep or copy
-                matches no parameter; buffers are given for a loss without, or with other names than the module's; group
-                is given with `Params`; flat is False with `Params`, a group, or a sharded state; consume is
-                set with params or buffers, or for a sharded state.
+            ValueError: params has no tensor, or not the names of the module; buffers are given for a loss without, or
+                with other names than the module's; group is given with `Params`; flat is False with `Params`, a group,
+                or a sharded state; consume is set with params or buffers, or for a sharded state.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -225,8 +222,7 @@ class TrainStep(Fixed):
         keeps_training_flags = boolean("loss", "training", training)
         mode = contextlib.nullcontext() if keeps_training_flags else self.loss_fn.eval_mode()
         with torch.no_grad(), mode, self._precision_of_policy(state):
-            inputs = self._inputs("loss", state.params)
-            params = inputs.tree(inputs.values(inputs.cast(state.params)))
+            params = self._params_of_loss("loss", state.params).tree()
             taps = self.loss_fn.tape(state.scaler.scale.device)
             arguments = LossArguments(params, taps, state.buffers, state.scaler, _tree.plain(batch))
             returned = call_loss(self.loss_fn, self._options.policy, arguments)
@@ -285,22 +281,24 @@ class TrainStep(Fixed):
         self._options.parallel.check(call, checked.params)
         return checked
 
-    def _inputs(self, call: str, params: Params) -> Inputs:
-        """Return what the loss gets of these parameters."""
-        group_dtypes = tuple([None if group is None else group.dtype for group in params.groups])
-        layout_and_dtypes = (params.layout, group_dtypes)
+    def _params_of_loss(self, call: str, params: Params) -> Params:
+        """Return the parameters that the loss gets: in full, also if the state is sharded.
+
+        Raises:
+            ValueError, TypeError: they are not the loss's parameters (`check_params`), once for each layout.
+        """
+        dtypes = tuple([None if group is None else group.dtype for group in params.groups])
+        about = _Checked(params.layout, dtypes)
         if torch.compiler.is_dynamo_compiling():  # torch.compile would guard what is known, and compile anew for it
-            return inputs_of(call, params, self._options.policy, self.loss_fn)
-        known = self._known_inputs
-        if known is not None and known.layout_and_dtypes == layout_and_dtypes:
-            return known.inputs
-        inputs = inputs_of(call, params, self._options.policy, self.loss_fn)
-        if not compiling():
-            self._known_inputs = _KnownInputs(layout_and_dtypes, inputs)
-        return inputs
+            check_params(call, params, self.loss_fn)
+        elif self._last_checked != about:
+            check_params(call, params, self.loss_fn)
+            if not compiling():
+                self._last_checked = about
+        return params.gathered()
 
     def compute_params(self, state: TrainState) -> Tree:
-        """Return the parameters as the loss gets them: compute copies if the policy makes them.
+        """Return the parameters by name as the loss gets them, in float32.
 
         For a forward pass outside the loss, under `autocast`: another network's turn, a target network, acting.
         Returns detached copies, which later steps do not change. With a sharded state this is a collective: call it on
@@ -309,14 +307,11 @@ class TrainStep(Fixed):
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD), policy="bfloat16")
             >>> step.compute_params(step.init({"w": torch.ones(1, 2)}))
-            {'w': tensor([[1., 1.]], dtype=torch.bfloat16)}
+            {'w': tensor([[1., 1.]])}
         """
         state = self._checked("compute_params", state)
-        inputs = self._inputs("compute_params", state.params)
-        values = [value.detach() for value in inputs.values(inputs.cast(state.params))]
-        if not torch.compiler.is_dynamo_compiling():  # the next donated step would overwrite these
-            values = [value.clone() for value in values]
-        return inputs.tree(values)
+        params = self._params_of_loss("compute_params", state.params)
+        return clone(params.tree())  # the next donated step would overwrite the state's own
 
     def autocast(self, state: TrainState) -> contextlib.AbstractContextManager[object]:
         """Return a region with the policy's autocast, for a forward pass outside the loss.
@@ -349,9 +344,8 @@ class TrainStep(Fixed):
         """Return every tensor of a state by a dotted name, for torch.save.
 
         Names start with `params.`, `opt_state.` and so on; a parameter's goes on with the module's own name. The names
-        are the same whether the parameters are flat or not. Compute copies are left out, because they follow from the
-        parameters. Tensors are copies. With a sharded state this is a collective: call it on every rank; it gathers the
-        full state, as `distributed.gather_state` does. No sync.
+        are the same whether the parameters are flat or not. Tensors are copies. With a sharded state this is a
+        collective: call it on every rank; it gathers the full state, as `distributed.gather_state` does. No sync.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -415,7 +409,6 @@ class TrainStep(Fixed):
         params = lay_out(
             "load_state_dict",
             like.params.tree(),
-            options.policy,
             self.loss_fn,
             group,
             buckets=options.parallel.buckets,

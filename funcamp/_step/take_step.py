@@ -42,16 +42,15 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
     batch = _tree.plain(batch)
     _check_options(step, state)
 
-    # Precision: the parameters as the loss gets them.
-    inputs = step._inputs("step", state.params)
-    cast = inputs.cast(state.params)
+    # What the loss gets: full parameters, in float32. Autocast casts them at their use.
+    params_of_loss = step._params_of_loss("step", state.params)
     tape = loss_fn.tape(device)
 
     # The scaled gradients, the loss, its buffers and the records of the tape.
     pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
     shares = shares_of(options.weight, pieces, parallel.size, parallel.sum_of_weights, device)
     engine = choose_engine(loss_fn.engine, state)
-    shared = SharedByMicroBatches(loss_fn, options.policy, state.scaler, inputs, cast, tape, engine)
+    shared = SharedByMicroBatches(loss_fn, options.policy, state.scaler, params_of_loss, tape, engine)
 
     def differentiate_piece(buffers: dict[str, Tensor], piece: Tree, share: Tensor | None) -> Result:
         return differentiate_loss(shared, buffers, piece, lambda loss: shares.weigh(loss, share))

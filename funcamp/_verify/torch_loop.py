@@ -23,12 +23,9 @@ from funcamp._verify.rounding import Row, copied_to_host
 def why_not(step: TrainStep, state: TrainState) -> str:
     """Return why there is no torch loop that computes what this step does; "" if there is one."""
     loss_fn = step.loss_fn
-    policy = step._options.policy
     parallel = step._options.parallel
     if not isinstance(loss_fn, ModuleLoss) or loss_fn.model is not loss_fn.made_of:
         return "the loss is not of module_loss"
-    if policy.keep or policy.copy or not policy.autocast:
-        return "the policy names parameters, which torch.autocast cannot"
     if parallel.size > 1 or parallel.shard or parallel.reduce is not None:
         return "the step communicates with other processes"
     if isinstance(step.optimizer, Chain):

@@ -44,14 +44,13 @@ class DataParallel(Parallel):
     sync except in `init`.
 
     With shard=True each rank stores a slice of the parameters, of the optimizer's state and of the average (ZeRO stages
-    1 and 2): all-gather in the compute dtype, forward and backward, reduce-scatter, update of the slice. The norm and
+    1 and 2): all-gather in float32, forward and backward, reduce-scatter, update of the slice. The norm and
     the flag share one all-gather of two numbers.
 
     Args:
         group: a ProcessGroup, or a DeviceMesh of one dimension; by default all processes.
         shard: shard the state over the ranks; needs flat storage and elementwise optimizers (your own sees slices).
-        dtype: the dtype in which gradients are summed, if not their own: float32 for precision, bfloat16 for less
-            traffic.
+        dtype: the dtype in which gradients are summed, if not their own, float32: bfloat16 for less traffic.
         buckets: number of parts of flat storage, in the order of the parameters. Under `jit` the collective of a part
             starts when its gradients are ready and overlaps the backward pass of the earlier parts. Useful if
             communication is slow; each part adds a few collectives and kernels.

@@ -6,38 +6,12 @@ operation, is in `funcamp.report` and importable from here too, as its other nam
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from funcamp.numerics.record import Record, Records, probe
 from funcamp.numerics.statistics import Stats, stats
 from funcamp.numerics.taps import tap
 from funcamp.numerics.track import TrackedLoss, TrackedModule, track_scales
-
-if TYPE_CHECKING:
-    from funcamp.report import (
-        Float8Layer as Float8Layer,
-    )
-    from funcamp.report import (
-        NumericsReport as NumericsReport,
-    )
-    from funcamp.report import (
-        Operation as Operation,
-    )
-    from funcamp.report import (
-        Origin as Origin,
-    )
-    from funcamp.report import (
-        Recommendation as Recommendation,
-    )
-    from funcamp.report import (
-        annotate as annotate,
-    )
-    from funcamp.report import (
-        numerics_report as numerics_report,
-    )
-    from funcamp.report import (
-        plot_flushed as plot_flushed,
-    )
 
 __all__ = [
     "Record",

@@ -246,7 +246,7 @@ class Recorder:
         # In a backward pass a checkpoint calls the module again.
         is_recorded = not (in_backward or self.modules.in_evaluation)
         self.modules.enter(path if is_recorded else None)
-        if is_recorded and isinstance(module, nn.Linear) and not self._is_left_out() and args:
+        if is_recorded and isinstance(module, nn.Linear) and not (self._is_script or self._is_left_out()) and args:
             # Not the attribute: a parametrization computes it, and spectral norm changes its state by that.
             weight = dict(module._parameters).get("weight")
             if is_countable(args[0]) and is_countable(weight):

@@ -144,8 +144,8 @@ def equals_one_process_with_accumulation() -> None:
 
 #: Of a step, by shard, whatever the number of groups that the parameters have.
 EXPECTED: dict[bool, dict[str, int]] = {
-    False: {"all_reduce": 2},
-    True: {"reduce_scatter_tensor": 2, "all_gather_into_tensor": 3, "all_reduce": 1},
+    False: {"all_reduce": 1},
+    True: {"reduce_scatter_tensor": 1, "all_gather_into_tensor": 2, "all_reduce": 1},
 }
 
 

@@ -1,0 +1,143 @@
+"""The pass that casts groups of parameters: one cast for a group, and not another number."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+from torch.nn import functional as F
+
+from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
+from funcamp._jit import passes
+from funcamp._jit.passes import casts
+from tests.support.helpers import assert_same
+
+aten = torch.ops.aten
+WIDTH, WORDS, ROWS = 16, 32, 4
+
+
+class Gpt(nn.Module):
+    """Embeddings, matrices of one row length and of another, norms, and a head that may be tied."""
+
+    def __init__(self, *, tied: bool) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, WIDTH), nn.Embedding(ROWS, WIDTH)
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        if tied:
+            self.head.weight = self.words.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) + self.places.weight
+        for _ in range(2):  # each weight is used twice
+            x = x + self.down(F.gelu(self.up(self.norm(x))))
+        out: Tensor = self.head(x)
+        return out
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Embedding(WORDS, WIDTH), nn.Linear(WIDTH, 64), nn.GELU(), nn.Linear(64, WORDS))
+
+
+MODELS: dict[str, Any] = {
+    "mlp": mlp,
+    "tied": lambda: Gpt(tied=True),
+    "untied": lambda: Gpt(tied=False),
+}
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
+    """The graphs that the pass has changed; it is the only one, and runs for every backend."""
+    seen: list[fx.Graph] = []
+
+    def run(program: Any) -> Any:
+        program = casts.casts(program)
+        program.module.graph.eliminate_dead_code()
+        program.module.graph.lint()
+        seen.append(program.module.graph)
+        return program
+
+    monkeypatch.setattr(passes, "PIPELINE", (casts.PASS._replace(run=run, where=lambda _: True),))
+    return seen
+
+
+def trained(make: Any, *, flat: bool = True, accumulate: int = 1, backend: str = "eager", **options: Any) -> Any:
+    """The state after some jitted steps."""
+    torch.manual_seed(0)
+    loss_fn = module_loss(make(), lambda out, y: F.cross_entropy(out.float().flatten(0, -2), y.flatten()))
+    adamw = stateless(torch.optim.AdamW, lr=1e-2)
+    step = make_train_step(loss_fn, adamw, ScalerConfig(2.0**10), policy="bfloat16", accumulate=accumulate)
+    run, state = jit(step, backend=backend, **options), step.init(flat=flat)
+    for seed in range(3):
+        shape = (accumulate, 2, ROWS) if accumulate > 1 else (2, ROWS)
+        tokens = torch.randint(WORDS, shape, generator=torch.Generator().manual_seed(seed))
+        state, _ = run(state, (tokens, tokens))
+    return state
+
+
+def casts_of_inputs(graph: fx.Graph) -> list[str]:
+    """The inputs that are cast to bfloat16, and those of which a part is."""
+    names = []
+    for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
+        source = node.args[0]
+        while source.op != "placeholder" and len(source.all_input_nodes) == 1:
+            source = source.all_input_nodes[0]
+        if source.op == "placeholder" and node.kwargs.get("dtype") == torch.bfloat16:
+            names.append(source.name)
+    return names
+
+
+def joined_in_low_precision(graph: fx.Graph) -> int:
+    joins = graph.find_nodes(op="call_function", target=aten.cat.default)
+    return sum(join.meta["val"].dtype == torch.bfloat16 for join in joins)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.compiled
+@pytest.mark.parametrize(("name", "accumulate"), [("mlp", 1), ("mlp", 2), ("tied", 1), ("untied", 1)])
+def test_a_group_is_cast_once_and_no_number_changes(graphs: list[fx.Graph], name: str, accumulate: int) -> None:
+    found = trained(MODELS[name], accumulate=accumulate)
+    cast = casts_of_inputs(graphs[0])
+    # Matrices of two row lengths, and biases; a head that is an embedding too, in the group of embeddings.
+    assert len(cast) == len(set(cast)) == (4 if name == "tied" else 3)
+    assert joined_in_low_precision(graphs[0]) == 2 * accumulate
+    assert_same(found, trained(MODELS[name], accumulate=accumulate, without=["casts"]))
+
+
+@pytest.mark.compiled
+def test_without_flat_storage_each_is_cast_by_itself(graphs: list[fx.Graph]) -> None:
+    found = trained(mlp, flat=False)
+    assert len(casts_of_inputs(graphs[0])) == 4
+    assert joined_in_low_precision(graphs[0]) == 0
+    assert_same(found, trained(mlp, flat=False, without=["casts"]))
+
+
+@pytest.mark.compiled
+def test_a_group_of_which_little_is_cast_stays_as_it_is(graphs: list[fx.Graph]) -> None:
+    """A loss of one's own has its embedding in the group of the other matrices."""
+
+    def loss_fn(params: Any, tokens: Tensor) -> Tensor:
+        out: Tensor = F.embedding(tokens, params["words"]) @ params["w"]
+        return out.float().square().mean()
+
+    step = make_train_step(loss_fn, stateless(torch.optim.SGD), policy="bfloat16")
+    state = step.init({"words": torch.ones(256, WIDTH), "w": torch.ones(WIDTH, WIDTH)})
+    assert len(state.params.groups) == 1
+    jit(step, backend="eager")(state, torch.zeros(4, dtype=torch.int64))
+    (cast,) = [
+        node
+        for node in graphs[0].find_nodes(op="call_function", target=aten._to_copy.default)
+        if node.kwargs.get("dtype") == torch.bfloat16 and node.meta["val"].shape == (WIDTH, WIDTH)
+    ]
+    assert cast.meta["val"].numel() == WIDTH * WIDTH
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.inductor
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_compiled_program_computes_the_same_numbers(exact: bool) -> None:
+    found = trained(mlp, backend="inductor", exact=exact)
+    assert_same(found, trained(mlp, backend="inductor", exact=exact, without=["casts"]))

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional as F
 
 from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
 from funcamp._jit import passes
 from funcamp._jit.passes import casts
+from funcamp._jit.passes.program import Program, Target
 from tests.support.helpers import assert_same
 
 aten = torch.ops.aten
@@ -133,6 +136,22 @@ def test_a_group_of_which_little_is_cast_stays_as_it_is(graphs: list[fx.Graph]) 
         if node.kwargs.get("dtype") == torch.bfloat16 and node.meta["val"].shape == (WIDTH, WIDTH)
     ]
     assert cast.meta["val"].numel() == WIDTH * WIDTH
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_group_that_is_written_between_two_casts_stays_as_it_is(writes: bool) -> None:
+    def parts(flat: Tensor) -> tuple[Tensor, Tensor]:
+        first, second = flat.split_with_sizes([4, 4])
+        low = first.to(torch.bfloat16)
+        if writes:
+            second.mul_(2)
+        return low, second.to(torch.bfloat16)
+
+    module = make_fx(parts, tracing_mode="fake")(torch.ones(8))
+    casts.casts(Program(module, [], nullcontext(), Target("inductor", frozenset({"cpu"})), b"", {}))
+    module.recompile()
+    assert len(module.graph.find_nodes(op="call_function", target=aten._to_copy.default)) == (2 if writes else 1)
+    assert_same(module(torch.arange(8.0)), parts(torch.arange(8.0)))
 
 
 @pytest.mark.thorough(keep=1)

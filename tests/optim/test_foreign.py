@@ -46,14 +46,14 @@ class Base(torch.optim.Optimizer):
     def begin(self, group: dict[str, Any]) -> None:
         """Change what all parameters share."""
 
-    def move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(p.grad, alpha=group["lr"])
 
 
 class CountsInState(Base):
     """Two counters in Python ints, a power, a root and a parameter of the first step."""
 
-    def move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         if not state:
             state.update(step=0, mean=torch.zeros_like(p), slow=p.clone())
         state["step"] += 1
@@ -74,7 +74,7 @@ class CountsInGroup(Base):
         if group["k"] % 3 == 0:
             group["lr"] *= 0.9
 
-    def move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(p.grad.sign() if group["k"] <= 5 else p.grad, alpha=group["lr"])
 
 
@@ -86,12 +86,12 @@ class CountsInAttribute(Base):
     def begin(self, group: dict[str, Any]) -> None:
         self.count += 1
 
-    def move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(p.grad, alpha=group["lr"] / min(self.count, 5))
 
 
 class KeepsLists(Base):
-    def move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         means = state.setdefault("means", [torch.zeros_like(p) for _ in range(2)])
         for weight, mean in zip((0.1, 0.5), means):
             mean.lerp_(p.grad, weight)
@@ -106,14 +106,14 @@ class SetsFlagFirst(Base):
             group["factor"] = 0.5
             group["is_ready"] = True
 
-    def move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(p.grad, alpha=group["lr"] * group["factor"])
 
 
 class BeginsOtherwise(Base):
     """Its first step is another formula."""
 
-    def move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         if "mean" not in state:
             state["mean"] = p.grad.clone()
             p.sub_(p.grad.sign(), alpha=group["lr"])
@@ -132,14 +132,14 @@ class DividesByZero(Base):
             self.rate = group["lr"] / 10
         group["k"] += 1
 
-    def move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(p.grad, alpha=self.rate)
 
 
 class AsksEach(Base):
     """Each parameter asks three questions of its own: too many ways for all together."""
 
-    def move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         norm = p.grad.norm().item()
         rate = group["lr"] * (0.1 if norm > 5 else 1.0)
         rate = rate * 0.5 if p.abs().max() > 2 else rate
@@ -153,21 +153,21 @@ class ClipsAll(Base):
         norm = math.sqrt(sum(p.grad.norm().item() ** 2 for p in group["params"]))
         self.rate = group["lr"] / max(1.0, norm)
 
-    def move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(p.grad, alpha=self.rate)
 
 
 class Decomposes(Base):
     """Its function raises for a gradient that is not finite, which a skipped step has."""
 
-    def move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         matrix = p.grad.reshape(p.shape[0], -1)
         vectors = torch.linalg.eigh(matrix @ matrix.mT + torch.eye(len(p)).to(p))[1]
         p.sub_((vectors @ vectors.mT @ matrix).reshape(p.shape), alpha=group["lr"])
 
 
 class Masks(Base):
-    def move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         update = p.grad.clone()
         update[p.grad * p > 0] = 0.0
         p.sub_(update, alpha=group["lr"])
@@ -188,7 +188,7 @@ class Averages(CountsInGroup):
             if "mean" in self.state[p]:
                 p.sub_(self.state[p]["mean"]).mul_(factor).add_(self.state[p]["mean"])
 
-    def move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         super().move(p, state, group)
         state.setdefault("mean", torch.zeros_like(p)).lerp_(p, 0.5)
 
@@ -245,7 +245,7 @@ class KeepsElsewhere(Base):
         COUNTED.append(1)
         self.defaults["lr"] = group["lr"] / len(COUNTED)
 
-    def move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(p.grad, alpha=self.defaults["lr"])
 
 
@@ -280,11 +280,11 @@ def _counts(_: Any, group: dict[str, Any]) -> None:
     group["k"] += 1
 
 
-def reads(_: Any, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def reads(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
     p.sub_(p.grad, alpha=(1.0, 0.5)[int(group["k"]) % 2])
 
 
-def catches(_: Any, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def catches(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
     with contextlib.suppress(TypeError):
         p.sub_(p.grad, alpha=(1.0, 0.5)[group["k"] % 2])
 
@@ -292,7 +292,7 @@ def catches(_: Any, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> 
 class CatchesOverflow(Base):
     options: ClassVar[dict[str, Any]] = {"k": 1}
 
-    def move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         try:
             rate = math.exp(group["k"])
         except OverflowError:
@@ -300,34 +300,34 @@ class CatchesOverflow(Base):
         p.sub_(p.grad, alpha=1 / rate)
 
 
-def grows(_: Any, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def grows(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
     state[f"grad {len(state)}"] = p.grad.clone()
 
 
-def two_names(_: Any, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def two_names(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
     state.setdefault("mean", torch.zeros_like(p))
     state["again"] = state["mean"]
 
 
-def selects(_: Any, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def selects(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
     p.sub_(p.grad[p.grad > 0].sum())
 
 
-def asks_too_much(_: Any, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def asks_too_much(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
     for element in range(5):
         if p.grad.flatten()[element % p.numel()] > element:
             p.sub_(0.1)
 
 
-def lists(_: Any, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def lists(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
     torch._foreach_add_([p], [p.grad], alpha=-1 / group["k"])
 
 
-def compares_complex(_: Any, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def compares_complex(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
     p.sub_(p.grad, alpha=1.0 if group["k"] == 5j else 0.5)
 
 
-def changes_text(_: Any, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+def changes_text(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
     state["phase"] = "late" if state.get("phase") else "early"
     p.sub_(p.grad)
 
@@ -381,7 +381,7 @@ class KeepsRate(Base):
         super().__init__(params, lr)
         self.rate = lr
 
-    def move(self, p: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
         p.sub_(p.grad, alpha=self.rate)
 
 

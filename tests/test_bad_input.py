@@ -251,7 +251,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "init nothing": (lambda: STEP.init(), TypeError, "params must be given.*got None"),
     "init empty": (lambda: STEP.init({}), ValueError, "params must hold a tensor; got {}"),
     "module_loss criterion class": (lambda: module_loss(LINEAR, torch.nn.MSELoss), TypeError, r"criterion must be a function or an object; got the class MSELoss: pass MSELoss\(\)"),
-    "loss that calls backward": (lambda: BACKWARD(BACKWARD.init(), (W, W)), RuntimeError, "step: the step differentiates the loss: return it without calling backward"),
+    "loss that calls backward": (lambda: BACKWARD(BACKWARD.init(), (W, W)), RuntimeError, r"step: the loss must not call backward\(\)"),
     "init module": (lambda: STEP.init(LINEAR), TypeError, r"init: params must be a pytree of tensors.*; got Linear: .* init\(\)"),
     "init generator": (lambda: STEP.init(LINEAR.parameters()), TypeError, "init: params must be a pytree of tensors.*; got generator"),
     "init integer": (lambda: STEP.init({"w": W.int()}), TypeError, r"init: params\['w'\] must be a strided floating"),

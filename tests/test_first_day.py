@@ -92,7 +92,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "iterator": (lambda: STEP(START, iter(LOADER)), TypeError, "step: batch must be one batch; got a _SingleProcessDataLoaderIter of them"),
     "array in a state": (lambda: run(lambda s, b: (s, b), {"n": X.numpy()}, X), TypeError, r"jit: state\['n'\] must be a tensor or None; got a ndarray"),
     "counter in a state": (lambda: run(lambda s, b: (s, b), {"n": 0}, X), TypeError, r"jit: state\['n'\] must be a tensor or None; got 0 of type int"),
-    "counter in a batch": (lambda: count(jit(TIMES, backend="eager", max_signatures=2), TIMES.init(WEIGHTS), [1, 2, 3]), ValueError, r"batch\[1\] changed from 2 to 3: make it a tensor, torch.as_tensor\(...\), as a Python number is a constant of the program, and each new one compiles again"),
     # the loss
     "vector": (lambda: loss_of(lambda out, y: (out - y).square()), ValueError, r"loss of shape \(\); got \(16, 1\): take its mean\(\) or sum\(\)"),
     "one element": (lambda: loss_of(lambda out, y: mse_loss(out, y)[None]), ValueError, r"loss of shape \(\); got \(1,\): take its mean"),

@@ -101,9 +101,10 @@ def describe(model: nn.Module) -> ModuleTensors:
 
 def _embedding_names(model: nn.Module, names: Mapping[str, str]) -> frozenset[str]:
     """Return the stored names of the parameters of embeddings, also if another layer has them too."""
+    layers = dict(model.named_modules(remove_duplicate=False))
     stored_names: set[str] = set()
     for name, stored_name in names.items():
-        layer = model.get_submodule(name.rpartition(".")[0])
+        layer = layers[name.rpartition(".")[0]]
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
             stored_names.add(stored_name)
     return frozenset(stored_names)

@@ -56,6 +56,7 @@ class StatelessOptimizer(Fixed):
         self._hyperparameters = hyperparameters
         self._dynamic = [name for name, value in hyperparameters.items() if is_dynamic(value)]
         self._signature = inspect.signature(cls.__init__).parameters
+        self._default_lr = self._signature["lr"].default if "lr" in self._signature else None
         self._arguments = constructor_arguments(hyperparameters, self._signature)
         with without_modes():
             self._prepare()
@@ -196,8 +197,7 @@ class StatelessOptimizer(Fixed):
             >>> sgd.learning_rate(sgd.init({"w": torch.ones(2)}))
             tensor(0.5000)
         """
-        default = self._signature["lr"].default if "lr" in self._signature else None
-        rate = self._hyperparameters.get("lr", default)
+        rate = self._hyperparameters.get("lr", self._default_lr)
         if rate is None:
             return ()
         if callable(rate):

@@ -386,15 +386,17 @@ class TrainStep(Fixed):
             {'w': tensor([1., 1.])}
         """
         state = restore(saved, like, strict, split=self._split)
-        self.loss_fn.state_moves()  # the module has the values of before
         return self._adopted("load_state_dict", state, consume)
 
     @torch.inference_mode(False)  # as `init`
     def _adopted(self, call: str, state: TrainState, consume: bool) -> TrainState:
         """Return a loaded state; with consume, its memory is the module's."""
         consuming_loss = consumed_loss(call, self, None, None, consume)
-        if consuming_loss is not None:
+        if consuming_loss is None:
+            self.loss_fn.state_moves()  # the module has the values of before
+        else:
             consuming_loss.adopt(state.params, state.buffers)
+            consuming_loss.state_was_made(shares_memory=True)
         return state
 
     @torch.no_grad()

@@ -532,7 +532,8 @@ def test_layer_outside_of_autocast(name: str, policy: str) -> None:
     loss_fn, x = module_loss(Head(LAYERS[name]()), lambda out, _: out.sum()), torch.ones(2, 4)
     step = make_train_step(loss_fn, SGD, policy=policy)
     for run in (step, jit(step, backend="eager")):  # its weights are in float32, as its input
-        run(step.init(), (x, x))
+        _, metrics = run(step.init(), (x, x))
+        assert metrics.loss.isfinite()
 
 
 class Refuses(torch.nn.Linear):

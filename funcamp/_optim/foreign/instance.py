@@ -24,8 +24,13 @@ from funcamp._types import Kwargs
 #: What an instance keeps, by name: containers of leaves.
 Contents: TypeAlias = dict[str, Any]
 
-_ATTRIBUTES_OF_TORCH = frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
 _CONSTANTS = (int, float, complex, str, type(None), torch.dtype, torch.device, type, nn.Module)
+
+
+@functools.cache
+def _attributes_of_torch() -> frozenset[str]:
+    """Return the names that every optimizer has. Not found at import: the first optimizer imports the compiler."""
+    return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
 
 
 class Form(NamedTuple):
@@ -80,7 +85,7 @@ def instance(cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: 
     for name, value in vars(optimizer).items():
         if isinstance(value, torch.optim.Optimizer):
             raise refusal(cls, f"it wraps an optimizer as self.{name}; use a part of a chain")
-        if name not in _ATTRIBUTES_OF_TORCH:
+        if name not in _attributes_of_torch():
             check_constants(cls, f"self.{name}", value)
     optimizer._accelerator_graph_capture_health_check = lambda: None  # it would warn of capturable=False
     if callable(getattr(optimizer, "train", None)):
@@ -120,7 +125,7 @@ def shared_in(optimizer: Any) -> Contents:
     group = optimizer.param_groups[0]
     shared = {name: value for name, value in group.items() if name not in WITHOUT_EFFECT}
     shared |= {f"state.{key}": value for key, value in optimizer.state.items() if isinstance(key, str)}
-    attributes = {name: value for name, value in vars(optimizer).items() if name not in _ATTRIBUTES_OF_TORCH}
+    attributes = {name: value for name, value in vars(optimizer).items() if name not in _attributes_of_torch()}
     return shared | {f"self.{name}": value for name, value in attributes.items() if name != "step"}
 
 

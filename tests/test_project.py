@@ -118,7 +118,26 @@ def test_changelog_of_the_release_is_short() -> None:
 
 #: The tokens of code that a room may have. A figure may only be lowered, or raised in a commit that names the users who
 #: need it, and why nothing simpler serves them.
-MOST_TOKENS = {}
+MOST_TOKENS: dict[str, int] = {
+    "_jit": 35_598,
+    "report": 33_916,
+    "_optim": 25_670,
+    "_trace": 22_144,
+    "_autograd": 14_768,
+    "_step": 14_012,
+    "numerics": 7_122,
+    "_verify": 6_233,
+    "_upstream": 6_092,
+    "_amp": 5_991,
+    "files beside": 5_133,
+    "_storage": 5_005,
+    "_scaler": 4_624,
+    "rules": 4_419,
+    "distributed": 4_256,
+    "float8": 2_327,
+    "command line": 1_039,
+    "_io": 1_024,
+}
 
 
 def test_no_room_grows() -> None:

@@ -78,9 +78,8 @@ def validate(step: funcamp.TrainStep, state: funcamp.TrainState) -> dict[str, fl
     """Return the loss, and the accuracy of the parameters and of their average (EMA), on images of other seeds."""
     batches = [images(1_000_000 + number, size=64) for number in range(4)]
     found = {"loss": torch.stack([step.loss(state, one) for one in batches]).mean().item()}
-    without_average = state._replace(opt_state=state.opt_state[0])
-    for name, evaluated in {"accuracy": without_average, "accuracy_ema": state}.items():
-        with step.evaluating(evaluated) as model:
+    for name, average in {"accuracy": False, "accuracy_ema": True}.items():
+        with step.evaluating(state, average=average) as model:
             right = [model(x).argmax(1) == labels for x, labels in batches]
         found[name] = torch.cat(right).float().mean().item()
     return found

@@ -231,7 +231,7 @@ class TrainStep(Fixed):
         return loss
 
     @contextlib.contextmanager
-    def evaluating(self, state: TrainState) -> Iterator[torch.nn.Module]:
+    def evaluating(self, state: TrainState, *, average: bool = True) -> Iterator[torch.nn.Module]:
         """Context manager: the module with the values to evaluate, in eval mode and without gradients.
 
         The values are copies of the average (`ema_decay`, `average`) if the state has one; those that a schedule-free
@@ -242,7 +242,8 @@ class TrainStep(Fixed):
         step of the module waits. With a sharded state this is a collective. No sync.
 
         Args:
-            state: from `init` or a step. Without the average: `state._replace(opt_state=state.opt_state[0])`.
+            state: from `init` or a step.
+            average: False for the parameters themselves if the state has an average of them.
 
         Yields:
             The module of which `module_loss` was made.
@@ -262,7 +263,7 @@ class TrainStep(Fixed):
         """
         state = gather("evaluating", self._checked("evaluating", state))
         params = state.ema
-        if not isinstance(params, Params):
+        if not (boolean("evaluating", "average", average) and isinstance(params, Params)):
             params = self._transforms.evaluation_params(state.params, state.opt_state)
         with torch.no_grad(), self.loss_fn.with_values(params, state.buffers) as model:
             yield model

@@ -179,7 +179,9 @@ def _beside_tensors(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], nu
 def _like(tensor: Any, bound: Any) -> Any:
     if bound is None or not isinstance(tensor, Tensor):
         return bound
-    return torch.as_tensor(bound, device=tensor.device).to(tensor.dtype)
+    if isinstance(bound, Tensor):
+        return bound.to(tensor.device, tensor.dtype)
+    return torch.full((), bound, dtype=tensor.dtype, device=tensor.device)
 
 
 def _bounds(tensor: Tensor, bounds: Any) -> Any:

@@ -222,7 +222,7 @@ def tensor_of(leaf: Any, like: Tensor) -> Tensor:
         return leaf.tensor.to(like.device, copy=True)
     if isinstance(leaf, Tensor):
         return leaf.to(like.device) if leaf.dim() == 0 else leaf
-    return wide(torch.as_tensor(leaf, device=like.device))
+    return torch.full_like(wide(like.new_empty(())), leaf)
 
 
 def check_aliases(cls: type, values: Iterable[object]) -> None:

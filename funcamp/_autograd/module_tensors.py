@@ -100,12 +100,16 @@ def describe(model: nn.Module) -> ModuleTensors:
 
 
 def _embedding_names(model: nn.Module, names: Mapping[str, str]) -> frozenset[str]:
-    """Return the stored names of the parameters of embeddings, also if another layer has them too."""
+    """Return the stored names of parameters that autocast does not cast, also if another layer has them too.
+
+    These are the parameters of embeddings, and those of a module with further layers, such as its positions.
+    """
     layers = dict(model.named_modules(remove_duplicate=False))
     stored_names: set[str] = set()
     for name, stored_name in names.items():
         layer = layers[name.rpartition(".")[0]]
-        if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+        has_layers = bool(layer._modules) and not isinstance(layer, nn.MultiheadAttention)
+        if has_layers or isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
             stored_names.add(stored_name)
     return frozenset(stored_names)
 

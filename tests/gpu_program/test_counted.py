@@ -126,7 +126,7 @@ def test_every_matrix_of_a_block_has_its_gradient_written_in_place(blocks: int) 
 def test_a_block_is_so_many_launches_and_the_rest_is_the_same_at_any_depth() -> None:
     small, large = gpt(2), gpt(3)
     block = large.launches - small.launches
-    assert block <= 14
+    assert block <= 17
     assert small.launches - 2 * block <= 36
 
 
@@ -191,4 +191,4 @@ def test_float8_products_are_the_devices_and_read_nothing_on_the_host(config: fl
 def test_a_layer_in_float8_is_so_many_launches() -> None:
     """Amaxes of input, weight and gradient, of which a large one is two kernels; a cast each; a bias's gradient."""
     two, one = (mlp("bfloat16", layers, in_float8=BY_TENSOR) for layers in (2, 1))
-    assert two.launches - one.launches <= 7
+    assert two.launches - one.launches <= 8

@@ -97,7 +97,7 @@ def larger(number: Number, other: Tensor) -> Tensor:
 
 
 def _like(number: Number, tensor: Tensor) -> Tensor:
-    """Return a number in the dtype of a tensor; made on its device, because a CUDA graph takes no copy from the host."""
+    """Return a number in the dtype of a tensor; made on its device: a CUDA graph takes no copy from the host."""
     if isinstance(number, Tensor):
         return number.to(tensor.device, tensor.dtype)
     return torch.full((), number, dtype=tensor.dtype, device=tensor.device)

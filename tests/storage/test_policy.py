@@ -44,13 +44,13 @@ def test_a_loss_gets_the_parameters_as_they_are_stored(flat: bool) -> None:
     assert metrics.found_inf == 0
 
 
-def test_embeddings_are_in_a_group_by_themselves() -> None:
+def test_what_autocast_does_not_cast_is_in_a_group_by_itself() -> None:
     """Autocast casts all matrices of another group, so a compiled step casts whole groups."""
     task = tied()
     layout = make_train_step(module_loss(task.model, task.criterion), stateless(torch.optim.SGD)).init().params.layout
     groups = dict(zip(layout.tree(range(len(layout.slots))), [slot.group for slot in layout.slots]))
     with_words = {name for name, group in groups.items() if group == groups["words.weight"]}
-    assert with_words == {"words.weight"}
+    assert with_words == {"words.weight", "positions"}
 
 
 def test_no_grad_and_grad_passes_in_one_loss() -> None:

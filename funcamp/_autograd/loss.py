@@ -55,8 +55,8 @@ class Loss:
         return None
 
     @property
-    def embedding_names(self) -> frozenset[str]:
-        """Return the stored names of the weights of a module's embeddings."""
+    def uncast_names(self) -> frozenset[str]:
+        """Return the stored names of a module's parameters that autocast does not cast."""
         return frozenset()
 
     @property

@@ -99,9 +99,9 @@ class ModuleLoss(Loss):
         return self.tensors.names
 
     @property
-    def embedding_names(self) -> frozenset[str]:
-        """The stored names of the weights of embeddings, whose gradients autocast leaves in float32."""
-        return self.tensors.embedding_names
+    def uncast_names(self) -> frozenset[str]:
+        """The stored names of the parameters that autocast does not cast, such as those of embeddings."""
+        return self.tensors.uncast_names
 
     def __repr__(self) -> str:
         criterion = "" if self.criterion is None else f", {self.criterion!r}"

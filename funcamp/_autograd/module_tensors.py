@@ -21,8 +21,8 @@ class ModuleTensors:
     """The same for buffers, and for frozen parameters that share memory with a buffer."""
     frozen_names: frozenset[str]
     """The names of these frozen parameters."""
-    embedding_names: frozenset[str]
-    """The stored names of the weights of embeddings, whose gradients autocast leaves in float32."""
+    uncast_names: frozenset[str]
+    """The stored names of the parameters that autocast does not cast, such as those of embeddings."""
     slots: TensorSlots
     """Where the module has the parameters and buffers of `names` and `buffer_names`."""
 
@@ -92,14 +92,14 @@ def describe(model: nn.Module) -> ModuleTensors:
         names=ties.names,
         buffer_names=ties.buffer_names,
         frozen_names=ties.frozen_names,
-        embedding_names=_embedding_names(model, ties.names),
+        uncast_names=_uncast_names(model, ties.names),
         slots=TensorSlots(model, ties.names.keys() | ties.buffer_names.keys()),
         tied_names=_names_stored_under_another(ties.names),
         tied_buffer_names=_names_stored_under_another(ties.buffer_names),
     )
 
 
-def _embedding_names(model: nn.Module, names: Mapping[str, str]) -> frozenset[str]:
+def _uncast_names(model: nn.Module, names: Mapping[str, str]) -> frozenset[str]:
     """Return the stored names of parameters that autocast does not cast, also if another layer has them too.
 
     These are the parameters of embeddings, and those of a module with further layers, such as its positions.

@@ -82,21 +82,21 @@ def lerp(start: Tensor, end: Tensor, weight: Number) -> Tensor:
 
 def clamp(tensor: Tensor, low: Number, high: Number | None = None) -> Tensor:
     """Return the tensor with elements between two numbers, which are rounded to its dtype."""
-    tensor = torch.maximum(tensor, _like(low, tensor))
-    return tensor if high is None else torch.minimum(tensor, _like(high, tensor))
+    tensor = torch.maximum(tensor, like(low, tensor))
+    return tensor if high is None else torch.minimum(tensor, like(high, tensor))
 
 
 def smaller(number: Number, other: Tensor) -> Tensor:
     """Return the smaller one of a number and a tensor of shape ()."""
-    return torch.minimum(_like(number, other), other)
+    return torch.minimum(like(number, other), other)
 
 
 def larger(number: Number, other: Tensor) -> Tensor:
     """Return the larger one of a number and a tensor of shape ()."""
-    return torch.maximum(_like(number, other), other)
+    return torch.maximum(like(number, other), other)
 
 
-def _like(number: Number, tensor: Tensor) -> Tensor:
+def like(number: Number, tensor: Tensor) -> Tensor:
     """Return a number in the dtype of a tensor; made on its device: a CUDA graph takes no copy from the host."""
     if isinstance(number, Tensor):
         return number.to(tensor.device, tensor.dtype)

@@ -23,8 +23,8 @@ class KnowsNames(Protocol):
         ...
 
     @property
-    def embedding_names(self) -> frozenset[str]:
-        """The stored names of the weights of embeddings, whose gradients autocast leaves in float32."""
+    def uncast_names(self) -> frozenset[str]:
+        """The stored names of the parameters that autocast does not cast, such as those of embeddings."""
         ...
 
     def shapes(self) -> dict[str, torch.Size]:
@@ -48,8 +48,8 @@ def lay_out(
     Args:
         call: the public function, for errors.
         params: a pytree of tensors, or `Params`, which keep their layout.
-        loss_fn: the loss that gets them. Flat storage puts the weights of its embeddings into separate groups, so that
-            autocast casts all matrices of another group, and a compiled step can cast them at once.
+        loss_fn: the loss that gets them. Flat storage puts the parameters that autocast does not cast into separate
+            groups, so that it casts all matrices of another group, and a compiled step can cast them at once.
         group: the label of a leaf, as in `ravel`.
         flat: whether a group is a one-dimensional tensor.
         buckets: the number of consecutive parts of flat storage.
@@ -65,10 +65,10 @@ def lay_out(
     if isinstance(params, Params):
         copy: Params = clone(params)
         return copy
-    embedding_names = loss_fn.embedding_names
+    uncast_names = loss_fn.uncast_names
 
     def apart(name: str, _: Tensor) -> object:
-        return name in embedding_names, (split or {}).get(name)
+        return name in uncast_names, (split or {}).get(name)
 
     layout, tensors = arrange(call, params, group, apart, buckets, flat=flat)
     if consume:

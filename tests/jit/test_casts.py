@@ -160,3 +160,31 @@ def test_a_group_that_is_written_between_two_casts_stays_as_it_is(writes: bool) 
 def test_a_compiled_program_computes_the_same_numbers(exact: bool) -> None:
     found = trained(mlp, backend="inductor", exact=exact)
     assert_same(found, trained(mlp, backend="inductor", exact=exact, without=["casts"]))
+
+
+def casts_written(flat: Tensor) -> tuple[Tensor, Tensor]:
+    """Two casts of one part, the first of which is written."""
+    first, _ = flat.split_with_sizes([8, 8])
+    low = first.to(torch.bfloat16)
+    low.mul_(2)
+    return low, first.to(torch.bfloat16).clone()
+
+
+def source_written(flat: Tensor) -> tuple[Tensor, ...]:
+    """A gradient that is written after its cast."""
+    low = flat.to(torch.bfloat16).clone()
+    first, second = low[:8], low[8:]
+    parts = [first.to(torch.float32), second.to(torch.float32)]
+    low.mul_(2)
+    return torch.cat(parts), low
+
+
+@pytest.mark.parametrize("function", [casts_written, source_written])
+def test_what_is_written_after_its_cast_is_not_moved(function: Any) -> None:
+    flat = torch.arange(16.0)
+    module = make_fx(function, tracing_mode="fake")(flat)
+    program = Program(module, [flat], nullcontext(), Target("inductor", frozenset({"cpu"})), b"", {})
+    with torch._subclasses.FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        changed = casts.casts(program._replace(mode=nullcontext(mode))).module
+    changed.recompile()
+    assert_same(changed(flat.clone()), function(flat.clone()))

@@ -52,19 +52,41 @@ class _CastOfPart(NamedTuple):
         return int(number)
 
 
+class _Writes:
+    """Where a graph, as it was traced, writes to the memory of its nodes. What a pass has added writes nothing."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._aliases = Aliases(graph)
+        self._positions = {node: position for position, node in enumerate(graph.nodes)}
+
+    def of(self, node: fx.Node) -> list[fx.Node]:
+        """Return the nodes that write to the memory of a node."""
+        root = self._aliases.root.get(node)
+        return [] if root is None else self._aliases.writers.get(root, [])
+
+    def are_before(self, node: fx.Node, last: fx.Node) -> bool:
+        """Return whether the memory of a node is written before another node, if at all."""
+        return all(self._positions[writer] < self._positions[last] for writer in self.of(node))
+
+    def are_after(self, node: fx.Node, first: fx.Node) -> bool:
+        """Return whether the memory of a node is written after another node, if at all."""
+        return all(self._positions[writer] > self._positions[first] for writer in self.of(node))
+
+
 def casts(program: Program) -> Program:
     """Return the program with casts of whole groups."""
     graph = program.module.graph
+    writes = _Writes(graph)
     casts_by_group: dict[_Group, list[_CastOfPart]] = {}
     for group, cast in _casts_of_parts(graph):
-        casts_by_group.setdefault(group, []).append(cast)
-    groups = [group for group, parts in casts_by_group.items() if _is_mostly_cast(group, parts)]
-    groups = _not_written_before(graph, groups, casts_by_group)
+        if not writes.of(cast.node):  # else another cast of the part would have the new values
+            casts_by_group.setdefault(group, []).append(cast)
     with program.mode:
-        for group in groups:
-            _cast_before_split(graph, group, casts_by_group[group])
+        for group, parts in casts_by_group.items():
+            if _is_mostly_cast(group, parts) and writes.are_after(group.flat, parts[-1].node):
+                _cast_before_split(graph, group, parts)
         for node in graph.find_nodes(op="call_function", target=_CAT):
-            _cast_after_join(graph, node)
+            _cast_after_join(graph, node, writes)
     return program
 
 
@@ -102,20 +124,6 @@ def _is_mostly_cast(group: _Group, parts: list[_CastOfPart]) -> bool:
     return 2 * cast_size >= sum(group.sizes)
 
 
-def _not_written_before(
-    graph: fx.Graph, groups: list[_Group], casts_by_group: dict[_Group, list[_CastOfPart]]
-) -> list[_Group]:
-    """Return the groups that the program does not write before their last cast."""
-    positions = {node: position for position, node in enumerate(graph.nodes)}
-    writers = Aliases(graph).writers
-    unwritten: list[_Group] = []
-    for group in groups:
-        last_cast = positions[casts_by_group[group][-1].node]
-        if all(positions[writer] > last_cast for writer in writers.get(group.flat, [])):
-            unwritten.append(group)
-    return unwritten
-
-
 def _cast_before_split(graph: fx.Graph, group: _Group, parts: list[_CastOfPart]) -> None:
     """Cast a group once, in the place of its parts."""
     with graph.inserting_before(parts[0].node):
@@ -128,7 +136,7 @@ def _cast_before_split(graph: fx.Graph, group: _Group, parts: list[_CastOfPart])
         graph.erase_node(cast.node)
 
 
-def _cast_after_join(graph: fx.Graph, join: fx.Node) -> None:
+def _cast_after_join(graph: fx.Graph, join: fx.Node, writes: _Writes) -> None:
     """Cast a concatenation of tensors that are all cast from one dtype, instead of the tensors."""
     parts: Any = join.args[0]
     views_of_parts: list[list[fx.Node]] = []
@@ -138,8 +146,11 @@ def _cast_after_join(graph: fx.Graph, join: fx.Node) -> None:
         cast: Any = views[-1].args[0] if views else part
         if cast.target is not _CAST or _new_dtype(cast) != torch.float32:
             return
+        source = cast.args[0]
+        if writes.of(cast) or not writes.are_before(source, cast):
+            return
         views_of_parts.append(views)
-        sources.append(cast.args[0])
+        sources.append(source)
     dtypes = {source.meta["val"].dtype for source in sources}
     if len(dtypes) != 1 or not dtypes <= set(_LOW):
         return

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from funcamp._optim.arithmetic import NARROW
+from funcamp._optim.arithmetic import NARROW, like
 from funcamp._optim.foreign.number import Number, RefusedError, location, value_of
 
 _READS = {"__float__", "__int__", "__index__", "__complex__", "tolist", "__array__", "numpy"}
@@ -179,9 +179,7 @@ def _beside_tensors(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], nu
 def _like(tensor: Any, bound: Any) -> Any:
     if bound is None or not isinstance(tensor, Tensor):
         return bound
-    if isinstance(bound, Tensor):
-        return bound.to(tensor.device, tensor.dtype)
-    return torch.full((), bound, dtype=tensor.dtype, device=tensor.device)
+    return like(bound, tensor)
 
 
 def _bounds(tensor: Tensor, bounds: Any) -> Any:

@@ -153,7 +153,7 @@ def scaled_mm(x: Tensor, weight: Tensor, config: Float8Config = Float8Config()) 
     Example:
         >>> from funcamp import float8
         >>> x, weight = torch.ones(2, 16), torch.full((16, 16), 0.5)
-        >>> float8.scaled_mm(x, weight)[0, 0]
+        >>> float8.scaled_mm(x, weight)[0, 0].round()
         tensor(8.)
 
     References:

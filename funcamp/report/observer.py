@@ -22,7 +22,7 @@ from funcamp.report.calls.run import Run
 from funcamp.report.calls.scalers import ScalerCalls
 from funcamp.report.events import Event
 from funcamp.report.mode import Mode
-from funcamp.report.torch_names import replaced
+from funcamp.report.torch_names import forget_replaced_functions, replaced
 
 
 class Observer:
@@ -48,6 +48,7 @@ class Observer:
         """Context manager: calls of torch, and operations that the mode gets, are events."""
         mode = self._nesting.mode
         with contextlib.ExitStack() as stack:
+            stack.callback(forget_replaced_functions)
             stack.enter_context(self._optimizers.observing_steps())
             # A function that two modules have stays one function: pickle looks it up in the module that it names.
             wrapped: dict[int, Function] = {}  # by the function's id: some of torch's have no hash

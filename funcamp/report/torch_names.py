@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
+import sys
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -60,6 +61,13 @@ def without_modes() -> Iterator[None]:
     """Context manager: no mode sees the operations, neither the report's nor the script's."""
     with _without_function_modes(), _without_dispatch_modes():
         yield
+
+
+def forget_replaced_functions() -> None:
+    """Let torch.compile look at torch's functions anew: it keeps a table of those that it found, once per process."""
+    trace_rules = sys.modules.get("torch._dynamo.trace_rules")
+    if trace_rules is not None:
+        trace_rules.clear_lru_cache()
 
 
 _ABSENT = object()

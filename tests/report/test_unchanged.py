@@ -228,6 +228,14 @@ def test_the_script_may_change_folder_and_output(
     assert "The loop: 0 mistakes in 4 backward passes." in capsys.readouterr().out
 
 
+def test_torch_compile_knows_torchs_functions_afterwards(tmp_path: Path) -> None:
+    """It keeps a table of them, and a report may run when the table is made."""
+    torch.compiler.reset()
+    torch._dynamo.trace_rules.clear_lru_cache()  # as in a new process
+    assert run("train(torch.compile(model))", tmp_path) == 0
+    assert torch.autograd.grad in torch._dynamo.trace_rules.get_torch_obj_rule_map()
+
+
 def test_a_script_that_is_cut_ends_in_its_own_way(tmp_path: Path) -> None:
     script_text = f"""
 try:

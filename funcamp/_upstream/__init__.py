@@ -127,6 +127,9 @@ FUSED_ENCODER = Defect((2, 11), None)
 #: C++ that Inductor generates names no operation in the error of an index out of range:
 #: `_upstream/bugs/unnamed_index.py`.
 UNNAMED_INDEX = Defect((2, 11), None)
+#: GCC 12 compiles torch's transposition of 16-bit tiles wrong for Intel's Sapphire Rapids:
+#: `_upstream/bugs/mixed_transposes.py`.
+MIXED_TRANSPOSES = Defect((2, 11), None)
 #: A CPU has no float8 products with a scale per row: `float8/product.py`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: DTensor's caches keep every mesh, a mesh its group, and a group the threads that may abort the process when it ends

@@ -12,6 +12,7 @@ from funcamp._upstream.bugs import (
     lost_keywords,
     lost_nan,
     lost_order,
+    mixed_transposes,
     unnamed_index,
     unrounded,
 )
@@ -26,6 +27,7 @@ BUGS: tuple[Bug, ...] = (
     lost_keywords.BUG,
     lost_nan.BUG,
     unnamed_index.BUG,
+    mixed_transposes.BUG,
 )
 
 

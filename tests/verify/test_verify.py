@@ -383,12 +383,6 @@ class AsksForTheIdentity(OneLayer):
         return self.layer(x) * self.rates.get(id(self.layer.weight), 1.0)
 
 
-class WritesData(OneLayer):
-    def forward(self, x: Tensor) -> Any:
-        self.layer.weight.data.clamp_(-0.2, 0.2)
-        return self.layer(x)
-
-
 class HasAHook(OneLayer):
     def __init__(self) -> None:
         super().__init__()
@@ -446,7 +440,6 @@ _TORCH, _COMPILED = "torch's loop - eager step", "eager step - compiled step"
         (AsksForTheClass, None, _TORCH, ""),
         (AsksForAnAttribute, None, _TORCH, ""),
         (AsksForTheIdentity, None, _TORCH, ""),
-        (WritesData, "bfloat16", _TORCH, ""),
         (HasAHook, None, _TORCH, "model.layer.weight has a hook"),
         (HasALateHook, None, _TORCH, "model.layer.weight has a hook"),
         (Counts, None, _COMPILED, "model.calls changes"),

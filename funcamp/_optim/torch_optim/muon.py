@@ -31,6 +31,8 @@ def _ratio(param: Tensor, h: Arguments) -> float:
     rows, columns = param.shape
     if h.adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
+    if h.adjust_lr_fn == "spectral_unclamped":  # from torch 2.15 on
+        return math.sqrt(rows / columns)
     return math.sqrt(max(1, rows / columns))
 
 
@@ -64,5 +66,5 @@ MUON = UpdateRule(
     takes_complex=False,
     dims=2,
     constants=("ns_steps", "adjust_lr_fn"),
-    texts=("original", "match_rms_adamw"),
+    texts=("original", "match_rms_adamw", "spectral_unclamped"),
 )

@@ -319,7 +319,8 @@ class TrainStep(Fixed):
 
         With `compute_params` it computes there as the loss does, without naming the precision again: a target network,
         acting, the other network of a GAN. It replaces a caller's region. Without a policy, or with float32, a caller's
-        region applies, as it does to the loss. It does not switch gradients off; those parameters require none. No sync.
+        region applies, as it does to the loss. It does not switch gradients off; those parameters require none. No
+        sync.
 
         Args:
             state: whose device the region is for.

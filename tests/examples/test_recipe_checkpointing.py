@@ -57,7 +57,7 @@ def sgd(lr: float = 0.05) -> Any:
 @pytest.mark.compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [eager, compiled, kept])
-@pytest.mark.parametrize("make", [mlp, cnn])  # not tied weights: torch.func casts them at each use, and adds in float32
+@pytest.mark.parametrize("make", [mlp, cnn])  # not tied: torch.func casts a weight at each use, and adds in float32
 def test_engines_give_the_same_bits(make: Any, wrap: Wrap) -> None:
     results = []
     for engine, how in (("func", eager), ("autograd", wrap)):

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from tests.recipes import Trace, advance, scaler_for, values
 
-# The norm is a last bit from torch's, as in clipping, and each rollout follows from the last one. On CPUs with arithmetic
-# in float16 the difference is 1.2 / 1000.
+# The norm is a last bit from torch's, as in clipping, and each rollout follows from the last one. On CPUs that
+# compute in float16 the difference is 1.2 / 1000.
 TOLERANCE = 2.0**-9
 
 

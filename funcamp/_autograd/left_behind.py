@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import warnings
 from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
-
-from funcamp._autograd.module_walk import TensorSlot
+from torch import Tensor, nn
 
 #: Its method `__exit__` does nothing, whatever it is called with: copies have it in the place of the hook.
 _NULL = contextlib.nullcontext()
@@ -19,6 +18,32 @@ def hooks_in_copies(module: nn.Module) -> dict[int, object]:
     """Return what `copy.deepcopy` takes for the hooks, by their id, in a copy that has the same tensors."""
     hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
     return {id(hook): _NULL.__exit__ for hook in hooks if isinstance(hook, LeftBehind)}
+
+
+class TensorSlot(NamedTuple):
+    """Where a module has a parameter or buffer."""
+
+    owner: dict[str, Tensor | None]
+    """The dict of parameters or of buffers of one module."""
+    key: str
+    """Its name there."""
+
+    @classmethod
+    def of(cls, module: nn.Module, name: str) -> TensorSlot:
+        """Return where a module has the parameter or buffer of a dotted name."""
+        path, _, key = name.rpartition(".")
+        layer = module.get_submodule(path)
+        owner: Any = layer._parameters if key in layer._parameters else layer._buffers
+        return cls(owner, key)
+
+    def tensor(self) -> Tensor | None:
+        """Return the tensor that is there now."""
+        return self.owner.get(self.key)
+
+    def mark(self) -> object:
+        """Return what changes if another tensor comes here, or if the tensor is written."""
+        tensor = self.tensor()
+        return None if tensor is None else (id(tensor), tensor._version)
 
 
 class LeftBehind:
@@ -70,7 +95,7 @@ class LeftBehind:
         """Warn before a forward pass, of which a hook gets one argument, and before a `state_dict()`."""
         is_forward = len(arguments) == 1
         # In these modes the forward pass may be that of another loop, which trains the module itself.
-        may_be_trained = module.training and torch.is_grad_enabled() and self._parameter.requires_grad()
+        may_be_trained = module.training and torch.is_grad_enabled() and self._is_trained()
         if torch.compiler.is_dynamo_compiling() or (is_forward and may_be_trained):
             return
         self._warn()
@@ -92,6 +117,10 @@ class LeftBehind:
             "state.buffers)); another step gets them in its batch, step.compute_params(state)",
             stacklevel=3,
         )
+
+    def _is_trained(self) -> bool:
+        parameter = self._parameter.tensor()
+        return parameter is not None and parameter.requires_grad
 
     def _marks_of_buffers(self) -> list[object]:
         return [slot.mark() for slot in self._buffers.values()]

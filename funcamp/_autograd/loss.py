@@ -96,9 +96,6 @@ class Loss:
         """Return the objects that may keep state besides the loss's arguments, by name."""
         return {"loss": self.function}
 
-    def check_accumulation(self) -> None:
-        """Raise if the loss cannot be differentiated by micro-batches."""
-
     def state_was_made(self, *, shares_memory: bool) -> None:
         """Note that a state begins with the initial parameters, and whether in their memory."""
 

@@ -1,30 +1,22 @@
-"""What is checked of a module and its criterion once, when their loss is made."""
+"""What is checked of a module and its criterion: once when their loss is made, and once of its graph."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.module_walk import tensors_of
-from funcamp._autograd.scaled_grad import check_engine
+from funcamp._autograd.module_tensors import tensors_of
+from funcamp._autograd.scaled_grad import check_engine, nodes
 from funcamp._check import boolean
-from funcamp._trace.python_state import Slot, survey
+from funcamp._types import Tree
 
 #: Methods that only a module under fully_shard, DDP or FSDP has.
 _DATA_PARALLEL_METHODS = ("set_requires_gradient_sync", "no_sync")
-
-
-class CriterionTensor(NamedTuple):
-    """A trainable tensor that a criterion reaches and no step trains."""
-
-    path: str
-    tensor: Tensor
-    """It is stored so that no other tensor gets its id."""
 
 
 def check_arguments(model: object, criterion: object, *, has_aux: object, keep_buffers: object, engine: object) -> None:
@@ -44,6 +36,7 @@ def check_arguments(model: object, criterion: object, *, has_aux: object, keep_b
             raise ValueError(
                 f"module_loss: model must have its shapes; {name!r} is lazy: call the model on a batch once, before"
             )
+    check_hooks(model)
 
 
 def _check_criterion(criterion: object) -> None:
@@ -75,67 +68,82 @@ def _check_layer(name: str, module: nn.Module) -> None:
         )
 
 
-def check_identities(model: nn.Module, criterion_slots: Iterable[Slot]) -> None:
-    """Raise ValueError if the model or the criterion knows a parameter by its identity.
-
-    Args:
-        model: the module.
-        criterion_slots: what the criterion reaches.
-    """
-    names_by_id = {id(tensor): name for name, tensor in tensors_of(model).items()}
-    for slot in (*survey({"model": model}).values(), *criterion_slots):
-        for identity in _identities_in(slot):
-            if identity in names_by_id:
-                raise ValueError(
-                    "module_loss: model and criterion must not know a parameter by its identity (id(), a key of a "
-                    f"dict, in a set), because a step passes other tensors; got {names_by_id[identity]!r} in "
-                    f"{slot.path}: use its name, or an attribute of the parameter"
-                )
-
-
-def _identities_in(slot: Slot) -> Iterator[int]:
-    """Yield the numbers in a slot that may be the identity of a tensor."""
-    if isinstance(slot.owner, dict):
-        if isinstance(slot.key, Tensor):
-            yield id(slot.key)
-        elif isinstance(slot.key, int):
-            yield slot.key
-    is_in_set = slot.path.endswith("}")
-    if is_in_set and isinstance(slot.value, Tensor):
-        yield id(slot.value)
-    if type(slot.value) is int:  # not a bool
-        yield slot.value
-
-
-def trainable_tensors_of(criterion_slots: Iterable[Slot], model: nn.Module) -> dict[int, CriterionTensor]:
-    """Return the trainable tensors that a criterion reaches and that are not the model's, by id."""
-    ids_of_model = set(map(id, tensors_of(model).values()))
-    tensors: dict[int, CriterionTensor] = {}
-    for slot in criterion_slots:
-        tensor = slot.value
-        if not isinstance(tensor, Tensor) or id(tensor) in ids_of_model:
-            continue
-        if tensor.requires_grad and tensor.is_leaf:
-            tensors.setdefault(id(tensor), CriterionTensor(slot.path.removeprefix("criterion."), tensor))
-    return tensors
-
-
-def check_no_other_is_trained(nodes: Iterable[Node], tensors: dict[int, CriterionTensor], criterion: object) -> None:
-    """Raise ValueError if a loss depends, through autograd, on a trainable tensor that no step trains.
-
-    Args:
-        nodes: the nodes of the loss's graph.
-        tensors: of `trainable_tensors_of`.
-        criterion: the criterion, for the message.
-    """
-    for node in nodes:
-        # Only the node that accumulates the gradient of a leaf has a variable: the leaf.
-        reached = tensors.get(id(getattr(node, "variable", None)))
-        if reached is not None:
-            name = getattr(criterion, "__name__", type(criterion).__name__)
+def check_hooks(model: nn.Module) -> None:
+    """Raise ValueError if a trained parameter has a hook on its gradient, which a step would pass by."""
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and (parameter._backward_hooks or parameter._post_accumulate_grad_hooks):
             raise ValueError(
-                f"module_loss: criterion must have no trainable parameter, which no step would train; got "
-                f"{reached.path!r} in {name}: make it a part of the model, whose forward takes the target, or "
-                "freeze it, requires_grad_(False); what another step trains (a GAN's discriminator) comes in the "
-                "batch, other_step.compute_params(state), for functional_call"
+                f"module_loss: model's parameters must have no hook on their gradients; got one on {name!r}: change "
+                "the gradients in a part of a chain, chain(lambda update: ..., optimizer), or write max_norm= or "
+                "max_value= of make_train_step to clip them"
             )
+
+
+class MemoryMark(NamedTuple):
+    """What changes if a tensor is written in place, or is given other memory."""
+
+    version: int
+    storage: int | None
+
+
+def memory_of(tensor: Tensor) -> MemoryMark:
+    """Return what changes if a tensor is written in place, or is given other memory by `.data = value`."""
+    tensor = _innermost(tensor)
+    # A subclass may have several storages, or none.
+    has_storage = type(tensor) in (Tensor, nn.Parameter)
+    storage = int(tensor.untyped_storage()._cdata) if has_storage else None
+    return MemoryMark(0 if tensor.is_inference() else tensor._version, storage)
+
+
+def check_call(
+    returned: Tree,
+    own: Mapping[str, Tensor],
+    params: Mapping[str, Tensor],
+    before: Mapping[str, MemoryMark],
+    outside_nodes: Iterable[Node | None],
+) -> None:
+    """Raise ValueError if a call has read other parameters than those it was given, or written one of these.
+
+    Args:
+        returned: what the loss returned: a tensor, or a tuple that begins with one.
+        own: the module's own tensors.
+        params: the parameters that the loss was given.
+        before: their marks before the call.
+        outside_nodes: the nodes of the graphs with which the loss was called.
+    """
+    for name, value in params.items():
+        if memory_of(value) != before[name]:
+            raise ValueError(
+                f"module_loss: model must not write to its parameters in the forward pass; it wrote to {name!r} or "
+                "another one in the same memory, which a skipped step could not undo: compute with a changed copy, "
+                "or write into the state between steps"
+            )
+    loss = returned[0] if isinstance(returned, tuple) else returned
+    if not isinstance(loss, Tensor):
+        return
+    names = {id(tensor): name for name, tensor in own.items()}
+    passed_ids = {id(_innermost(value)) for value in params.values()}
+    for node in nodes(_innermost(loss).grad_fn, outside_nodes):
+        # Only the node that accumulates the gradient of a leaf has a variable: the leaf.
+        leaf = getattr(node, "variable", None)
+        if not isinstance(leaf, nn.Parameter) or id(leaf) in passed_ids:
+            continue
+        if id(leaf) in names:
+            raise ValueError(
+                "module_loss: model's parameters must be read of the model when the loss is called, as "
+                f"model.parameters() in the criterion; got {names[id(leaf)]!r} as a tensor kept from before, whose "
+                "values no step changes: read it in the call, or keep a clone() if it is a constant"
+            )
+        raise ValueError(
+            "module_loss: criterion must have no trainable parameter, which no step would train; got one, "
+            f"{_tree.describe(leaf)}: make it a part of the model, whose forward takes the target, or "
+            "freeze it, requires_grad_(False); what another step trains (a GAN's discriminator) comes in the "
+            "batch, other_step.compute_params(state), for functional_call"
+        )
+
+
+def _innermost(tensor: Tensor) -> Tensor:
+    """Return the tensor that the wrappers of torch.func contain."""
+    while _upstream.is_wrapped(tensor):
+        tensor = _upstream.unwrapped(tensor)
+    return tensor

@@ -1,46 +1,62 @@
 """A torch.nn.Module and a criterion as a loss function of parameters.
 
-Read `ModuleLoss.__call__` first: it checks that the module is unchanged since the loss was made, gives the passed
-tensors the hooks of the module's own tensors, puts them into the module, calls module and criterion, and returns the
-loss with the new buffers.
+Read `ModuleLoss.__call__` first: `torch.func.functional_call` puts the passed tensors into the module while module and
+criterion run; the first call is checked.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from funcamp import _tree
-from funcamp._autograd.first_calls import FirstCalls
-from funcamp._autograd.left_behind import LeftBehind
+from funcamp._autograd.left_behind import LeftBehind, TensorSlot
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_batch import arguments_of, check_fit, loss_in
-from funcamp._autograd.module_checks import check_arguments, check_identities, trainable_tensors_of
-from funcamp._autograd.module_form import ModuleForm
+from funcamp._autograd.module_checks import check_arguments, check_call, check_hooks, memory_of
 from funcamp._autograd.module_memory import (
     check_memory_can_be_shared,
     share_buffers,
     share_params,
     tensors_replaced,
 )
-from funcamp._autograd.module_tensors import describe
-from funcamp._autograd.named_storages import NamedStorages
-from funcamp._autograd.passed_values import with_hooks
+from funcamp._autograd.module_tensors import ModuleTensors
 from funcamp._autograd.scaled_grad import Engine, pair
-from funcamp._autograd.tensor_swap import Holder, TensorSwap
-from funcamp._autograd.ties import check_ties, find_ties
 from funcamp._storage.params import clone, expand
 from funcamp._trace.python_reads import own_flags
-from funcamp._trace.python_state import survey
+from funcamp._trace.tracing import running
 from funcamp._types import Tree
 
 _Returned = TypeVar("_Returned")
 _log = logging.getLogger("funcamp")
+
+#: While a thread calls a module with other tensors, others wait: the tensors are put into the module itself.
+_locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
+
+
+class Holder(nn.Module):
+    """The modules of a loss as one. Calls a function inside `functional_call`, without running a hook.
+
+    Args:
+        model: the module that the loss calls.
+        made_of: the module that the loss was made of: the same, or that of which `model` is a copy with taps.
+    """
+
+    def __init__(self, model: nn.Module, made_of: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.made_of = made_of
+
+    def __call__(self, run: Callable[[], _Returned]) -> _Returned:
+        return run()
 
 
 class ModuleLoss(Loss):
@@ -60,38 +76,22 @@ class ModuleLoss(Loss):
         engine: Engine | None = None,
     ) -> None:
         super().__init__(model, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
-        criterion_slots = list(survey({"criterion": criterion}).values())
-        check_identities(model, criterion_slots)
         self.made_of = model
         """The module that the loss was made of. `model` is the one that it calls: the same, or a copy with taps."""
         self.criterion = criterion
-        self.tensors = describe(model)
+        self.tensors = ModuleTensors(model)
         self.has_buffers = bool(self.tensors.buffer_names)
-        self._form = ModuleForm(model)
         self._left_behind: LeftBehind | None = None
         self._has_logged_eval_mode = False
-        self._set_model(model)
-        self._first_calls = FirstCalls(
-            self.tensors,
-            NamedStorages(self.tensors.in_module()),
-            trainable_tensors_of(criterion_slots, model),
-            self.python_parts(),
-        )
-
-    def _set_model(self, model: nn.Module) -> None:
-        """Set the module that is called."""
-        self.model = model
-        self._swap = TensorSwap(model, self.made_of, self.tensors)
+        self.call_copy(model)
 
     def call_copy(self, model: nn.Module) -> None:
         """From now on call a copy of the module, which has the same tensors under the same names."""
-        self._set_model(model)
-        self._first_calls = self._first_calls.restarted(self.python_parts())
-
-    @property
-    def holder(self) -> Holder:
-        """The modules of the loss as one."""
-        return self._swap.holder
+        self.model = model
+        self.holder = Holder(model, self.made_of)
+        self._recurrent_layers = [module for module in self.holder.modules() if isinstance(module, nn.RNNBase)]
+        self._modes_checked: set[bool] = set()
+        """The values of model.training with which a call was checked."""
 
     @property
     def names(self) -> dict[str, str]:
@@ -114,10 +114,10 @@ class ModuleLoss(Loss):
 
         Raises:
             TypeError: the batch has another form than `module_loss` accepts, or the model returns no loss.
-            ValueError: since the loss was made, the module got other parameters or buffers or froze a parameter; its
-                forward pass deleted a buffer, or assigned one of two that were one tensor. At the first call in
-                training or eval mode, and in every trace: the forward pass writes a parameter, or reads a parameter or
-                buffer through a tensor kept from before the call.
+            ValueError: the forward pass deleted a buffer, or assigned one of two that were one tensor. At the first
+                call in training or eval mode, and in every trace: the module got other parameters or buffers or froze
+                a parameter since the loss was made; the forward pass writes a parameter, or reads one through a tensor
+                kept from before the call.
         """
         *passed_buffers, batch = buffers_and_batch
         if len(passed_buffers) != int(self.has_buffers):
@@ -127,62 +127,72 @@ class ModuleLoss(Loss):
         # The forward pass may write its buffers, and the caller's must stay as they are.
         buffer_copies = {name: value.clone() for name, value in buffers.items()}
         values = self.tensors.values_by_name(params, buffer_copies)
-        passed_values = dict(values)
-        if torch.compiler.is_dynamo_compiling():
-            self._form.check_in_call()
-            returned = self._evaluate(values, batch)
-        else:
-            with self._swap.lock():
-                self._check_form()
-                values = with_hooks(values, self.tensors.in_module())
-                returned = self._evaluate_checked(params, values, batch)
-        loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
-        if not self.has_buffers:
-            return returned
-        self.tensors.check_buffers_are_tied(values, passed_values)
-        new_buffers = {name: values[name] for name in buffers}
-        if self.has_aux:
-            return loss, (new_buffers, aux)
-        return loss, new_buffers
-
-    def _check_form(self) -> None:
-        """Raise ValueError if the module's parameters or buffers have changed; follow any other change of the module.
-
-        At every call, because nothing reports that a parameter is frozen.
-        """
-        if self._form.is_touched():
-            self._form.check_in_call()
-            # Not while an outer call has put other tensors there. Of the buffers none is compared, because a forward
-            # pass may have cached new ones.
-            has_own_parameters = all(isinstance(parameter, nn.Parameter) for parameter in self.made_of.parameters())
-            if has_own_parameters:
-                check_ties(find_ties(self.made_of).names, self.tensors.names)
-            self._form.accept()
-            self.tensors.slots.find()
-            self._swap.find_slots()
-
-    def _evaluate_checked(self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Tree) -> Tree:
-        """Return the loss of a batch as `_evaluate` does, with the checks of a first call if it is one."""
-        if self._first_calls.forward_is_checked(training=self.holder.model.training):
-            return self._evaluate(values, batch)
-        return self._first_calls.check_forward(
-            self.holder, lambda: self._evaluate(values, batch), params, values, batch
-        )
-
-    def _evaluate(self, values: dict[str, Tensor], batch: Tree) -> Tree:
-        """Return the loss of a batch, and aux if the criterion returns it; write assigned buffers into values."""
-        has_target = self.criterion is not None
-        arguments = arguments_of(batch, has_target=has_target)
 
         def call() -> Tree:
-            try:
-                outputs = self.holder.model(*arguments.positional, **arguments.by_name)
-            except TypeError as error:
-                check_fit(self.model, batch, arguments, error, has_target=has_target)
-                raise
-            return self._criterion_of(outputs, arguments.target) if has_target else loss_in(outputs)
+            returned = self._evaluate(batch)
+            if not self.has_buffers:
+                return returned
+            loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
+            after = self.tensors.buffers_after(self.model, values)
+            return loss, (after, aux) if self.has_aux else after
 
-        return self._swap.run(values, call)
+        if torch.compiler.is_dynamo_compiling():
+            return self._run(values, call)
+        with self._lock():
+            if self.model.training in self._modes_checked and running() is None:
+                return self._run(values, call)
+            return self._run_checked(params, values, batch, call)
+
+    def _lock(self) -> threading.RLock:
+        """Return the lock with which no other thread has its tensors in the module."""
+        return _locks.setdefault(self.made_of, threading.RLock())
+
+    def _run(self, values: dict[str, Tensor], call: Callable[[], _Returned]) -> _Returned:
+        """Return what `call` returns while the modules have these values by the module's names."""
+        passed = {f"model.{name}": value for name, value in values.items()}
+        if self.model is not self.made_of:
+            # The criterion may read the module that the loss was made of, which has no taps.
+            own_names = self.tensors.names.keys() | self.tensors.buffer_names.keys()
+            passed |= {f"made_of.{name}": value for name, value in values.items() if name in own_names}
+        if torch.compiler.is_dynamo_compiling():
+            return self._call_with(passed, call)
+        try:
+            with self.tensors.attributes_on(values):
+                return self._call_with(passed, call)
+        finally:
+            for layer in self._recurrent_layers:  # they keep a list of the tensors of their last call
+                layer.__getstate__()  # type: ignore[no-untyped-call]
+
+    def _call_with(self, passed: dict[str, Tensor], call: Callable[[], _Returned]) -> _Returned:
+        # Without torch's tying: there is a tensor by each of the module's names.
+        returned: _Returned = functional_call(self.holder, passed, (call,), tie_weights=False)
+        return returned
+
+    def _run_checked(
+        self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Tree, call: Callable[[], Tree]
+    ) -> Tree:
+        """Return what `_run` returns, with the checks of a first call."""
+        if running() is None:
+            self.tensors.check_kinds()
+        marks_before = {name: memory_of(value) for name, value in params.items()}
+        own_tensors = self.tensors.in_module()
+        outside_nodes = {tensor.grad_fn for tensor in _tree.tensors_in((values, batch))}
+        returned = self._run(values, call)
+        check_call(returned, own_tensors, params, marks_before, outside_nodes)
+        if torch.is_grad_enabled() and running() is None:
+            self._modes_checked.add(self.model.training)
+        return returned
+
+    def _evaluate(self, batch: Tree) -> Tree:
+        """Return the loss of a batch, and aux if the criterion returns it."""
+        has_target = self.criterion is not None
+        arguments = arguments_of(batch, has_target=has_target)
+        try:
+            outputs = self.holder.model(*arguments.positional, **arguments.by_name)
+        except TypeError as error:
+            check_fit(self.model, batch, arguments, error, has_target=has_target)
+            raise
+        return self._criterion_of(outputs, arguments.target) if has_target else loss_in(outputs)
 
     def _criterion_of(self, outputs: object, target: object) -> Tree:
         """Return what the criterion returns."""
@@ -213,11 +223,8 @@ class ModuleLoss(Loss):
             buffers = after[0] if self.has_aux else after
         buffer_copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
         values = self.tensors.values_by_name(params, buffer_copies)
-        with self._swap.lock():
-            is_checked = self._first_calls.backward_is_checked(training=self.holder.model.training)
-            if is_checked or not buffers or torch.compiler.is_dynamo_compiling():
-                return self._swap.run(values, run)
-            return self._first_calls.check_backward(self.holder, lambda: self._swap.run(values, run), values)
+        with self._lock():
+            return self._run(values, run)
 
     # What a step asks of a loss.
 
@@ -227,21 +234,20 @@ class ModuleLoss(Loss):
         Raises:
             ValueError: since the loss was made, the module got other parameters or buffers, or froze or tied one.
         """
-        with self._swap.lock():  # another thread may have the tensors of a state in the module
+        with self._lock():  # another thread may have the tensors of a state in the module
             self._check_unchanged()
             return {name: parameter.detach() for name, parameter in self.tensors.own_params().items()}
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the module's buffers by name, shared ones once, detached."""
-        with self._swap.lock():
+        with self._lock():
             return {name: buffer.detach() for name, buffer in self.tensors.own_buffers().items()}
 
     def _check_unchanged(self) -> None:
-        """Raise ValueError if the module's parameters, buffers, requires_grad flags or ties have changed."""
-        self._form.check()
-        ties = find_ties(self.made_of)
-        check_ties(ties.names, self.tensors.names)
-        check_ties(ties.buffer_names, self.tensors.buffer_names)
+        """Raise ValueError if the module's parameters, buffers, requires_grad flags, ties or hooks have changed."""
+        self.tensors.check_kinds()
+        self.tensors.check_ties()
+        check_hooks(self.made_of)
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the module's parameters and buffers, by name."""
@@ -265,30 +271,19 @@ class ModuleLoss(Loss):
             parts["made_of"] = self.made_of
         return parts
 
-    def check_accumulation(self) -> None:
-        """Raise ValueError if a parameter has a hook that gets the sum of the micro-batches' gradients."""
-        own_tensors = self.tensors.in_module()
-        for name in self.tensors.names:
-            if own_tensors[name]._post_accumulate_grad_hooks:
-                key = name.rpartition(".")[2]
-                raise ValueError(
-                    "module_loss: model's parameters must have no hook of register_post_accumulate_grad_hook with "
-                    f"accumulate above 1, because it gets the gradient of one micro-batch; got one on {key!r}: "
-                    "use register_hook, or accumulate=1"
-                )
-
     def state_was_made(self, *, shares_memory: bool) -> None:
         """Watch for reads of the module outside of steps, which move the state on and not the module."""
         first_name = next(iter(self.tensors.names), None)
         # torch gives a scripted module no hooks.
         if first_name is None or isinstance(self.made_of, torch.jit.ScriptModule):
             return
-        slots = self.tensors.slots.by_name
         # BatchNorm writes these in a forward pass that has nothing to do with the step.
         statistics = ("running_mean", "running_var", "num_batches_tracked")
-        buffers = {name: slots[name] for name in self.tensors.buffer_names if slots[name].key not in statistics}
+        slots = {name: TensorSlot.of(self.made_of, name) for name in self.tensors.buffer_names}
+        buffers = {name: slot for name, slot in slots.items() if slot.key not in statistics}
         self._left_behind = LeftBehind.of(self.made_of)
-        self._left_behind.state_was_made(slots[first_name], buffers, shares_memory=shares_memory)
+        first_slot = TensorSlot.of(self.made_of, first_name)
+        self._left_behind.state_was_made(first_slot, buffers, shares_memory=shares_memory)
 
     def state_moves(self) -> None:
         """Note that a step moves a state on, also if a program takes it."""
@@ -296,7 +291,15 @@ class ModuleLoss(Loss):
             self._left_behind.state_moves()
 
     def begin_step(self) -> None:
-        """Note that the Python of a step runs. Says once that the module is in eval mode."""
+        """Note that the Python of a step runs. Says once that the module is in eval mode.
+
+        Raises:
+            ValueError: a parameter was added, removed, frozen or unfrozen since the loss was made.
+        """
+        with self._lock():
+            # In every eager step, because torch does not report that a parameter was unfrozen: it would silently not be
+            # trained.
+            self.tensors.check_kinds()
         if not self._has_logged_eval_mode and not self.holder.model.training:
             self._has_logged_eval_mode = True
             _log.warning(
@@ -363,11 +366,11 @@ class ModuleLoss(Loss):
         Raises:
             KeyError: a parameter or buffer is missing.
         """
-        with self._swap.lock():
-            self._check_form()
+        with self._lock():
+            self.tensors.check_kinds()
             if buffers is None:
                 buffers = self.tensors.own_buffers()
-            with tensors_replaced(self.tensors.slots.by_name, self._values(params, buffers)):
+            with tensors_replaced(self.made_of, self._values(params, buffers)):
                 entries = self.made_of.state_dict()
         # Copies; what a module has registered as extra state may be no tensor.
         return {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in entries.items()}
@@ -375,10 +378,10 @@ class ModuleLoss(Loss):
     @contextlib.contextmanager
     def with_values(self, params: Tree, buffers: dict[str, Tensor]) -> Iterator[nn.Module]:
         """Context manager: the module, in eval mode, has copies of these values; then it is as it was before."""
-        with self._swap.lock(), self.eval_mode():
-            self._check_form()
+        with self._lock(), self.eval_mode():
+            self.tensors.check_kinds()
             values = self._values(clone(expand(params)), clone(buffers))
-            with tensors_replaced(self.tensors.slots.by_name, values):
+            with tensors_replaced(self.made_of, values):
                 yield self.made_of
 
     def _values(self, params: Tree, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
-from funcamp._autograd.module_tensors import ModuleTensors
-from funcamp._autograd.module_walk import TensorSlot
+from funcamp._autograd.module_tensors import ModuleTensors, tensors_of
 from funcamp._memory import rebind
 
 
@@ -55,33 +55,38 @@ def share_buffers(modules: nn.Module, tensors: ModuleTensors, values: Mapping[st
 
 
 @contextlib.contextmanager
-def tensors_replaced(slots: Mapping[str, TensorSlot], values: Mapping[str, Tensor]) -> Iterator[None]:
+def tensors_replaced(model: nn.Module, values: Mapping[str, Tensor]) -> Iterator[None]:
     """Context manager: a module has these values in the place of its tensors, which it has again afterwards.
 
     Args:
-        slots: where the module has its parameters and buffers, by name.
-        values: by the same names. Parameters become parameters, tied ones one.
+        model: the module.
+        values: by its names. Parameters become parameters, tied ones one.
     """
-    own_tensors: list[tuple[TensorSlot, Tensor | None]] = []
+    own_tensors = tensors_of(model)
     replacements: dict[int, Tensor] = {}
+    for name, value in values.items():
+        own = own_tensors[name]
+        if id(own) not in replacements:
+            replacements[id(own)] = _like(own, value)
+    replaced: list[tuple[Any, str, Tensor]] = []
     try:
-        for name, value in values.items():
-            slot = slots[name]
-            own = slot.owner[slot.key]
-            own_tensors.append((slot, own))
-            if id(own) not in replacements:
-                replacements[id(own)] = _like(own, value)
-            slot.owner[slot.key] = replacements[id(own)]
+        for module in model.modules():
+            owners: tuple[Any, ...] = (module._parameters, module._buffers)
+            for owner in owners:
+                for key, tensor in list(owner.items()):
+                    if id(tensor) in replacements:
+                        replaced.append((owner, key, tensor))
+                        owner[key] = replacements[id(tensor)]
         yield
     finally:
-        for slot, own in own_tensors:
-            slot.owner[slot.key] = own
+        for owner, key, tensor in replaced:
+            owner[key] = tensor
 
 
-def _like(own: Tensor | None, value: Tensor) -> Tensor:
+def _like(own: Tensor, value: Tensor) -> Tensor:
     """Return a value as a tensor of the kind and with the attributes of a module's own tensor."""
     like = value.detach()
     if isinstance(own, nn.Parameter):
         like = nn.Parameter(like, requires_grad=own.requires_grad)
-    like.__dict__.update({} if own is None else own.__dict__)
+    like.__dict__.update(own.__dict__)
     return like

@@ -1,47 +1,69 @@
-"""What a loss knows of the tensors of its module: which there are, which names are one, and where they are."""
+"""The parameters and buffers of a module when a loss was made of it: which there are, and which names are one."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Literal
 
 from torch import Size, Tensor, nn
 
-from funcamp._autograd.module_walk import TensorSlots
-from funcamp._autograd.ties import find_ties
+from funcamp._memory import identity, overlaps
+
+#: What a tensor is in its module, in the words of error messages.
+Kind = Literal["a trainable parameter", "a frozen parameter", "a buffer", "a plain attribute"]
+TRAINED: Kind = "a trainable parameter"
+FROZEN: Kind = "a frozen parameter"
+BUFFER: Kind = "a buffer"
+ATTRIBUTE: Kind = "a plain attribute"
+
+#: The flag by which torch takes a tensor that is not of the class Parameter for one.
+_IS_PARAMETER = "_is_param"
 
 
-@dataclasses.dataclass(frozen=True)
 class ModuleTensors:
-    """The parameters and buffers of a module for which a loss passes other tensors, as they were when it was made."""
+    """The parameters and buffers of a module for which a loss passes other tensors.
 
-    names: dict[str, str]
-    """The name of every trainable parameter, to the name under which it is stored (different for tied ones)."""
-    buffer_names: dict[str, str]
-    """The same for buffers, and for frozen parameters that share memory with a buffer."""
-    frozen_names: frozenset[str]
-    """The names of these frozen parameters."""
-    uncast_names: frozenset[str]
-    """The stored names of the parameters that autocast does not cast, such as those of embeddings."""
-    slots: TensorSlots
-    """Where the module has the parameters and buffers of `names` and `buffer_names`."""
+    Args:
+        model: the module.
 
-    tied_names: dict[str, str]
-    """The part of `names` in which the stored name is another."""
-    tied_buffer_names: dict[str, str]
-    """The part of `buffer_names` in which the stored name is another."""
+    Raises:
+        ValueError: two parameters or buffers share memory without being one tensor.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._kinds = kinds_of(model)
+        self._trained_shapes = {name: tensor.shape for name, tensor in _tensors_with(model, TRAINED).items()}
+        self.names, self.buffer_names = _ties(model)
+        """The name of every trainable parameter, with the name under which it is stored, the first of tied ones; and
+        the same for buffers, and for frozen parameters in the memory of a buffer."""
+        self.uncast_names = _uncast_names(model, self.names)
+        """The stored names of the parameters that autocast does not cast, such as those of embeddings."""
+        self._frozen_names = {name for name in self.buffer_names if self._kinds[name] == FROZEN}
+        tensors = tensors_of(model)
+        self._attributes = {name: vars(tensors[name]) for name in (*self.names, *self.buffer_names)}
+        """The attributes that a user has set on the module's own tensors."""
 
     def in_module(self) -> dict[str, Tensor]:
-        """Return the tensors that the module has there now, by name."""
-        return self.slots.tensors()
+        """Return the tensors that the module has now, by name."""
+        tensors = tensors_of(self._model)
+        return {name: tensors[name] for name in (*self.names, *self.buffer_names) if name in tensors}
 
     def own_params(self) -> dict[str, Tensor]:
         """Return the module's trainable parameters by their stored names."""
-        return _by_stored_name(self.in_module(), self.names)
+        tensors = tensors_of(self._model)
+        return {stored_name: tensors[stored_name] for stored_name in self.names.values()}
 
     def own_buffers(self) -> dict[str, Tensor]:
         """Return the module's buffers by their stored names."""
-        return _by_stored_name(self.in_module(), self.buffer_names)
+        tensors = tensors_of(self._model)
+        return {stored_name: tensors[stored_name] for stored_name in self.buffer_names.values()}
+
+    def shapes(self) -> dict[str, Size]:
+        """Return the shapes of the module's tensors by name."""
+        return {name: tensor.shape for name, tensor in self.in_module().items()}
 
     def values_by_name(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors for the module by its names, in which a tied one has several.
@@ -51,52 +73,210 @@ class ModuleTensors:
             buffers: by stored name.
         """
         values = dict(params)
-        for name, stored_name in self.tied_names.items():
+        for name, stored_name in self.names.items():
             if name not in params and stored_name in params:
                 values[name] = params[stored_name]
         for name, stored_name in self.buffer_names.items():
             # A frozen parameter is another object in the same memory, as in the module: an object that is both would
             # make `self.buffer += 1` register the buffer as a parameter.
-            is_frozen_parameter = name in self.frozen_names
             buffer = buffers[stored_name]
-            values[name] = buffer.detach() if is_frozen_parameter else buffer
+            values[name] = buffer.detach() if name in self._frozen_names else buffer
         return values
 
-    def check_buffers_are_tied(self, values: Mapping[str, Tensor], passed_values: Mapping[str, Tensor]) -> None:
-        """Raise ValueError if a forward pass assigned one of two buffers that were one tensor."""
-        for name, stored_name in self.tied_buffer_names.items():
-            if name in self.frozen_names:
-                # These are two objects in one memory (`values_by_name`): they are still one if neither was replaced.
-                are_one = all(values[each] is passed_values[each] for each in (name, stored_name))
-            else:
-                are_one = values[name] is values[stored_name]
-            if not are_one:
+    def buffers_after(self, model: nn.Module, passed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the buffers after a forward pass, which may have assigned some, by stored name.
+
+        Args:
+            model: the module that was called.
+            passed: what it was called with, by its names.
+
+        Raises:
+            ValueError: a buffer is gone, or one of two that were one tensor was assigned.
+        """
+        tensors = tensors_of(model)
+        for name, stored_name in self.buffer_names.items():
+            if name not in tensors:
+                raise ValueError(
+                    f"module_loss: model must keep its buffers; the forward pass deleted {name!r}, set it to None or "
+                    "registered it as another kind: assign a tensor of the same kind"
+                )
+            is_assigned = tensors[name] is not passed[name]
+            is_tied = name != stored_name
+            stored_is_assigned = tensors[stored_name] is not passed[stored_name]
+            if is_tied and (is_assigned or stored_is_assigned) and tensors[name] is not tensors[stored_name]:
                 raise ValueError(
                     f"module_loss: buffers that are one tensor must stay one; got {stored_name!r} and {name!r}, and "
                     "the forward pass assigned another tensor to one of them: register a clone() for the other"
                 )
+        return {stored_name: tensors[stored_name] for stored_name in self.buffer_names.values()}
 
-    def shapes(self) -> dict[str, Size]:
-        """Return the shapes of the module's tensors by name."""
-        return {name: tensor.shape for name, tensor in self.in_module().items()}
+    @contextlib.contextmanager
+    def attributes_on(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Context manager: values have the attributes of the module's own tensors, and are parameters as they are.
+
+        `torch.func.functional_call` does not pass these on: a penalty that leaves out parameters marked by
+        `p.no_decay = True`, or by `isinstance(p, nn.Parameter)`, would silently be another one.
+        """
+        added: list[tuple[dict[str, object], set[str]]] = []
+        for name, own_attributes in self._attributes.items():
+            attributes = vars(values[name])
+            if attributes is own_attributes:
+                continue
+            new = {key: item for key, item in own_attributes.items() if key not in attributes}
+            if name in self.names or name in self._frozen_names:
+                new.setdefault(_IS_PARAMETER, True)
+            attributes.update(new)
+            added.append((attributes, set(new)))
+        try:
+            yield
+        finally:
+            # A caller or a state may have these tensors.
+            for attributes, keys in added:
+                for key in keys:
+                    attributes.pop(key, None)
+
+    def check_kinds(self) -> None:
+        """Raise ValueError if a parameter was added, removed, frozen, unfrozen or replaced by one of another shape.
+
+        A new buffer is accepted, because a forward pass may have cached one.
+        """
+        current = kinds_of(self._model)
+        for name in {**self._kinds, **current}:
+            before = self._kinds.get(name, "not in it")
+            now = current.get(name, "not in it")
+            is_new_buffer = before == "not in it" and now == BUFFER
+            if before != now and not is_new_buffer:
+                raise _changed(f"{name!r} was {before} and is {now}")
+        tensors = tensors_of(self._model)
+        for name, shape in self._trained_shapes.items():
+            if tensors[name].shape != shape:
+                raise _changed(f"{name!r} had the shape {tuple(shape)} and has {tuple(tensors[name].shape)}")
+
+    def check_ties(self) -> None:
+        """Raise ValueError if tensors that were one are two now, or the reverse."""
+        names, buffer_names = _ties(self._model)
+        known_buffers = {name: stored for name, stored in buffer_names.items() if name in self.buffer_names}
+        if (names, known_buffers) != (self.names, self.buffer_names):
+            raise ValueError(
+                "module_loss: model must have the ties it had when the loss was made; tensors were tied or parted "
+                "since (Module.to may part them): make the loss again, module_loss(model, ...), and the step of it"
+            )
 
 
-def describe(model: nn.Module) -> ModuleTensors:
-    """Return what a loss has to know of the tensors of its module.
+def _changed(what: str) -> ValueError:
+    """Return the error for a module that has other tensors than before."""
+    return ValueError(
+        f"module_loss: model must stay as it was when the loss was made; {what}: make the loss again, "
+        "module_loss(model, ...), and the step of it"
+    )
+
+
+def tensors_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return every parameter and buffer by name, those of a shared module once."""
+    # functional_call is wrong if one place is given under two names, hence named_modules without duplicates.
+    tensors: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None:
+                tensors[_join(prefix, key)] = tensor
+    return tensors
+
+
+def kinds_of(model: nn.Module) -> dict[str, Kind]:
+    """Return what every parameter and buffer is, by name."""
+    kinds: dict[str, Kind] = {}
+    for prefix, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            if parameter is not None:
+                kinds[_join(prefix, key)] = TRAINED if parameter.requires_grad else FROZEN
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                kinds[_join(prefix, key)] = BUFFER
+    return kinds
+
+
+def _join(prefix: str, key: str) -> str:
+    """Return the dotted name of a module's entry."""
+    return f"{prefix}.{key}" if prefix else key
+
+
+def _tensors_with(model: nn.Module, kind: Kind) -> dict[str, Tensor]:
+    """Return the tensors of one kind by name."""
+    kinds = kinds_of(model)
+    return {name: tensor for name, tensor in tensors_of(model).items() if kinds[name] == kind}
+
+
+def _ties(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
+    """Return each name with the first name of the same tensor: of trained parameters, and of buffers.
 
     Raises:
-        ValueError: two parameters or buffers share memory without being one tensor.
+        ValueError: two tensors share memory and are not one.
     """
-    ties = find_ties(model)
-    return ModuleTensors(
-        names=ties.names,
-        buffer_names=ties.buffer_names,
-        frozen_names=ties.frozen_names,
-        uncast_names=_uncast_names(model, ties.names),
-        slots=TensorSlots(model, ties.names.keys() | ties.buffer_names.keys()),
-        tied_names=_names_stored_under_another(ties.names),
-        tied_buffer_names=_names_stored_under_another(ties.buffer_names),
-    )
+    kinds = kinds_of(model)
+    tensors = tensors_of(model)
+    keys: dict[str, object] = {}
+    for name, tensor in tensors.items():
+        # Two Parameters on one memory are two for an optimizer; for the others only memory counts.
+        keys[name] = id(tensor) if kinds[name] == TRAINED else identity(tensor)
+    first_names = _first_names(keys, keys)
+    _refuse_common_memory(model, kinds, {name: tensors[name] for name in first_names.values()})
+
+    stored_params = _first_names(_names_of(kinds, TRAINED), keys)
+    stored_buffers = _first_names(_names_of(kinds, BUFFER), keys)
+    frozen_in_buffers = [name for name in _names_of(kinds, FROZEN) if keys[name] in stored_buffers]
+    names = {name: stored_params[keys[name]] for name in _names_of(kinds, TRAINED)}
+    buffer_names = {name: stored_buffers[keys[name]] for name in (*_names_of(kinds, BUFFER), *frozen_in_buffers)}
+    return names, buffer_names
+
+
+def _names_of(kinds: Mapping[str, Kind], kind: Kind) -> list[str]:
+    return [name for name, other in kinds.items() if other == kind]
+
+
+def _first_names(names: Iterable[str], keys: Mapping[str, object]) -> dict[object, str]:
+    """Return the first name of each key."""
+    first_names: dict[object, str] = {}
+    for name in names:
+        first_names.setdefault(keys[name], name)
+    return first_names
+
+
+def _refuse_common_memory(model: nn.Module, kinds: Mapping[str, Kind], tensors: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if two tensors share memory without being one, so that a step of one would change the other."""
+    attributes = _plain_attributes(model)
+    all_kinds = {**dict.fromkeys(attributes, ATTRIBUTE), **kinds}
+    for first, second in overlaps({**attributes, **tensors}):
+        if _may_share_memory({all_kinds[first], all_kinds[second]}):
+            continue
+        raise ValueError(
+            "module_loss: parameters and buffers must be one tensor or share no memory; got "
+            f"{all_kinds[first]} {first!r} and {all_kinds[second]} {second!r}: assign the one to the other "
+            "(layer.weight = other.weight), compute it in forward, or clone() it"
+        )
+
+
+def _plain_attributes(model: nn.Module) -> dict[str, Tensor]:
+    """Return the tensors that modules have as plain attributes, without those that hooks recompute."""
+    attributes: dict[str, Tensor] = {}
+    for prefix, module in model.named_modules():
+        for key, value in vars(module).items():
+            # An attribute that requires a gradient is found in the graph.
+            if not isinstance(value, Tensor) or value.requires_grad:
+                continue
+            # torch's prune and older spectral_norm leave `weight` next to `weight_orig` until the next forward pass.
+            if f"{key}_orig" in module._parameters:
+                continue
+            attributes[_join(prefix, key)] = value
+    return attributes
+
+
+def _may_share_memory(kinds: AbstractSet[Kind]) -> bool:
+    """Return whether two tensors of these kinds may share memory."""
+    # No step changes frozen parameters.
+    if kinds == {FROZEN}:
+        return True
+    # A constant may have two names, as a buffer and an attribute; a step changes what is trained.
+    return ATTRIBUTE in kinds and TRAINED not in kinds
 
 
 def _uncast_names(model: nn.Module, names: Mapping[str, str]) -> frozenset[str]:
@@ -112,12 +292,3 @@ def _uncast_names(model: nn.Module, names: Mapping[str, str]) -> frozenset[str]:
         if has_layers or isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
             stored_names.add(stored_name)
     return frozenset(stored_names)
-
-
-def _names_stored_under_another(names: Mapping[str, str]) -> dict[str, str]:
-    return {name: stored_name for name, stored_name in names.items() if name != stored_name}
-
-
-def _by_stored_name(tensors: Mapping[str, Tensor], names: Mapping[str, str]) -> dict[str, Tensor]:
-    """Return the tensors under the stored ones of these names."""
-    return {stored_name: tensors[stored_name] for stored_name in names.values()}

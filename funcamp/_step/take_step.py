@@ -143,8 +143,6 @@ def _check_options(step: TrainStep, state: TrainState) -> None:
             "step: state must have no average without ema_decay; got one: drop it with "
             "state._replace(opt_state=state.opt_state[0])"
         )
-    if step._options.accumulate > 1:
-        step.loss_fn.check_accumulation()
 
 
 def _observed(step: TrainStep, gradients: Params) -> dict[str, Tree]:

@@ -13,6 +13,7 @@ from torch._inductor import codecache, cpu_vec_isa
 from funcamp import _upstream, jit
 from funcamp._jit import options, session
 from funcamp._jit.ahead import ahead
+from funcamp._upstream.bugs import corrected
 
 
 def step(state: dict[str, Tensor], batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -53,7 +54,7 @@ def test_a_program_asks_for_the_same_headers(kind: str, asked: set[Any], monkeyp
         "cpp_wrapper_build_separate": apart,
         "aot_inductor.compile_wrapper_opt_level": "O0" if apart else "O1",
     }
-    with torch._inductor.config.patch(expected), ahead() as headers:
+    with corrected(), torch._inductor.config.patch(expected), ahead() as headers:
         headers()
     before = set(asked)
     assert len(before) == (2 if apart else 1)

@@ -193,9 +193,18 @@ class Averages(CountsInGroup):
         state.setdefault("mean", torch.zeros_like(p)).lerp_(p, 0.5)
 
 
+class ChangesLate(Base):
+    """Its first count is 1, and matters after more steps than are tried."""
+
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        p.sub_(p.grad if state["step"] < 12 else p.grad.sign(), alpha=group["lr"])
+
+
 FOLLOWED = [
     *(CountsInState, CountsInGroup, KeepsLists, SetsFlagFirst, BeginsOtherwise, AsksEach, Decomposes, Masks),
     Averages,
+    ChangesLate,
 ]
 
 

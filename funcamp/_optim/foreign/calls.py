@@ -31,13 +31,11 @@ _FORMULAS: dict[str, Callable[..., Tensor]] = {
     "sub": lambda x, other, *, alpha: x - alpha * other,
     "addcmul": lambda x, tensor1, tensor2, *, value: x + value * tensor1 * tensor2,
     "addcdiv": lambda x, tensor1, tensor2, *, value: x + value * tensor1 / tensor2,
-    "addmm": lambda x, mat1, mat2, *, beta=1, alpha=1: beta * x + alpha * (mat1 @ mat2),
     "lerp": lambda x, end, weight: torch.lerp(x, end, weight),
     "clamp": lambda x, *bounds, **named: torch.clamp(x, *_bounds(x, bounds), **_bounds(x, named)),
     "full_like": lambda x, fill_value, **options: torch.zeros_like(x, **options) + fill_value,
     "full": lambda size, fill_value, **options: torch.zeros(size, **options) + fill_value,
     "fill": lambda x, value: torch.zeros_like(x) + value,
-    "where": lambda condition, x, y: torch.where(condition, _like(y, x), _like(x, y)),
 }
 #: In old code the factor comes first: x.add_(number, y).
 _FACTORS = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"}

@@ -5,11 +5,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from funcamp._optim.foreign.instance import changed_names, cloned, instance, refusal, shared_in, step_of
+from funcamp._optim.foreign.instance import (
+    Contents,
+    changed_names,
+    cloned,
+    instance,
+    is_number,
+    refusal,
+    shared_in,
+    step_of,
+    tensor_of,
+)
+from funcamp._optim.foreign.instance import leaves as leaves_of
 from funcamp._optim.foreign.number import RefusedError
 from funcamp._optim.foreign.own_step import ChangesError, OwnStep, TooManyWaysError, example_hyper
 from funcamp._optim.modes import generators_put_back
 from funcamp._optim.optimizer import OptState
+from funcamp._optim.torch_optim.rule import State
 from funcamp._trace.as_compiled import as_eager
 
 _STEPS = 8
@@ -105,6 +117,9 @@ class ForeignOptimizer(OwnStep):
                 raise refusal(self._cls, "its step draws other random numbers as a function than in its loop")
             for found, wanted, start in zip(current, leaves, params):
                 self._check_near(number, found, wanted.detach(), start)
+            for leaf, entries in zip(leaves, states):
+                self._check_entries_near(number, entries, dict(optimizer.state.get(leaf, {})), leaf)
+            self._check_entries_near(number, shared, shared_in(optimizer), leaves[0])
 
     def _check_near(self, number: int, found: Tensor, wanted: Tensor, start: Tensor) -> None:
         """Raise OtherNumbersError if parameters are not near, over their size or over the way that they went."""
@@ -112,11 +127,23 @@ class ForeignOptimizer(OwnStep):
         is_double = found.dtype == torch.float64 and not torch.equal(wanted, wanted.float().double())
         of_way, of_size = (1e-5, 1e-15) if is_double else (1e-3, 5e-7)
         if not (apart < of_way * _largest(wanted - start) or apart < of_size * _largest(wanted)):
-            raise OtherNumbersError(
-                f"stateless: {self._cls.__name__} cannot be made pure: its step number {number} as a function comes to "
-                "other numbers than in its own loop: it keeps something elsewhere, what it computes for one parameter "
-                "depends on another one, or it uses a number of its constructor that is a tensor or a schedule here"
-            )
+            raise self._other_numbers(number)
+
+    def _check_entries_near(self, number: int, found: State, kept: Contents, like: Tensor) -> None:
+        """Raise OtherNumbersError if a state is another one: a count that is off by one may show late."""
+        for name, leaf in leaves_of(kept).items():
+            if name not in found or not (isinstance(leaf, Tensor) or is_number(leaf)):
+                continue
+            wanted = tensor_of(leaf, like).to(found[name].dtype).reshape(found[name].shape)
+            if not torch.allclose(found[name], wanted, rtol=1e-3, atol=1e-3 * _largest(wanted), equal_nan=True):
+                raise self._other_numbers(number)
+
+    def _other_numbers(self, number: int) -> OtherNumbersError:
+        return OtherNumbersError(
+            f"stateless: {self._cls.__name__} cannot be made pure: its step number {number} as a function comes to "
+            "other numbers than in its own loop: it keeps something elsewhere, what it computes for one parameter "
+            "depends on another one, or it uses a number of its constructor that is a tensor or a schedule here"
+        )
 
     def _grads(self, params: list[Tensor], number: int) -> list[Tensor]:
         """Return gradients of several sizes.

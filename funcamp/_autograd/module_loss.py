@@ -294,12 +294,16 @@ class ModuleLoss(Loss):
         """Note that the Python of a step runs. Says once that the module is in eval mode.
 
         Raises:
-            ValueError: a parameter was added, removed, frozen or unfrozen since the loss was made.
+            ValueError: a parameter was added, removed, frozen or unfrozen since the loss was made; in a trace also if
+                one was tied or got a hook.
         """
         with self._lock():
-            # In every eager step, because torch does not report that a parameter was unfrozen: it would silently not be
-            # trained.
-            self.tensors.check_kinds()
+            if running() is None:
+                # In every eager step, because torch does not report that a parameter was unfrozen: it would silently
+                # not be trained.
+                self.tensors.check_kinds()
+            else:
+                self._check_unchanged()
         if not self._has_logged_eval_mode and not self.holder.model.training:
             self._has_logged_eval_mode = True
             _log.warning(
@@ -410,10 +414,9 @@ def module_loss(
 
     The module provides the code, its training flags and its frozen parameters; the values come from the parameters and
     buffers passed. While model and criterion run, the module has these values, so a penalty in the criterion may read
-    `model.parameters()`, in full precision. These values are instances of `nn.Parameter`, have the attributes of the
-    module's own tensors, and the hooks of `register_hook` and `register_post_accumulate_grad_hook`, which get the
-    scaled gradient; the latter may only change it. The module's `.grad` has no effect, nor has a hook on the node of a
-    parameter in torch's graph (`get_gradient_edge(p).node.register_prehook`), which cannot be seen. No sync.
+    `model.parameters()`, in full precision. These values are instances of `nn.Parameter` and have the attributes of the
+    module's own tensors. The module's `.grad` has no effect, nor has a hook on the node of a parameter in torch's graph
+    (`get_gradient_edge(p).node.register_prehook`), which cannot be seen. No sync.
 
     Args:
         model: the module. Modules that write buffers (BatchNorm in training) work: the new buffers are returned. A
@@ -434,9 +437,9 @@ def module_loss(
         ValueError: engine is another string; has_aux is set without a criterion; an embedding has max_norm, which
             writes its weight in the forward pass; a parameter is lazy; two parameters or buffers share memory without
             being one tensor, so that a step of one would change the other; a trainable parameter shares memory with a
-            plain attribute (`self.w = layer.weight.detach()`); the criterion has
-            trainable parameters, in itself or in what it reaches (attributes, a closure, globals that it names); model
-            or criterion know a parameter by its identity (`id`, a key of a dict).
+            plain attribute (`self.w = layer.weight.detach()`); a trainable parameter has a hook on its gradient, which
+            belongs into a part of a `chain`. When called first: the loss depends on a parameter of the criterion, or
+            on one kept from before the call; the forward pass writes a parameter.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)

@@ -244,8 +244,8 @@ def _first_names(names: Iterable[str], keys: Mapping[str, object]) -> dict[objec
 def _refuse_common_memory(model: nn.Module, kinds: Mapping[str, Kind], tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError if two tensors share memory without being one, so that a step of one would change the other."""
     attributes = _plain_attributes(model)
-    all_kinds = {**dict.fromkeys(attributes, ATTRIBUTE), **kinds}
-    for first, second in overlaps({**attributes, **tensors}):
+    all_kinds = {**kinds, **dict.fromkeys(attributes, ATTRIBUTE)}
+    for first, second in overlaps({**tensors, **attributes}):
         if _may_share_memory({all_kinds[first], all_kinds[second]}):
             continue
         raise ValueError(

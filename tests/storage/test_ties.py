@@ -309,9 +309,8 @@ class Deletes(nn.BatchNorm1d):
 def test_a_buffer_that_the_forward_pass_deletes_is_named() -> None:
     model, x = Deletes(4), torch.randn(3, 4)
     step = make_train_step(module_loss(model, F.mse_loss), SGD)
-    with pytest.raises(ValueError, match=r"must keep its parameters and buffers; .* deleted 'running_mean'"):
+    with pytest.raises(ValueError, match=r"must keep its buffers; .* deleted 'running_mean'"):
         step(step.init(), (x, x))
-    assert dict(model.named_buffers()).keys() == {"running_mean", "running_var", "num_batches_tracked"}
 
 
 def freeze(model: Pair) -> None:
@@ -412,7 +411,7 @@ def test_a_lazy_module_and_a_criterion_with_parameters() -> None:
     loss_fn = module_loss(Pair(), nn.Bilinear(4, 4, 1))
     params = {name: value.requires_grad_() for name, value in loss_fn.params().items()}
     with pytest.raises(
-        ValueError, match=r"no trainable parameter, which no step would train; got '(weight|bias)' in Bilinear"
+        ValueError, match=r"no trainable parameter, which no step would train; got one, a torch.float32"
     ):
         loss_fn(params, (torch.ones(2, 4), torch.ones(2, 4)))
 
@@ -426,15 +425,19 @@ def test_a_module_without_values_and_one_of_fake_tensors() -> None:
 
 
 @pytest.mark.parametrize("tie", [True, False], ids=["tied", "parted"])
-def test_a_tie_that_changes_between_steps_is_named(tie: bool) -> None:
+def test_a_tie_that_changes_between_steps_is_named_by_init_and_in_a_trace(tie: bool) -> None:
     model = Pair()
     if not tie:
         model.b.weight = model.a.weight
     step, x = make_train_step(module_loss(model, F.mse_loss), SGD), torch.ones(2, 4)
     state, _ = step(step.init(), (x, x))
+    expected, _ = step(state, (x, x))
     model.b.weight = model.a.weight if tie else nn.Parameter(model.a.weight.detach().clone())
-    with pytest.raises(ValueError, match="model must have the ties it had when the loss was made"):
-        step(state, (x, x))
+    # An eager step goes on with the ties of before; a state and a trace are made with none that differ.
+    assert_same(step(state, (x, x))[0].params, expected.params)
+    for later in (step.init, lambda: jit(step, backend="eager", donate=False)(state, (x, x))):
+        with pytest.raises(ValueError, match="model must have the ties it had when the loss was made"):
+            later()
 
 
 def test_a_state_is_made_of_the_modules_own_values_while_another_thread_steps() -> None:

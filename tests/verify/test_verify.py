@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import funcamp
-from funcamp._autograd import module_loss, tensor_swap
+from funcamp._autograd import module_checks, module_loss
 from funcamp._autograd.module_loss import ModuleLoss
+from funcamp._autograd.module_tensors import ModuleTensors
 from funcamp._jit import jit_step
 from funcamp._trace.carried_state import CarriedState
 from funcamp._verify.report import Outcome, Verification
@@ -333,13 +334,13 @@ def test_a_function_that_counts_in_python() -> None:
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switch off everything that refuses or mends what a module keeps outside of the state."""
 
-    def call(self: ModuleLoss, params: Any, values: Any, batch: Any) -> Any:
-        return self._evaluate(values, batch)
+    def run(self: ModuleLoss, params: Any, values: Any, batch: Any, call: Callable[[], Any]) -> Any:
+        return self._run(values, call)
 
-    monkeypatch.setattr(ModuleLoss, "_evaluate_checked", call)
-    monkeypatch.setattr(module_loss, "check_identities", lambda *args: None)
-    monkeypatch.setattr(module_loss, "with_hooks", lambda values, own: values)
-    monkeypatch.setattr(tensor_swap, "like_own_tensors", lambda values, own: contextlib.nullcontext())
+    monkeypatch.setattr(ModuleLoss, "_run_checked", run)
+    for module in (module_checks, module_loss):
+        monkeypatch.setattr(module, "check_hooks", lambda model: None)
+    monkeypatch.setattr(ModuleTensors, "attributes_on", lambda self, values: contextlib.nullcontext())
     monkeypatch.setattr(jit_step, "_python_parts", lambda step: {})
     monkeypatch.setattr(CarriedState, "trace", lambda self, trace_once: trace_once())
 

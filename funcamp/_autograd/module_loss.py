@@ -130,9 +130,9 @@ class ModuleLoss(Loss):
 
         def call() -> Tree:
             returned = self._evaluate(batch)
+            loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
             if not self.has_buffers:
                 return returned
-            loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
             after = self.tensors.buffers_after(self.model, values)
             return loss, (after, aux) if self.has_aux else after
 

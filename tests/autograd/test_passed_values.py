@@ -110,17 +110,10 @@ def test_a_hook_on_a_parameter_is_refused_with_the_fix() -> None:
 
 
 class Clipped(nn.Linear):
-    """Writes its weight through a view, or gives it other memory, in the forward pass."""
-
-    def __init__(self, how: str) -> None:
-        super().__init__(4, 4)
-        self.how = how
+    """Writes its weight through a view in the forward pass."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.how == "view":
-            self.weight.detach()[1:].zero_()
-        else:
-            self.weight.data = self.weight.data.clamp(-0.1, 0.1)
+        self.weight.detach()[1:].zero_()
         return super().forward(x)
 
 
@@ -128,7 +121,6 @@ class Clipped(nn.Linear):
 @pytest.mark.compiled
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
 @pytest.mark.parametrize("policy", [None, "bfloat16"])
-@pytest.mark.parametrize("how", ["view", "assigned"])
-def test_a_write_of_a_parameter_is_refused(how: str, policy: str | None, compiled: bool) -> None:
+def test_a_write_of_a_parameter_is_refused(policy: str | None, compiled: bool) -> None:
     with pytest.raises(ValueError, match=r"must not write to its parameters in the forward pass; it wrote to '\w+'"):
-        losses_of_step(Clipped(how), compiled, policy=policy)
+        losses_of_step(Clipped(4, 4), compiled, policy=policy)

@@ -12,7 +12,6 @@ ARCHITECTURE.md says how to add a rule.
 from funcamp.report.numbers.float8_fit import Float8Layer
 from funcamp.report.numbers.operation import Operation
 from funcamp.report.numbers.origin import Origin
-from funcamp.report.numbers.plot import plot_flushed
 from funcamp.report.numbers.recommendation import Recommendation
 from funcamp.report.numbers.render import annotate
 from funcamp.report.numbers.report import NumericsReport, numerics_report
@@ -25,5 +24,4 @@ __all__ = [
     "Recommendation",
     "annotate",
     "numerics_report",
-    "plot_flushed",
 ]

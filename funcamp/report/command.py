@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.usage = "python -m funcamp report [options] script.py [-- the script's own arguments]"
     parser.add_argument("target", help="the script")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the target is a module, as for python -m")
-    parser.add_argument("--out", type=Path, default=Path("numerics"), help="folder for report.txt and report.png")
+    parser.add_argument("--out", type=Path, default=Path("numerics"), help="folder for report.txt")
     parser.add_argument("--dtype", choices=_FORMATS, default="float16", help="the format whose limits are reported")
     parser.add_argument("--first", type=int, default=1, help="the backward pass to record, counted from 1")
     parser.add_argument(
@@ -69,12 +69,12 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, script_argume
     sentences = [_NOTHING_RECORDED] if report is None else report.summary(_FORMATS[args.dtype])
     tree = "" if report is None else f"\n{report.annotate()}\n"
     findings = "\n".join([render.text(auditor), "", *sentences, tree])
-    written_paths = _write_files(args, report, findings)
+    written_path = _write_file(args, report, findings)
     if args.json:
         results = {"passes": auditor.passes, "findings": render.rows(auditor), "numerics": sentences}
         output.write(json.dumps(results, indent=1) + "\n")
     else:
-        output.write(f"{findings}\nfiles: {', '.join(map(str, written_paths))}\n")
+        output.write(f"{findings}\nfile: {written_path}\n")
     is_failed = args.strict and auditor.has_mistakes()
     is_success = isinstance(ending, SystemExit) and ending.code in (None, 0)
     if ending is not None and not (is_failed and is_success):
@@ -111,19 +111,12 @@ def _check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) 
         parser.error(f"--out must be a folder that can be written; got {args.out} ({error.strerror})")
 
 
-def _write_files(args: argparse.Namespace, report: NumericsReport | None, findings: str) -> list[Path]:
-    """Write the report as text, and as a picture if matplotlib is installed; return the files."""
-    text_path, picture_path = args.out / "report.txt", args.out / "report.png"
-    dtype = _FORMATS[args.dtype]
-    table = "" if report is None else f"\n{report.table(dtype)}\n"
-    text_path.write_text(f"{findings}{table}", encoding="utf-8")
-    if report is None:
-        return [text_path]
-    try:
-        return [text_path, report.plot(picture_path, dtype)]
-    except ImportError as error:  # without matplotlib there is no picture
-        sys.stderr.write(f"{error}\n")
-        return [text_path]
+def _write_file(args: argparse.Namespace, report: NumericsReport | None, findings: str) -> Path:
+    """Write the report as text; return the file."""
+    path: Path = args.out / "report.txt"
+    table = "" if report is None else f"\n{report.table(_FORMATS[args.dtype])}\n"
+    path.write_text(f"{findings}{table}", encoding="utf-8")
+    return path
 
 
 def _watch(parser: argparse.ArgumentParser, args: argparse.Namespace, script_arguments: list[str]) -> _Run:

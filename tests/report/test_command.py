@@ -28,17 +28,10 @@ def reported(path: Path, folder: Path, capsys: pytest.CaptureFixture[str], *argu
     return {(row["name"], row["line"]) for row in json.loads(capsys.readouterr().out)["findings"]}
 
 
-@pytest.fixture
-def no_picture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without matplotlib no picture is drawn, which takes longest."""
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-
 def findings_of(auditor: Auditor) -> set[tuple[str, int]]:
     return {(finding.rule.name, finding.line.number) for finding in auditor.findings()}
 
 
-@pytest.mark.usefixtures("no_picture")
 @pytest.mark.parametrize("name", ["read-before-unscale", "overflow-replaced", "float16-overflow"])
 def test_the_command_finds_what_the_auditor_finds(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -47,7 +40,6 @@ def test_the_command_finds_what_the_auditor_finds(
     assert reported(LOOPS[name], tmp_path, capsys, "--right") == set()
 
 
-@pytest.mark.usefixtures("no_picture")
 @pytest.mark.filterwarnings("ignore:.*reentrant:UserWarning")
 @pytest.mark.parametrize("name", ["typical", "checkpointed", "funcamp_scaler", "gradient_penalty"])
 def test_the_command_finds_nothing_in_a_right_loop(name: str, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import funcamp
 from funcamp import ScalerConfig, init, jit, make_train_step, module_loss, stateless, unscale_and_check, update
 from funcamp.__main__ import main
 from funcamp.numerics import Record, stats, track_scales
-from funcamp.report import annotate, numerics_report, plot_flushed
+from funcamp.report import annotate, numerics_report
 from funcamp.report.mode import Mode
 from funcamp.report.numbers.recorder import Recorder
 from tests.support.helpers import assert_close, assert_same
@@ -240,27 +240,6 @@ def test_rows_table_and_tree() -> None:
     assert annotate(None, {"layer": Record(stats(torch.ones(2)), stats(torch.ones(1)))}) == "layer  (-> 0, <- n/a)"
 
 
-def test_a_report_is_drawn(tmp_path: Path) -> None:
-    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU())
-    report = numerics_report(lambda: (model(torch.randn(3, 4)) / 0).sum(), module=model)
-    for modules in (False, True):
-        assert report.plot(tmp_path / "plot.png", modules=modules).read_bytes()[:4] == b"\x89PNG"
-
-
-def test_heat_map_of_layers_over_steps(tmp_path: Path) -> None:
-    task = mlp()
-    step = make_train_step(track_scales(module_loss(task.model, task.criterion)), SGD)
-    state, history = step.init(), []
-    for index in range(3):
-        state, metrics = step(state, task.batch(index))
-        history.append((index, metrics.records))
-    assert plot_flushed(history, tmp_path / "map.png").stat().st_size > 1000
-    with pytest.raises(ValueError, match="plot_flushed: history must hold a step"):
-        plot_flushed([], tmp_path / "map.png")
-    with pytest.raises(ValueError, match="same layers at every step; step 1 differs"):
-        plot_flushed([history[0], (1, {})], tmp_path / "map.png")
-
-
 SCRIPT = """
 import sys
 import torch
@@ -296,7 +275,6 @@ def test_command_records_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[
     text = (tmp_path / "out" / "report.txt").read_text()
     assert text.count("addmm") == 2
     assert "exp" not in text
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {"report.txt", "report.png"}
 
 
 def test_command_knows_the_scale_and_drops_what_came_before(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

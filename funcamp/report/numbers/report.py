@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from funcamp.numerics.record import Record, text
 from funcamp.numerics.statistics import Stats
 from funcamp.report.autograd_graph import read_graph
 from funcamp.report.mode import Mode
-from funcamp.report.numbers import plot, render
+from funcamp.report.numbers import render
 from funcamp.report.numbers.counted import add
 from funcamp.report.numbers.float8_fit import Float8Layer, fit
 from funcamp.report.numbers.operation import BackwardPass, Operation
@@ -191,24 +190,6 @@ class NumericsReport:
         return {
             path: Record(record.forward, self._unscaled.get(path, NO_VALUES)) for path, record in self.records.items()
         }
-
-    def plot(self, path: str | Path, dtype: torch.dtype = torch.float16, *, modules: bool = False) -> Path:
-        """Draw a row per operation with exponents on the x axis and the limits of a format as lines.
-
-        Args:
-            path: the picture to write; its extension sets the file type.
-            dtype: the format.
-            modules: draw the outputs of modules and their gradients instead, as in this run.
-
-        Returns:
-            The path.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: there is nothing to draw.
-        """
-        lines = plot.of_modules(self.records) if modules else plot.of_operations(self.operations)
-        return plot.draw(lines, Path(path), dtype)
 
     def summary(self, dtype: torch.dtype = torch.float16) -> list[str]:
         """Return the main results, one sentence each.

@@ -9,7 +9,6 @@ of the loop's state before it. `audit.py` puts them together. `numbers/` records
 ARCHITECTURE.md says how to add a rule.
 """
 
-from funcamp.report.numbers.float8_fit import Float8Layer
 from funcamp.report.numbers.operation import Operation
 from funcamp.report.numbers.origin import Origin
 from funcamp.report.numbers.recommendation import Recommendation
@@ -17,7 +16,6 @@ from funcamp.report.numbers.render import annotate
 from funcamp.report.numbers.report import NumericsReport, numerics_report
 
 __all__ = [
-    "Float8Layer",
     "NumericsReport",
     "Operation",
     "Origin",

@@ -20,7 +20,6 @@ from funcamp.numerics.counting import count
 from funcamp.numerics.statistics import Stats
 from funcamp.report.mode import Mode
 from funcamp.report.numbers.counted import Recording, add, computes, is_countable, is_finite, nonfinite_among
-from funcamp.report.numbers.float8_fit import Multiplied
 from funcamp.report.numbers.modules import Modules
 from funcamp.report.numbers.operation import BackwardPass, Operation
 from funcamp.report.numbers.steps import scaling_calls, step_calls
@@ -69,8 +68,6 @@ class Recorder:
         loss_scale: float | None = None,
     ) -> None:
         self.recording = Recording()
-        self.operands: dict[str, Multiplied] = {}
-        """What each linear layer multiplies."""
         self.passes: list[BackwardPass] = []
         self.loss_scale = 1.0 if loss_scale is None else loss_scale
         self.modules = Modules(module)
@@ -235,8 +232,8 @@ class Recorder:
                 self._is_done = True
                 self._until_done.close()
 
-    def _enter(self, module: nn.Module, args: Args) -> None:
-        """Before a module's forward pass: note that it runs, and count the operands of a linear layer."""
+    def _enter(self, module: nn.Module, _args: Args) -> None:
+        """Before a module's forward pass: note that it runs."""
         if not self._is_in_this_thread():
             return
         path = self.modules.path_of(module)
@@ -246,12 +243,6 @@ class Recorder:
         # In a backward pass a checkpoint calls the module again.
         is_recorded = not (in_backward or self.modules.in_evaluation)
         self.modules.enter(path if is_recorded else None)
-        if is_recorded and isinstance(module, nn.Linear) and not (self._is_script or self._is_left_out()) and args:
-            # Not the attribute: a parametrization computes it, and spectral norm changes its state by that.
-            weight = dict(module._parameters).get("weight")
-            if is_countable(args[0]) and is_countable(weight):
-                with replaced(self, _is_muted=True):
-                    self._add_operands(path, args[0], weight)
 
     def _begin_root(self, in_backward: bool) -> None:
         """At the call of an outermost module: leave out what a script does besides its training steps."""
@@ -260,15 +251,6 @@ class Recorder:
         if not (in_backward or self.recording.outputs or self.seen_backward):
             self.recording.operations.clear()  # of the script's initialization and data loading
         self.modules.in_evaluation = not (torch.is_grad_enabled() or transforms_active())
-
-    def _add_operands(self, path: str, layer_input: Tensor, weight: Tensor) -> None:
-        """Count what a linear layer multiplies; the weight once, the inputs of all calls."""
-        counted = Stats(self._read(layer_input, count))
-        earlier = self.operands.get(path)
-        if earlier is None:
-            self.operands[path] = Multiplied(counted, Stats(self._read(weight, count)), tuple(weight.shape))
-        else:
-            self.operands[path] = earlier._replace(input=earlier.input + counted)
 
     def _leave(self, module: nn.Module, _inputs: Args, outputs: object) -> None:
         """After a module's forward pass: count its outputs, and by a hook their gradients."""

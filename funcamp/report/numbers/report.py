@@ -16,7 +16,6 @@ from funcamp.report.autograd_graph import read_graph
 from funcamp.report.mode import Mode
 from funcamp.report.numbers import render
 from funcamp.report.numbers.counted import add
-from funcamp.report.numbers.float8_fit import Float8Layer, fit
 from funcamp.report.numbers.operation import BackwardPass, Operation
 from funcamp.report.numbers.origin import Origin, find_origin
 from funcamp.report.numbers.recommendation import NO_VALUES, Recommendation, recommend, sentences_of, unscaled_stats
@@ -52,7 +51,6 @@ class NumericsReport:
         self.records = {path: Record(outputs[path], gradients.get(path, NO_VALUES)) for path in outputs}
         self.passes = recorder.passes
         self.module = recorder.modules.root
-        self._operands = recorder.operands
         self.loss_scale = self.passes[-1].loss_scale if self.passes else recorder.loss_scale
 
     def __repr__(self) -> str:
@@ -122,31 +120,6 @@ class NumericsReport:
         if advice is None:
             raise ValueError("recommend_scale: the report must have finite, nonzero gradients; got none")
         return advice
-
-    def float8(self, *, most: float = 0.01) -> list[Float8Layer]:
-        """Return, per linear layer, what float8 loses of its input, weight and gradient, and whether to keep it.
-
-        Input and weight are E4M3, the gradient of the output is E5M2, each with the scale of its own largest magnitude,
-        rounded down to a power of two. A nonzero value is lost if it becomes zero.
-        `[one.path for one in layers if one.keep]` are names for the `keep` of `float8.convert`.
-
-        Args:
-            most: the largest fraction of values that a layer may lose.
-
-        Returns:
-            A `Float8Layer` per torch.nn.Linear that was called.
-
-        Raises:
-            ValueError: most is not from 0 to 1.
-        """
-        if not 0 <= most <= 1:
-            raise ValueError(f"float8: most must be from 0 to 1; got {most!r}")
-        records = self.unscaled_records()
-        layers = []
-        for path, multiplied in self._operands.items():
-            gradient = records[path].backward if path in records else NO_VALUES
-            layers.append(fit(path, multiplied, gradient, most))
-        return layers
 
     def gradients(self) -> Stats:
         """Return all values of the backward pass without loss scaling, except those of shape ()."""

@@ -77,9 +77,8 @@ class BackwardCalls(Calls):
             retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
         )
         self._emit(event)
-        nesting = self._run.nesting
         outer = replaced(self, _outer_scaling=scaling)
-        with outer, replaced(nesting, in_backward=True), nesting.mode.paused():
+        with outer, replaced(self._run, in_backward=True), self._run.operations.paused():
             result = function(tensors, *args, inputs=inputs, **kwargs)
         self._tracked.remember_gradients(leaves)
         return result

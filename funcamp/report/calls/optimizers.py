@@ -71,17 +71,17 @@ class OptimizerCalls(Calls):
 
     def _begin_step(self, optimizer: Optimizer, *_: object) -> None:
         """Before an optimizer's own step, after its hooks."""
-        if not self._run.nesting.in_scaler_step:
+        if not self._run.in_scaler_step:
             self.report_use(events.StepCalled, optimizer, None)
-        self._run.nesting.stepping.add(self._tracked.key(optimizer))
+        self._run.stepping.add(self._tracked.key(optimizer))
 
     def _end_step(self, optimizer: Optimizer, *_: object) -> None:
         """After an optimizer's own step."""
         key = self._tracked.key(optimizer)
         self._drop_last_hook(key)
-        self._run.nesting.stepping.discard(key)
+        self._run.stepping.discard(key)
         self.applied.add(key)
-        if not self._run.nesting.in_scaler_step:
+        if not self._run.in_scaler_step:
             self._emit(events.StepEnded(calling_line(), key, True))
 
     def report_use(

@@ -110,7 +110,7 @@ class ScalerCalls(Calls):
     ) -> object:
         self._optimizers.report_use(events.StepCalled, optimizer, scaler)
         self._optimizers.applied.clear()
-        with replaced(self._run.nesting, in_scaler_step=True):
+        with replaced(self._run, in_scaler_step=True):
             result = self._quietly(function, scaler, optimizer, *args, **kwargs)
         # An optimizer that wraps another may have no hooks of its own; then its step is taken as applied.
         has_hooks = hasattr(getattr(type(optimizer), "step", None), "hooked")

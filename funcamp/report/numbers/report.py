@@ -13,7 +13,6 @@ from funcamp.numerics.formats import format_of
 from funcamp.numerics.record import Record, text
 from funcamp.numerics.statistics import Stats
 from funcamp.report.autograd_graph import read_graph
-from funcamp.report.mode import Mode
 from funcamp.report.numbers import render
 from funcamp.report.numbers.counted import add
 from funcamp.report.numbers.operation import BackwardPass, Operation
@@ -230,11 +229,10 @@ def numerics_report(
         raise TypeError(f"numerics_report: module must be a torch.nn.Module; got {module!r}")
     if loss_scale is not None and not 0 < loss_scale < math.inf:
         raise ValueError(f"numerics_report: loss_scale must be a positive number; got {loss_scale}")
-    mode = Mode()
-    recorder = Recorder(mode, module, loss_scale=loss_scale)
-    with recorder.watching(), torch.compiler.set_stance("force_eager"), mode:
+    recorder = Recorder(module, loss_scale)
+    with recorder.watching():
         result = fn(*args, **kwargs)
-        if not recorder.seen_backward:
+        if not recorder.passes:
             _differentiate(result)
     if not recorder.recording.operations:
         raise RuntimeError("numerics_report: fn must run operations on floating-point tensors; none was seen")

@@ -91,9 +91,6 @@ class Backward(Event):
 class GradientsTaken(Event):
     """`torch.autograd.grad` was called, whose gradients no scaler unscales: the loop does it itself."""
 
-    scaler: Key | None
-    """The scaler that scaled the loss; None if no scaler did."""
-
 
 class OptimizerEvent(Event):
     """A call that uses the gradients of an optimizer's parameters."""

@@ -122,17 +122,11 @@ class Scaler:
     """The number of backward passes of losses that it scaled."""
     passes_before_update: int = 0
     """How many of them were before its last update."""
-    gradients_taken: int = 0
-    """How often `torch.autograd.grad` was called for a loss that it scaled."""
     steps: int = 0
     unscaled: set[Key] = field(default_factory=set)
     """The optimizers that were unscaled since the last update."""
     stepped: set[Key] = field(default_factory=set)
     """The optimizers that were stepped since the last update."""
-    scale_reads: Counter[Line] = field(default_factory=Counter)
-    """The lines that read its scale, and how often each did."""
-    is_compared: bool = False
-    """Whether its scale was read before the first backward pass: the loop compares scales to find skipped steps."""
     is_factor: bool = False
     """Whether the loop has multiplied or divided by its scale."""
     loss_lines: Counter[Line] = field(default_factory=Counter)

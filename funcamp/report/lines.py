@@ -48,11 +48,6 @@ class Line(NamedTuple):
         """The line itself."""
         return linecache.getline(self.file, self.number).strip()
 
-    @property
-    def is_installed(self) -> bool:
-        """Whether it belongs to an installed package, which its user does not change."""
-        return any(name in self.file for name in _INSTALLED)
-
 
 UNKNOWN = Line("unknown", 0)
 
@@ -89,16 +84,6 @@ def are_in_one_loop(first: tuple[Place, ...], second: tuple[Place, ...]) -> bool
     return loop is not None and line.file == other.file and _contains(loop, other)
 
 
-def goes_over_parts(first: tuple[Place, ...], second: tuple[Place, ...]) -> bool:
-    """Return whether the innermost loop around one call goes over parts that are written out: `for x in (real, fake)`.
-
-    first, second: as of `are_in_one_loop`.
-    """
-    line, _ = _where_they_differ(first, second)
-    loop = _innermost_loop(line)
-    return isinstance(loop, (ast.For, ast.AsyncFor)) and _is_written_out(loop.iter)
-
-
 def _where_they_differ(first: tuple[Place, ...], second: tuple[Place, ...]) -> tuple[Line, Line]:
     """Return the lines of two calls in the innermost function that made both."""
     for place, other in zip(first, second):
@@ -113,13 +98,6 @@ def _innermost_loop(line: Line) -> ast.expr | ast.stmt | None:
     surrounding = [node for node in blocks if _contains(node, line)]
     innermost = max(surrounding, key=lambda node: node.lineno, default=None)
     return innermost if isinstance(innermost, _LOOPS) else None
-
-
-def _is_written_out(iterated: ast.expr) -> bool:
-    """Return whether what a loop goes over is a tuple or list in the source, also in `zip` or `enumerate`."""
-    if isinstance(iterated, ast.Call) and _name_of(iterated.func) in ("zip", "enumerate", "reversed"):
-        return any(map(_is_written_out, iterated.args))
-    return isinstance(iterated, (ast.Tuple, ast.List))
 
 
 def is_factor(name: str, places: tuple[Place, ...]) -> bool:

@@ -141,9 +141,7 @@ class Loop:
                 optimizer.has_own_passes |= parameters.issubset(optimizer.parameters)
 
     @follow.register
-    def _(self, event: GradientsTaken) -> None:
-        if event.scaler is not None:
-            self.scaler(event.scaler).gradients_taken += 1
+    def _(self, _event: GradientsTaken) -> None:
         for optimizer in self.optimizers.values():
             optimizer.stepped_line = None
 
@@ -204,10 +202,8 @@ class Loop:
     @follow.register
     def _(self, event: ScaleRead) -> None:
         scaler = self.scaler(event.scaler)
-        scaler.is_compared |= not scaler.passes
         scaler.is_factor |= event.is_factor
         self.has_scale_factor |= event.is_factor
-        scaler.scale_reads[event.line] += 1
         scaler.last_read_line = event.line
 
     @follow.register

@@ -13,7 +13,7 @@ from funcamp.report.audit import Auditor
 from tests.report.scripts import LOOPS, watch
 
 CLIPS = LOOPS["clip-before-unscale"]
-READS = LOOPS["scale-read-each-step"]
+NOTED = LOOPS["scaler-with-bfloat16"]
 
 
 PLAIN = """
@@ -44,7 +44,7 @@ def test_strict_fails_on_a_mistake_and_not_on_a_note(tmp_path: Path, capsys: pyt
     options = ["report", "--strict"]
     assert main([*options, str(CLIPS)]) == 1
     assert main([*options, str(CLIPS), "--", "--right"]) == 0
-    assert main([*options, str(READS)]) == 0
+    assert main([*options, str(NOTED)]) == 0
     assert "0 mistakes and 1 note in 6 backward passes" in capsys.readouterr().out
 
 

@@ -101,7 +101,7 @@ class BackwardCalls(Calls):
         result = function(outputs, *args, **kwargs)
         if current_node() is None:
             scaling = read_graph(tensors_in(outputs)).scaling if self._run.has_scaled else None
-            self._emit(events.GradientsTaken(calling_line(), None if scaling is None else scaling.scaler))
+            self._emit(events.GradientsTaken(calling_line()))
             if scaling is not None:
                 self._remember_taken(tensors_in(result), scaling)
         return result

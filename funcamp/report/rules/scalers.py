@@ -14,10 +14,6 @@ from funcamp.report.rules.rule import rule
 
 #: From this many reads on, a line reads the scale regularly.
 _REGULAR_READS = 4
-#: A line reads the scale in each iteration if it does in this share of them.
-_SHARE_OF_ITERATIONS = 0.9
-#: A line that reads it more often than this an iteration compares the scale before and after the update.
-_COMPARING_READS = 1.5
 
 
 def _forward_dtypes(event: StepCalled, loop: Loop) -> set[torch.dtype]:
@@ -175,26 +171,3 @@ def unscaled_by_another(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
     scaled = [one for one in loop.gradients_of(event.parameters) if one.condition is Condition.SCALED]
     if event.has_enabled_scaler and scaled and all(one.scaler != event.scaler for one in scaled):
         yield event.line
-
-
-@rule(
-    Ended,
-    mistake="the scale is read in each iteration",
-    effect="get_scale waits for the device each time, so that Python no longer runs ahead of it",
-    change="if step % 100 == 0: log(scaler.get_scale())",
-    is_note=True,
-)
-def scale_read_each_step(_event: Ended, loop: Loop) -> Iterator[Line]:
-    """One line of the user's code reads the scale about as often as it is updated.
-
-    Two such lines compare the scale before and after the update to find skipped steps, also if the first line is before
-    the loop, as does one line that is called twice; and a loop that multiplies or divides by the scale needs it. None
-    of them is a finding.
-    """
-    for scaler in loop.scalers.values():
-        enough = max(_REGULAR_READS, _SHARE_OF_ITERATIONS * scaler.updates)
-        lines = [line for line, reads in scaler.scale_reads.items() if reads >= enough]
-        is_needed = scaler.gradients_taken or scaler.is_compared or scaler.is_factor
-        if len(lines) == 1 and not lines[0].is_installed and not is_needed:
-            is_compared = scaler.scale_reads[lines[0]] > _COMPARING_READS * scaler.updates
-            yield from [] if is_compared else lines

@@ -152,13 +152,9 @@ class LossScaled(Event):
 
 
 class ScaledLossRead(Event):
-    """A scaled loss was read on the host, or divided."""
+    """A scaled loss was read on the host."""
 
     scaler: Key
-    updates: int
-    """How many updates the scaler had had when it scaled the loss."""
-    is_on_host: bool = True
-    """Whether it was read on the host."""
 
 
 class GradientEvent(Event):

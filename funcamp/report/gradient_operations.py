@@ -38,8 +38,6 @@ _CLIPS = {"clamp", "clamp_min", "clamp_max", "clamp_", "clamp_min_", "clamp_max_
 _CLIPS |= {"_foreach_clamp_min_", "_foreach_clamp_max_"}
 _ZEROS = {"zero_", "_foreach_zero_"}
 _CHANGES = _WRITES | _CLIPS | _ZEROS
-#: Operations that read a loss on the host, or divide it.
-_LOSS_READS = {"_local_scalar_dense", "div", "mul"}
 
 #: Tests for inf and NaN. `isfinite` compares a tensor with itself, and its sizes with inf.
 _TESTS = {"isnan", "isinf", "eq", "ne"}
@@ -49,7 +47,7 @@ _REPLACING = {"masked_fill": (1, 0), "masked_fill_": (1, 0), "index_put_": (1, 0
 _NAN_TO_NUM = {"nan_to_num", "nan_to_num_"}
 
 #: The operations that are looked at; the names in `FOLLOWED` also as their variants in place and for lists.
-LOOKED_AT = {*_CHANGES, *_LOSS_READS, *_TESTS, *_COMBINATIONS, *_REPLACING, *_NAN_TO_NUM, *FOLLOWED}
+LOOKED_AT = {*_CHANGES, *_TESTS, *_COMBINATIONS, *_REPLACING, *_NAN_TO_NUM, *FOLLOWED}
 LOOKED_AT |= {f"{name}_" for name in FOLLOWED} | {f"_foreach_{name}" for name in FOLLOWED}
 
 
@@ -70,8 +68,8 @@ class GradientOperations:
 
     def check(self, name: str, args: Args, result: object) -> None:
         """Report an operation of `LOOKED_AT` that has run."""
-        if name in _LOSS_READS:
-            self._report_loss_read(name, args[0])
+        if name == "_local_scalar_dense":
+            self._report_loss_read(args[0])
         if self._makes_overflow_mask(name, args):
             self._overflow_masks.add_all(tensor_arguments((result,)))
         if self._replaces_overflow(name, args):
@@ -81,12 +79,11 @@ class GradientOperations:
         if not is_change:
             self._follow(name.removesuffix("_").removeprefix("_foreach_"), args, result)
 
-    def _report_loss_read(self, name: str, tensor: object) -> None:
-        """Report a scaled loss that is read or divided."""
+    def _report_loss_read(self, tensor: object) -> None:
+        """Report a scaled loss that is read on the host."""
         scaling = self._tracked.scaling_of(tensor)
         if scaling is not None:
-            is_on_host = name == "_local_scalar_dense"
-            self._emit(events.ScaledLossRead(calling_line(), scaling.scaler, scaling.updates, is_on_host))
+            self._emit(events.ScaledLossRead(calling_line(), scaling.scaler))
 
     def _makes_overflow_mask(self, name: str, args: Args) -> bool:
         """Return whether the result of an operation marks inf and NaN in gradients, or all else."""

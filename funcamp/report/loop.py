@@ -69,8 +69,6 @@ class Loop:
         """Whether a rule has named what was not finite in a forward pass, and no step was applied since."""
         self.left_float16_range = False
         """Whether a float16 operation got or made a number outside of float16's range."""
-        self.stale_loss_line = UNKNOWN
-        """The last line that read a scaled loss after the scaler's update; `UNKNOWN` if a newer loss was read since."""
         self.scaled_reads: dict[int, Line] = {}
         """By read id: where statistics of scaled gradients were computed since the last step."""
         self.right_reads: set[int] = set()
@@ -194,7 +192,6 @@ class Loop:
         scaler.updates += event.is_enabled
         scaler.passes_before_update = scaler.passes
         scaler.last_read_line = UNKNOWN
-        self.stale_loss_line = UNKNOWN
         self.has_scale_factor = False
         scaler.unscaled.clear()
         scaler.stepped.clear()
@@ -208,10 +205,7 @@ class Loop:
 
     @follow.register
     def _(self, event: ScaledLossRead) -> None:
-        is_stale = event.updates != self.updates_of(event.scaler)
-        self.stale_loss_line = event.line if is_stale else UNKNOWN
-        if event.is_on_host:
-            self.scaler(event.scaler).loss_lines[event.line] += 1
+        self.scaler(event.scaler).loss_lines[event.line] += 1
 
     @follow.register
     def _(self, event: GradientRead) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from funcamp.report.events import Backward, Ended, LossScaled, OptimizerEvent, ScaledLossRead, ScaleRead, StepCalled
+from funcamp.report.events import Backward, Ended, LossScaled, OptimizerEvent, StepCalled
 from funcamp.report.known import Condition
 from funcamp.report.lines import UNKNOWN, Line
 from funcamp.report.loop import Loop
@@ -101,25 +101,6 @@ def model_half_with_scaler(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
 def backward_in_autocast(event: Backward, _loop: Loop) -> Iterator[Line]:
     """Backward under autocast, and no operation of the forward pass ran in 16 bits."""
     if event.autocast_dtype is not None and event.has_products and not event.dtypes:
-        yield event.line
-
-
-@rule(
-    ScaleRead,
-    ScaledLossRead,
-    mistake="a scaled loss is divided by the scale after the update",
-    effect="the scale may have changed: the logged loss jumps by its factor",
-    change="logged = loss.item()  # of the loss before scaler.scale",
-)
-def loss_over_updated_scale(event: ScaleRead | ScaledLossRead, loop: Loop) -> Iterator[Line]:
-    """One line reads the scale and a scaled loss that was scaled before the last update, in either order."""
-    if isinstance(event, ScaledLossRead):
-        scale_line = loop.scaler(event.scaler).last_read_line
-        loss_line = event.line if event.updates != loop.updates_of(event.scaler) else UNKNOWN
-    else:
-        scale_line = event.line
-        loss_line = loop.stale_loss_line
-    if loss_line != UNKNOWN and scale_line == loss_line:
         yield event.line
 
 

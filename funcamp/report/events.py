@@ -224,12 +224,6 @@ class ScalerSaved(Event):
     scaler: Key
 
 
-class ScalerLoaded(Event):
-    """`scaler.load_state_dict()` was called."""
-
-    scaler: Key
-
-
 class OptimizerLoaded(Event):
     """`optimizer.load_state_dict()` was called."""
 
@@ -241,13 +235,6 @@ class FileSaved(Event):
 
     has_optimizer: bool
     """Whether it contains the state of an optimizer."""
-
-
-class FileLoaded(Event):
-    """`torch.load` was called."""
-
-    has_optimizer: bool = False
-    """Whether the file contains the state of an optimizer."""
 
 
 class OutOfRange(Event):

@@ -134,7 +134,6 @@ class Scaler:
     last_read_line: Line = UNKNOWN
     """The last line that read its scale since its last update."""
     is_saved: bool = False
-    is_loaded: bool = False
 
 
 @dataclass
@@ -156,8 +155,6 @@ class Optimizer:
     """The last backward pass that added to its gradients."""
     cleared_line: Line | None = None
     """Where its gradients were cleared after a backward pass, if no other pass followed."""
-    loaded_line: Line | None = None
-    """Where its state was loaded from a file."""
     is_restored: bool = False
     """Whether its state was loaded since its last step, from a file or from a copy."""
     stepped_line: Line | None = None

@@ -136,15 +136,6 @@ def _has_product(line: Line) -> bool:
     )
 
 
-def is_subscripted(name: str, line: Line) -> bool:
-    """Return whether only an entry of what a method returned is used on a line."""
-    for node, parent in _parents(line.file).items():
-        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name
-        if is_call and isinstance(parent, ast.Subscript) and _contains(parent, line):
-            return True
-    return False
-
-
 def _use_of(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:
     """Return the innermost product, call or statement around an expression."""
     while node in parents:

@@ -12,7 +12,6 @@ from funcamp.report.events import (
     Cleared,
     Clipped,
     Event,
-    FileLoaded,
     FileSaved,
     GradientRead,
     GradientsTaken,
@@ -27,7 +26,6 @@ from funcamp.report.events import (
     ReadsUsed,
     ScaledLossRead,
     ScaleRead,
-    ScalerLoaded,
     ScalerMade,
     ScalerSaved,
     SchedulerStepped,
@@ -59,8 +57,6 @@ class Loop:
         """For each optimizer whether its steps since the last step of its scheduler were applied, one flag a step."""
         self.optimizer_saved_line: Line | None = None
         """Where an optimizer's state was last saved to a file."""
-        self.has_loaded_optimizer = False
-        """Whether a file was loaded that contains an optimizer's state."""
         self.has_unscaled = False
         """Whether `unscale_` was called."""
         self.is_checked = False
@@ -287,25 +283,14 @@ class Loop:
         self.scaler(event.scaler).is_saved = True
 
     @follow.register
-    def _(self, event: ScalerLoaded) -> None:
-        self.scaler(event.scaler).is_loaded = True
-
-    @follow.register
     def _(self, event: OptimizerLoaded) -> None:
-        optimizer = self.optimizer(event.optimizer)
-        optimizer.is_restored = True
-        if self.has_loaded_optimizer:
-            optimizer.loaded_line = event.line
+        self.optimizer(event.optimizer).is_restored = True
 
     @follow.register
     def _(self, event: FileSaved) -> None:
         # One that was saved before a scaler's first update, as after a training in float32, needs no scaler.
         if event.has_optimizer and any(scaler.updates for scaler in self.scalers.values()):
             self.optimizer_saved_line = event.line
-
-    @follow.register
-    def _(self, event: FileLoaded) -> None:
-        self.has_loaded_optimizer |= event.has_optimizer
 
     @follow.register
     def _(self, event: OutOfRange) -> None:

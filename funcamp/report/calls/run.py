@@ -50,11 +50,9 @@ class Run:
         """Whether the loss was finite that a scaler scaled last."""
         self.factor_scaling: Scaling | None = None
         """The scaling of a tensor without a graph: the loop multiplies losses by it."""
-        # The calls of scalers set the first one for those that save files; those that load files set the second one.
+        # The calls of scalers set this for those that save files.
         self.read_scales: dict[Key, float] = {}
         """The scale that each scaler's `get_scale` returned last."""
-        self.loaded_numbers: set[float] = set()
-        """The numbers in files that were loaded."""
 
     def quietly(self, function: Callable[..., _T], *args: object, **kwargs: object) -> _T:
         """Call a function; the calls inside it are no events."""

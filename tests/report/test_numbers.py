@@ -217,7 +217,7 @@ def test_predicted_flush_is_what_half_does() -> None:
     )
 
 
-def test_rows_table_and_tree() -> None:
+def test_rows_and_tree() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
     report = numerics_report(lambda: (model(torch.randn(3, 4)) * 1e-9).sum(), module=model)
@@ -225,7 +225,6 @@ def test_rows_table_and_tree() -> None:
     assert [row["index"] for row in rows] == list(range(len(rows)))
     assert rows[0] == rows[0] | {"direction": "forward", "module": "0", "operation": "addmm", "dtype": "float32"}
     assert rows[-1]["underflow"] > 0.9
-    assert len(report.table().splitlines()) == 2 + len(rows)
     tree = report.annotate().splitlines()
     assert tree[0].startswith("Sequential ")
     assert tree[1].startswith("  (0): Linear(in_features=4, out_features=8, bias=True)  (-> 0.")

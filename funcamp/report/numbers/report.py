@@ -137,14 +137,6 @@ class NumericsReport:
         format_of(dtype)
         return [_row(index, operation, dtype) for index, operation in enumerate(self.operations)]
 
-    def table(self, dtype: torch.dtype = torch.float16) -> str:
-        """Return the rows as text, with what the numbers mean.
-
-        Raises:
-            TypeError: dtype has no known limits.
-        """
-        return f"{render.caption(dtype, self.loss_scale)}\n{render.table(self.to_rows(dtype))}"
-
     def annotate(self) -> str:
         """Return the module's tree with the standard deviations of each part's output and of its gradient.
 

@@ -151,10 +151,11 @@ class LossScaled(Event):
     """Whether it is computed from gradients of a scaled loss and grows with the scale as they do."""
 
 
-class ScaledLossRead(Event):
-    """A scaled loss was read on the host."""
+class HostRead(Event):
+    """The loop read a number on the host."""
 
-    scaler: Key
+    scaler: Key | None
+    """The scaler, if the number is a scaled loss."""
 
 
 class GradientEvent(Event):
@@ -171,21 +172,14 @@ class GradientRead(GradientEvent):
     """A norm or another statistic of gradients was computed, which this package calls a read of the gradients."""
 
     read_id: int
-    """A number that identifies the read in `ReadsCancelled` and `ReadsUsed`."""
+    """A number that identifies the read in `ReadsUsed`."""
 
 
-class ReadEvent(Event):
-    """Something was computed from reads of gradients."""
+class ReadsUsed(Event):
+    """A number that grows with the scale was read on the host, or compared with a number that grows differently."""
 
     read_ids: tuple[int, ...]
-
-
-class ReadsCancelled(ReadEvent):
-    """A number was computed from them that does not grow with the scale, such as a cosine, or may not."""
-
-
-class ReadsUsed(ReadEvent):
-    """A number that grows with the scale was read on the host, or compared with a number that grows differently."""
+    """The reads of gradients from which it is computed."""
 
 
 class GradientWritten(GradientEvent):

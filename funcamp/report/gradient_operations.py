@@ -69,7 +69,7 @@ class GradientOperations:
     def check(self, name: str, args: Args, result: object) -> None:
         """Report an operation of `LOOKED_AT` that has run."""
         if name == "_local_scalar_dense":
-            self._report_loss_read(args[0])
+            self._report_host_read(args[0])
         if self._makes_overflow_mask(name, args):
             self._overflow_masks.add_all(tensor_arguments((result,)))
         if self._replaces_overflow(name, args):
@@ -79,11 +79,10 @@ class GradientOperations:
         if not is_change:
             self._follow(name.removesuffix("_").removeprefix("_foreach_"), args, result)
 
-    def _report_loss_read(self, tensor: object) -> None:
-        """Report a scaled loss that is read on the host."""
+    def _report_host_read(self, tensor: object) -> None:
+        """Report a number that is read on the host."""
         scaling = self._tracked.scaling_of(tensor)
-        if scaling is not None:
-            self._emit(events.ScaledLossRead(calling_line(), scaling.scaler))
+        self._emit(events.HostRead(calling_line(), None if scaling is None else scaling.scaler))
 
     def _makes_overflow_mask(self, name: str, args: Args) -> bool:
         """Return whether the result of an operation marks inf and NaN in gradients, or all else."""
@@ -141,8 +140,6 @@ class GradientOperations:
     def _report_product(self, name: str, args: Args, keys: tuple[Key, ...]) -> None:
         """Report that gradients were multiplied or divided in place."""
         factor = self._tracked.derived(args[1]) if len(args) > 1 else None
-        if factor is not None:
-            self._emit(events.ReadsCancelled(calling_line(), factor.read_ids))
         # A mask has a number for each element, which neither scales nor averages.
         is_mask = name in _PRODUCTS and isinstance(args[1], Tensor) and args[1].numel() > 1
         is_divided = factor is None and divides_by_scale(name, args[1], self._tracked.scales)
@@ -157,15 +154,12 @@ class GradientOperations:
             keys: the parameters.
             derived: what the new gradients are; None if they are not computed from gradients.
         """
-        line = calling_line()
-        if derived is not None:
-            self._emit(events.ReadsCancelled(line, derived.read_ids))
-            if derived.finite_line is not None:
-                self._emit(events.NonfiniteReplaced(derived.finite_line, keys))
-        self._emit(events.GradientWritten(line, keys, derived is not None and derived.grows))
+        if derived is not None and derived.finite_line is not None:
+            self._emit(events.NonfiniteReplaced(derived.finite_line, keys))
+        self._emit(events.GradientWritten(calling_line(), keys, derived is not None))
 
     def _follow(self, name: str, args: Args, result: object) -> None:
-        """Report a norm or another statistic of gradients, and what is computed from it."""
+        """Report a norm or another statistic of gradients, and its use; follow what is computed from it."""
         known = [self._tracked.derived(argument) for argument in args]
         parts = [part for part in known if part is not None]
         if not parts:
@@ -173,24 +167,22 @@ class GradientOperations:
         derived = joined(parts)
         results = tensor_arguments((result,))
         decides = name in DECISIONS and depends_on_scale(args, known, self._tracked.scales)
-        if derived.grows and not derived.read_ids:
+        if not derived.read_ids:
             if decides and name in BOUNDS:
                 self._emit(events.Clipped(calling_line(), derived.parameters))
             elif decides or name in _READS:
                 derived = self._as_read(derived)
-        if derived.grows and (decides or name in HOST_READS):
+        if decides or name in HOST_READS:
             self._emit(events.ReadsUsed(calling_line(), derived.read_ids))
             self._tracked.forget_derived(results)
-        elif derived.grows and name not in COMPARISONS and keeps_scale(name, args, known, self._tracked.scales):
+        elif name not in COMPARISONS and keeps_scale(name, args, known, self._tracked.scales):
             # Gradients without their mean are gradients again.
             if name not in _READS and not all(part.read_ids for part in parts):
-                self._emit(events.ReadsCancelled(calling_line(), derived.read_ids))
                 derived = derived._replace(read_ids=())
             for tensor in results:
                 if not (tensor.is_leaf and tensor.requires_grad):  # a step by hand, which changes parameters
                     self._tracked.remember_derived(tensor, derived)
         else:
-            self._emit(events.ReadsCancelled(calling_line(), derived.read_ids))
             self._tracked.forget_derived(results)
 
     def report_norm(self, norm: object, parameters: tuple[Key, ...]) -> None:

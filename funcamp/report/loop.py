@@ -16,15 +16,14 @@ from funcamp.report.events import (
     GradientRead,
     GradientsTaken,
     GradientWritten,
+    HostRead,
     Key,
     NonfiniteReplaced,
     OptimizerLoaded,
     OptimizerMade,
     OutOfRange,
     Overflowed,
-    ReadsCancelled,
     ReadsUsed,
-    ScaledLossRead,
     ScaleRead,
     ScalerMade,
     ScalerSaved,
@@ -59,18 +58,16 @@ class Loop:
         """Where an optimizer's state was last saved to a file."""
         self.has_unscaled = False
         """Whether `unscale_` was called."""
-        self.is_checked = False
-        """Whether something was computed from gradients since `unscale_`: the loop may look for inf itself."""
+        self.has_read_number = False
+        """Whether the loop read a number on the host since `unscale_`: it may look for inf itself."""
         self.has_named_overflow = False
         """Whether a rule has named what was not finite in a forward pass, and no step was applied since."""
         self.left_float16_range = False
         """Whether a float16 operation got or made a number outside of float16's range."""
         self.scaled_reads: dict[int, Line] = {}
-        """By read id: where statistics of scaled gradients were computed since the last step."""
-        self.right_reads: set[int] = set()
-        """The reads among them of which a number was computed that is free of the scale, or may be."""
-        self.wrong_reads: set[int] = set()
-        """The reads among them of which a number was used that grows with the scale."""
+        """By read id: where statistics of scaled gradients were computed since the last backward pass."""
+        self.used_reads: dict[Line, None] = {}
+        """Those of them that were read on the host or compared, in all of the run."""
         self.has_scale_factor = False
         """Whether the loop has multiplied or divided by a scaler's scale since the last update."""
         self.float16_lines: dict[Key, Line] = {}
@@ -117,6 +114,7 @@ class Loop:
     def _(self, event: Backward) -> None:
         self.passes += 1
         self.last_pass = event
+        self.scaled_reads.clear()
         self.has_named_overflow |= bool(event.not_finite)
         if event.scaler is not None:
             self.scaler(event.scaler).passes += 1
@@ -141,8 +139,7 @@ class Loop:
 
     @follow.register
     def _(self, event: Unscaled) -> None:
-        self._forget_reads()
-        self.is_checked = False
+        self.has_read_number = False
         self.has_unscaled = True
         self.optimizer(event.optimizer).parameters = event.parameters
         if event.scaler is not None and event.has_enabled_scaler:
@@ -151,9 +148,8 @@ class Loop:
 
     @follow.register
     def _(self, event: StepCalled) -> None:
-        self._forget_reads()
         self.steps += 1
-        self.is_checked = False
+        self.has_read_number = False
         optimizer = self.optimizer(event.optimizer)
         optimizer.parameters = event.parameters
         optimizer.steps += 1
@@ -200,8 +196,10 @@ class Loop:
         scaler.last_read_line = event.line
 
     @follow.register
-    def _(self, event: ScaledLossRead) -> None:
-        self.scaler(event.scaler).loss_lines[event.line] += 1
+    def _(self, event: HostRead) -> None:
+        self.has_read_number = True
+        if event.scaler is not None:
+            self.scaler(event.scaler).loss_lines[event.line] += 1
 
     @follow.register
     def _(self, event: GradientRead) -> None:
@@ -209,14 +207,9 @@ class Loop:
             self.scaled_reads[event.read_id] = event.line
 
     @follow.register
-    def _(self, event: ReadsCancelled) -> None:
-        self.is_checked = True
-        self.right_reads |= self.scaled_reads.keys() & event.read_ids
-
-    @follow.register
     def _(self, event: ReadsUsed) -> None:
-        self.is_checked = True
-        self.wrong_reads |= self.scaled_reads.keys() & event.read_ids
+        used = [read_id for read_id in event.read_ids if read_id in self.scaled_reads]
+        self.used_reads |= {self.scaled_reads[read_id]: None for read_id in used}
 
     @follow.register
     def _(self, event: GradientWritten) -> None:
@@ -296,21 +289,6 @@ class Loop:
     def _(self, event: OutOfRange) -> None:
         self.left_float16_range = True
         self.has_named_overflow |= isinstance(event, Overflowed)
-
-    def lines_of_wrong_reads(self) -> list[Line]:
-        """Return where statistics of scaled gradients were computed that are used, or for no purpose that is seen.
-
-        If the loop has multiplied or divided by the scale, the numbers may have been unscaled on the host.
-        """
-        if self.has_scale_factor:
-            return []
-        is_right = self.right_reads - self.wrong_reads
-        return [line for read_id, line in self.scaled_reads.items() if read_id not in is_right]
-
-    def _forget_reads(self) -> None:
-        self.scaled_reads.clear()
-        self.right_reads.clear()
-        self.wrong_reads.clear()
 
     def _has_unused(self, parameters: tuple[Key, ...]) -> bool:
         """Return whether a parameter has a gradient that no step has used."""

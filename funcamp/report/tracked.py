@@ -141,12 +141,6 @@ class Tracked:
                 yield key, gradient
                 self.remember_gradients([parameter])
 
-    def reads_in_gradients(self, optimizer: Optimizer) -> tuple[int, ...]:
-        """Return the reads from which an optimizer's gradients were computed, such as those that lack their mean."""
-        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-        known = [derived for derived in map(self.derived_alone, gradients) if derived is not None]
-        return tuple([read_id for derived in known for read_id in derived.read_ids])
-
     def derived(self, argument: object) -> Derived | None:
         """Return what an operation's argument is; None if it is neither a gradient nor computed from gradients."""
         tensors = argument if isinstance(argument, (list, tuple)) else [argument]

@@ -88,10 +88,7 @@ class BackwardCalls(Calls):
 
         The loss, or its initial gradient, is computed from scaled gradients; or a scaler has scaled a factor of it.
         """
-        known = [derived for derived in map(self._tracked.derived, tensors) if derived is not None]
-        if known:
-            read_ids = tuple([read_id for derived in known for read_id in derived.read_ids])
-            self._emit(events.ReadsCancelled(calling_line(), read_ids))
+        if any(self._tracked.derived(tensor) is not None for tensor in tensors):
             return self._last_scaling
         return self._run.factor_scaling
 

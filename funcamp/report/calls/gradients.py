@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from funcamp.report import events
 from funcamp.report.calls.observed import Function, Observed
 from funcamp.report.calls.run import Calls, Run
-from funcamp.report.derived import Derived
 from funcamp.report.hooks import Hook, ParameterHooks, gradient_returned, gradient_stored
 from funcamp.report.lines import calling_line
 from funcamp.report.tensors import tensors_in
@@ -64,10 +63,7 @@ class GradientCalls(Calls):
         bound = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
         if bound != math.inf:
             self._emit(events.Clipped(calling_line(), keys))
-            norm = self._quietly(function, clipped, *args, **kwargs)
-            for tensor in tensors_in(norm):  # a loop may look for inf in it
-                self._tracked.remember_derived(tensor, Derived(keys, grows=False))
-            return norm
+            return self._quietly(function, clipped, *args, **kwargs)
         norm = self._quietly(function, clipped, *args, **kwargs)  # to log it
         self._run.gradient_operations.report_norm(norm, keys)
         return norm

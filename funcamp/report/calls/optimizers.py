@@ -90,9 +90,6 @@ class OptimizerCalls(Calls):
         """Report a call that uses an optimizer's gradients, and before it the gradients that the loop has replaced."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._run.report_replaced_gradients(parameters)
-        read_ids = self._tracked.reads_in_gradients(optimizer)
-        if read_ids:
-            self._emit(events.ReadsCancelled(calling_line(), read_ids))
         event = event_type(
             calling_line(),
             optimizer=self._tracked.key(optimizer),

@@ -67,8 +67,7 @@ class ScalerCalls(Calls):
         if isinstance(outputs, Tensor):
             self._run.loss_is_finite = all_finite(outputs)
             if scaler.is_enabled():
-                derived = self._tracked.derived(outputs)
-                grows = derived is not None and derived.grows
+                grows = self._tracked.derived(outputs) is not None
                 self._emit(events.LossScaled(calling_line(), is_scaled(outputs), grows))
         result = self._quietly(function, scaler, outputs)
         if isinstance(result, Iterator):

@@ -202,10 +202,6 @@ class Cleared(GradientEvent):
     """None for a module."""
 
 
-class CastToFloat16(GradientEvent):
-    """`module.half()` was called: the parameters are float16 now."""
-
-
 class SchedulerStepped(Event):
     """A learning-rate scheduler was stepped."""
 

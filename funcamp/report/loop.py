@@ -8,7 +8,6 @@ from functools import singledispatchmethod
 
 from funcamp.report.events import (
     Backward,
-    CastToFloat16,
     Cleared,
     Clipped,
     Event,
@@ -70,8 +69,6 @@ class Loop:
         """Those of them that were read on the host or compared, in all of the run."""
         self.has_scale_factor = False
         """Whether the loop has multiplied or divided by a scaler's scale since the last update."""
-        self.float16_lines: dict[Key, Line] = {}
-        """Where each parameter was cast to float16 by `half()`."""
 
     def gradient(self, parameter: Key) -> Gradient:
         """Return what is known about a parameter's gradient."""
@@ -262,10 +259,6 @@ class Loop:
                 optimizer.cleared_line = event.line
         if event.optimizer is not None and self.optimizer(event.optimizer) in unused:
             self.optimizer(event.optimizer).clears += 1
-
-    @follow.register
-    def _(self, event: CastToFloat16) -> None:
-        self.float16_lines |= dict.fromkeys(event.parameters, event.line)
 
     @follow.register
     def _(self, event: SchedulerStepped) -> None:

@@ -86,7 +86,6 @@ def test_a_model_that_is_cast_by_to(dtype: torch.dtype, expected: list[str]) -> 
             scaler.step(optimizer)
             scaler.update()
     assert names(auditor) == expected
-    assert all(finding.line.text == 'model.to("cpu", dtype=dtype)' for finding in auditor.findings())
 
 
 @pytest.mark.parametrize(("own_loss", "expected"), [(True, ["optimizer-not-stepped"]), (False, [])])

@@ -1,4 +1,4 @@
-"""Calls that clip, clear or read gradients, register hooks for them, or cast their parameters."""
+"""Calls that clip, clear or read gradients, register hooks for them."""
 
 from __future__ import annotations
 
@@ -28,8 +28,6 @@ class GradientCalls(Calls):
         yield Observed(Tensor, "register_hook", self._register_hook)
         yield Observed(Tensor, "register_post_accumulate_grad_hook", self._register_hook_after)
         yield Observed(nn.Module, "zero_grad", self._clear)
-        yield Observed(nn.Module, "half", self._cast_to_float16)
-        yield Observed(nn.Module, "to", self._cast_to_float16)
         for owner in (torch.nn.utils, torch.nn.utils.clip_grad):
             yield Observed(owner, "clip_grad_norm_", self._clip)
             yield Observed(owner, "clip_grad_value_", self._clip)
@@ -46,15 +44,6 @@ class GradientCalls(Calls):
         parameters = self._tracked.parameters(module.parameters())
         self._emit(events.Cleared(calling_line(), parameters, None))
         self._quietly(function, module, *args, **kwargs)
-
-    def _cast_to_float16(self, function: Function, module: nn.Module, *args: object, **kwargs: object) -> object:
-        before = {parameter for parameter in module.parameters() if parameter.dtype == torch.float16}
-        result = self._quietly(function, module, *args, **kwargs)
-        cast = [parameter for parameter in module.parameters() if parameter.dtype == torch.float16]
-        keys = self._tracked.parameters(parameter for parameter in cast if parameter not in before)
-        if keys:
-            self._emit(events.CastToFloat16(calling_line(), keys))
-        return result
 
     def _clip(self, function: Function, parameters: object, *args: object, **kwargs: object) -> object:
         clipped = tensors_in(parameters)  # a generator can be read once

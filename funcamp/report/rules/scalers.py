@@ -85,11 +85,10 @@ def scaler_with_bfloat16(event: StepCalled, loop: Loop) -> Iterator[Line]:
     effect="torch raises ValueError (Attempting to unscale FP16 gradients); float16 weights lose small steps",
     change="with torch.autocast(device, torch.float16):  # and no model.half()",
 )
-def model_half_with_scaler(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
+def model_half_with_scaler(event: OptimizerEvent, _loop: Loop) -> Iterator[Line]:
     """Unscaled or stepped by a scaler that refuses float16 gradients, and a gradient is float16."""
     if event.has_enabled_scaler and event.has_refused_float16:
-        lines = [loop.float16_lines[parameter] for parameter in event.parameters if parameter in loop.float16_lines]
-        yield lines[0] if lines else event.line
+        yield event.line
 
 
 @rule(

@@ -100,21 +100,12 @@ def _innermost_loop(line: Line) -> ast.expr | ast.stmt | None:
     return innermost if isinstance(innermost, _LOOPS) else None
 
 
-def is_factor(name: str, places: tuple[Place, ...]) -> bool:
-    """Return whether the result of a method's call is multiplied or divided, as far as the source shows.
+def is_factor(name: str, line: Line) -> bool:
+    """Return whether the result of a method's call on a line is multiplied or divided, as far as the source shows.
 
-    name: the method's.
-    places: `calling_places` of the call. If a function returns the result, the line that calls this function decides.
+    What a function returns is a factor: its callers may multiply by it.
     """
-    if not places:
-        return False
-    line = places[-1].line
-    uses = _uses_of_call(name, line)
-    if any(_is_use_as_factor(use, line.file) for use in uses):
-        return True
-    is_returned = any(isinstance(use, ast.Return) for use in uses)
-    outer_lines = [place.line for place in places if place.line != line]
-    return is_returned and bool(outer_lines) and _has_product(outer_lines[-1])
+    return any(_is_use_as_factor(use, line.file) for use in _uses_of_call(name, line))
 
 
 def _uses_of_call(name: str, line: Line) -> list[ast.AST]:
@@ -125,15 +116,8 @@ def _uses_of_call(name: str, line: Line) -> list[ast.AST]:
 
 
 def _is_use_as_factor(use: ast.AST, file: str) -> bool:
-    """Return whether a value is used in a product, or assigned to a name that is a factor somewhere."""
-    return isinstance(use, _PRODUCTS) or (isinstance(use, ast.Assign) and _is_name_factor(use, file))
-
-
-def _has_product(line: Line) -> bool:
-    """Return whether a line multiplies or divides."""
-    return any(
-        isinstance(node, _PRODUCTS) and _contains(node, line) and _is_product(node) for node in _parents(line.file)
-    )
+    """Return whether a value is used in a product or returned, or assigned to a name that is a factor somewhere."""
+    return isinstance(use, (*_PRODUCTS, ast.Return)) or (isinstance(use, ast.Assign) and _is_name_factor(use, file))
 
 
 def _use_of(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:

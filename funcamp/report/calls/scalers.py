@@ -120,7 +120,7 @@ class ScalerCalls(Calls):
         if not scaler.is_enabled():  # the scale is a Python number, which needs no host synchronization
             return self._quietly(function, scaler)
         key = self._tracked.key(scaler)
-        self._emit(events.ScaleRead(calling_line(), key, is_factor("get_scale", calling_places())))
+        self._emit(events.ScaleRead(calling_line(), key, is_factor("get_scale", calling_line())))
         scale = self._quietly(function, scaler)
         self._tracked.scales.add(scale)
         self._run.read_scales[key] = scale

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from funcamp.report import events
 from funcamp.report.derived import (
@@ -23,7 +24,7 @@ from funcamp.report.derived import (
 )
 from funcamp.report.events import Event, Key
 from funcamp.report.lines import calling_line
-from funcamp.report.tensors import WeakTensors, tensor_arguments
+from funcamp.report.tensors import tensor_arguments
 from funcamp.report.torch_names import Args
 from funcamp.report.tracked import Tracked
 
@@ -62,7 +63,7 @@ class GradientOperations:
     def __init__(self, emit: Callable[[Event], None], tracked: Tracked) -> None:
         self._emit = emit
         self._tracked = tracked
-        self._overflow_masks = WeakTensors()
+        self._overflow_masks = WeakTensorKeyDictionary()
         """Masks of the inf and NaN in gradients, or of all else."""
         self._read_ids = itertools.count()
 
@@ -71,7 +72,7 @@ class GradientOperations:
         if name == "_local_scalar_dense":
             self._report_host_read(args[0])
         if self._makes_overflow_mask(name, args):
-            self._overflow_masks.add_all(tensor_arguments((result,)))
+            self._overflow_masks.update(dict.fromkeys(tensor_arguments((result,)), True))
         if self._replaces_overflow(name, args):
             self._report_replacement(args, tensor_arguments((result,)))
             return
@@ -91,7 +92,7 @@ class GradientOperations:
             return (is_with_inf or args[1] is args[0]) and self._is_gradient(args[0])
         if name in _TESTS:
             return self._is_gradient(args[0])
-        return name in _COMBINATIONS and all(one in self._overflow_masks for one in args)
+        return name in _COMBINATIONS and all(isinstance(one, Tensor) and one in self._overflow_masks for one in args)
 
     def _replaces_overflow(self, name: str, args: Args) -> bool:
         """Return whether an operation replaces inf and NaN of gradients by numbers."""

@@ -17,7 +17,7 @@ from funcamp.report.numbers import render
 from funcamp.report.numbers.counted import add
 from funcamp.report.numbers.operation import BackwardPass, Operation
 from funcamp.report.numbers.origin import Origin, find_origin
-from funcamp.report.numbers.recommendation import NO_VALUES, Recommendation, recommend, sentences_of, unscaled_stats
+from funcamp.report.numbers.recommendation import NO_VALUES, Recommendation, recommend, sentences_of
 from funcamp.report.numbers.recorder import Recorder
 from funcamp.report.numbers.render import power
 from funcamp.report.torch_names import name_of, tree_leaves
@@ -119,10 +119,6 @@ class NumericsReport:
         if advice is None:
             raise ValueError("recommend_scale: the report must have finite, nonzero gradients; got none")
         return advice
-
-    def gradients(self) -> Stats:
-        """Return all values of the backward pass without loss scaling, except those of shape ()."""
-        return unscaled_stats([operation for operation in self.operations if operation.backward and operation.shape])
 
     def to_rows(self, dtype: torch.dtype = torch.float16) -> list[dict[str, Any]]:
         """Return one dict of numbers and strings per operation: `pandas.DataFrame(report.to_rows())`.

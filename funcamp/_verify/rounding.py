@@ -19,6 +19,10 @@ def copied_to_host(row: Row) -> Row:
 
 #: Two runs may differ by this multiple of what disturbed runs do.
 _FACTOR = 2.0
+#: A value is noise if disturbed runs differ by this part of what it has moved: the largest of a few such differences
+#: says little about the next. A wrong program shows in another value, or in an earlier step.
+_NOISE = 0.25
+_FACTOR_OF_NOISE = 10.0
 #: Two runs may always differ by this many units in the last place of a value.
 _ULPS = 16.0
 
@@ -55,8 +59,8 @@ class Rounding:
 
     def __init__(self, reference: list[Row], disturbed: list[list[Row]], start: Row) -> None:
         self._start = start
-        self._allowed: list[dict[str, float]] = []
-        """By step and name, how far a value may be from the reference's."""
+        self._noise: list[dict[str, float]] = []
+        """By step and name, how far a disturbed run is from the reference at most, up to this step."""
         self._relative: list[float] = []
         """By step, the largest such distance relative to the value: for values that the reference has not."""
         largest: dict[str, float] = {}
@@ -67,17 +71,18 @@ class Rounding:
                 # A disturbed run may come near the reference by chance, so those of earlier steps count too.
                 distances = [distance(value, run[number][name]) for run in disturbed]
                 largest[name] = max(largest.get(name, 0.0), *distances)
-            self._allowed.append({name: _FACTOR * largest[name] + _ulps(value) for name, value in row.items()})
+            self._noise.append(dict(largest))
             self._relative.append(max(largest[name] / (_norm(value) or math.inf) for name, value in row.items()))
 
-    def _allowed_for(self, number: int, name: str, value: Tensor) -> float:
+    def _allowed_for(self, number: int, name: str, value: Tensor, movement: float) -> float:
         """Return how far a value may be from the reference's."""
-        if number >= len(self._allowed):
+        if number >= len(self._noise):
             return math.inf
-        if name in self._allowed[number]:
-            return self._allowed[number][name]
-        is_rounded = value.is_floating_point() or value.is_complex()
-        return _FACTOR * self._relative[number] * _norm(value) + _ulps(value) if is_rounded else 0.0
+        noise = self._noise[number].get(name)
+        if noise is None:
+            noise = self._relative[number] * _norm(value) if _is_rounded(value) else 0.0
+        factor = _FACTOR if noise < _NOISE * movement else _FACTOR_OF_NOISE
+        return factor * noise + _ulps(value)
 
     def _movement(self, name: str, value: Tensor) -> float:
         """Return how far a value is from where it started; its size, if it did not start or did not move."""
@@ -91,7 +96,7 @@ class Rounding:
             size = distance(value, row[name]) if name in row else math.inf
             if size:
                 movement = self._movement(name, value)
-                allowed = self._allowed_for(number, name, value)
+                allowed = self._allowed_for(number, name, value, movement)
                 differences.append(Difference(number, name, size / movement, allowed / movement))
         return max(differences, key=lambda difference: (difference.share, difference.size), default=None)
 
@@ -110,8 +115,11 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 def _ulps(value: Tensor) -> float:
     """Return what two runs may always differ by."""
-    is_rounded = value.is_floating_point() or value.is_complex()
-    return _ULPS * torch.finfo(value.dtype).eps * _norm(value) if is_rounded else 0.0
+    return _ULPS * torch.finfo(value.dtype).eps * _norm(value) if _is_rounded(value) else 0.0
+
+
+def _is_rounded(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 def _norm(value: Tensor) -> float:

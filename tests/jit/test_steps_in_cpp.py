@@ -257,7 +257,13 @@ def test_a_signal_is_handled_between_two_steps() -> None:
     run = jit(step, unroll=many)
     state, _ = run(torch.zeros(()), batch)
     main = threading.get_ident()
-    threading.Timer(0.05, lambda: signal.pthread_kill(main, signal.SIGINT)).start()
+
+    def interrupt() -> None:
+        while state == many:  # until the first step of the call has written it
+            pass
+        signal.pthread_kill(main, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         run(state, batch)
     assert many < state < 2 * many

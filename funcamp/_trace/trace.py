@@ -13,7 +13,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -34,7 +34,7 @@ from funcamp._trace.tracing import HostError, NodeOf, current
 from funcamp._trace.user_line import asks_whether_compiled
 from funcamp._trace.watch import TORCH_DATA, TraceWatch
 from funcamp._types import Tree
-from funcamp._upstream.bugs.batch_norm_layout import as_the_kernel_does
+from funcamp._upstream.bugs.batch_norm_layout import give_kernels_layouts
 from funcamp._upstream.replaced import replaced
 
 if TYPE_CHECKING:
@@ -160,7 +160,8 @@ def _trace_once(
     # The watch refuses the function's own reads of values.
     shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=not in_cuda_graph)
     # torch.tensor passes its constant as it is.
-    fake_mode = _Mode(allow_non_fake_inputs=True, shape_env=shape_env)
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
+    give_kernels_layouts(fake_mode)
     watch = TraceWatch(home, fake_mode, in_cuda_graph=in_cuda_graph)
     arguments, inputs = _unwrap_arguments(args, state_count)
     with fake_mode:  # new tensors, because it is unknown what later arguments share with each other
@@ -210,13 +211,6 @@ def _trace_once(
         has_subclasses=any(plain_function.argument_wrappers) or any(results.wrappers),
         is_open=any(map(is_open_node, module.graph.nodes)),
     )
-
-
-class _Mode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Tensors without values, in the layouts of eager code."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return as_the_kernel_does(func, args, super().__torch_dispatch__(func, types, args, kwargs or {}))
 
 
 class _Results(NamedTuple):

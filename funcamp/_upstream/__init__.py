@@ -62,6 +62,9 @@ DECLARED_TWICE = Defect((2, 11), None)
 #: `_upstream/bugs/batch_norm_layout.py`.
 #: https://github.com/pytorch/pytorch/issues/192668
 BATCH_NORM_LAYOUT = Defect((2, 11), None)
+#: torch's decomposition of a batch norm on a CPU rounds the statistics of a 16-bit batch:
+#: `_jit/passes/batch_norms.py`.
+ROUNDED_STATISTICS = Defect((2, 11), None)
 #: C++ that Inductor generates ignores errors of `index_put` and `scatter_reduce`:
 #: `_upstream/bugs/lost_errors.py`.
 #: https://github.com/pytorch/pytorch/pull/190909

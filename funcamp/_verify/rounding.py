@@ -59,8 +59,8 @@ class Rounding:
 
     def __init__(self, reference: list[Row], disturbed: list[list[Row]], start: Row) -> None:
         self._start = start
-        self._noise: list[dict[str, float]] = []
-        """By step and name, how far a disturbed run is from the reference at most, up to this step."""
+        self._allowed: list[dict[str, float]] = []
+        """By step and name, how far a value may be from the reference's."""
         self._relative: list[float] = []
         """By step, the largest such distance relative to the value: for values that the reference has not."""
         largest: dict[str, float] = {}
@@ -71,18 +71,21 @@ class Rounding:
                 # A disturbed run may come near the reference by chance, so those of earlier steps count too.
                 distances = [distance(value, run[number][name]) for run in disturbed]
                 largest[name] = max(largest.get(name, 0.0), *distances)
-            self._noise.append(dict(largest))
+            self._allowed.append({name: self._allowed_at(name, value, largest[name]) for name, value in row.items()})
             self._relative.append(max(largest[name] / (_norm(value) or math.inf) for name, value in row.items()))
 
-    def _allowed_for(self, number: int, name: str, value: Tensor, movement: float) -> float:
-        """Return how far a value may be from the reference's."""
-        if number >= len(self._noise):
-            return math.inf
-        noise = self._noise[number].get(name)
-        if noise is None:
-            noise = self._relative[number] * _norm(value) if _is_rounded(value) else 0.0
-        factor = _FACTOR if noise < _NOISE * movement else _FACTOR_OF_NOISE
+    def _allowed_at(self, name: str, value: Tensor, noise: float) -> float:
+        """Return how far a value may be from the reference's, if disturbed runs are this far from it."""
+        factor = _FACTOR if noise < _NOISE * self._movement(name, value) else _FACTOR_OF_NOISE
         return factor * noise + _ulps(value)
+
+    def _allowed_for(self, number: int, name: str, value: Tensor) -> float:
+        """Return how far a value of another run may be from its reference's."""
+        if number >= len(self._allowed):
+            return math.inf
+        if name in self._allowed[number]:
+            return self._allowed[number][name]
+        return _FACTOR * self._relative[number] * _norm(value) + _ulps(value) if _is_rounded(value) else 0.0
 
     def _movement(self, name: str, value: Tensor) -> float:
         """Return how far a value is from where it started; its size, if it did not start or did not move."""
@@ -96,7 +99,7 @@ class Rounding:
             size = distance(value, row[name]) if name in row else math.inf
             if size:
                 movement = self._movement(name, value)
-                allowed = self._allowed_for(number, name, value, movement)
+                allowed = self._allowed_for(number, name, value)
                 differences.append(Difference(number, name, size / movement, allowed / movement))
         return max(differences, key=lambda difference: (difference.share, difference.size), default=None)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Size, Tensor, nn
 
@@ -22,6 +22,13 @@ ATTRIBUTE: Kind = "a plain attribute"
 _IS_PARAMETER = "_is_param"
 
 
+class Entry(NamedTuple):
+    """A parameter or buffer of a module."""
+
+    tensor: Tensor
+    kind: Kind
+
+
 class ModuleTensors:
     """The parameters and buffers of a module for which a loss passes other tensors.
 
@@ -34,16 +41,16 @@ class ModuleTensors:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._kinds = kinds_of(model)
-        self._trained_shapes = {name: tensor.shape for name, tensor in _tensors_with(model, TRAINED).items()}
+        entries = _entries_of(model)
+        self._kinds = {name: entry.kind for name, entry in entries.items()}
+        self._trained_shapes = {name: entry.tensor.shape for name, entry in entries.items() if entry.kind == TRAINED}
         self.names, self.buffer_names = _ties(model)
         """The name of every trainable parameter, with the name under which it is stored, the first of tied ones; and
         the same for buffers, and for frozen parameters in the memory of a buffer."""
         self.uncast_names = _uncast_names(model, self.names)
         """The stored names of the parameters that autocast does not cast, such as those of embeddings."""
         self._frozen_names = {name for name in self.buffer_names if self._kinds[name] == FROZEN}
-        tensors = tensors_of(model)
-        self._attributes = {name: vars(tensors[name]) for name in (*self.names, *self.buffer_names)}
+        self._attributes = {name: vars(entries[name].tensor) for name in (*self.names, *self.buffer_names)}
         """The attributes that a user has set on the module's own tensors."""
 
     def in_module(self) -> dict[str, Tensor]:
@@ -140,17 +147,17 @@ class ModuleTensors:
 
         A new buffer is accepted, because a forward pass may have cached one.
         """
-        current = kinds_of(self._model)
+        current = _entries_of(self._model)
         for name in {**self._kinds, **current}:
             before = self._kinds.get(name, "not in it")
-            now = current.get(name, "not in it")
+            now = current[name].kind if name in current else "not in it"
             is_new_buffer = before == "not in it" and now == BUFFER
             if before != now and not is_new_buffer:
                 raise _changed(f"{name!r} was {before} and is {now}")
-        tensors = tensors_of(self._model)
         for name, shape in self._trained_shapes.items():
-            if tensors[name].shape != shape:
-                raise _changed(f"{name!r} had the shape {tuple(shape)} and has {tuple(tensors[name].shape)}")
+            shape_now = current[name].tensor.shape
+            if shape_now != shape:
+                raise _changed(f"{name!r} had the shape {tuple(shape)} and has {tuple(shape_now)}")
 
     def check_ties(self) -> None:
         """Raise ValueError if tensors that were one are two now, or the reverse."""
@@ -173,37 +180,26 @@ def _changed(what: str) -> ValueError:
 
 def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter and buffer by name, those of a shared module once."""
+    return {name: entry.tensor for name, entry in _entries_of(model).items()}
+
+
+def _entries_of(model: nn.Module) -> dict[str, Entry]:
+    """Return every parameter and buffer with its kind, by name, those of a shared module once."""
     # functional_call is wrong if one place is given under two names, hence named_modules without duplicates.
-    tensors: dict[str, Tensor] = {}
-    for prefix, module in model.named_modules():
-        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
-            if tensor is not None:
-                tensors[_join(prefix, key)] = tensor
-    return tensors
-
-
-def kinds_of(model: nn.Module) -> dict[str, Kind]:
-    """Return what every parameter and buffer is, by name."""
-    kinds: dict[str, Kind] = {}
+    entries: dict[str, Entry] = {}
     for prefix, module in model.named_modules():
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                kinds[_join(prefix, key)] = TRAINED if parameter.requires_grad else FROZEN
+                entries[_join(prefix, key)] = Entry(parameter, TRAINED if parameter.requires_grad else FROZEN)
         for key, buffer in module._buffers.items():
             if buffer is not None:
-                kinds[_join(prefix, key)] = BUFFER
-    return kinds
+                entries[_join(prefix, key)] = Entry(buffer, BUFFER)
+    return entries
 
 
 def _join(prefix: str, key: str) -> str:
     """Return the dotted name of a module's entry."""
     return f"{prefix}.{key}" if prefix else key
-
-
-def _tensors_with(model: nn.Module, kind: Kind) -> dict[str, Tensor]:
-    """Return the tensors of one kind by name."""
-    kinds = kinds_of(model)
-    return {name: tensor for name, tensor in tensors_of(model).items() if kinds[name] == kind}
 
 
 def _ties(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
@@ -212,14 +208,14 @@ def _ties(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     Raises:
         ValueError: two tensors share memory and are not one.
     """
-    kinds = kinds_of(model)
-    tensors = tensors_of(model)
+    entries = _entries_of(model)
+    kinds = {name: entry.kind for name, entry in entries.items()}
     keys: dict[str, object] = {}
-    for name, tensor in tensors.items():
+    for name, (tensor, kind) in entries.items():
         # Two Parameters on one memory are two for an optimizer; for the others only memory counts.
-        keys[name] = id(tensor) if kinds[name] == TRAINED else identity(tensor)
+        keys[name] = id(tensor) if kind == TRAINED else identity(tensor)
     first_names = _first_names(keys, keys)
-    _refuse_common_memory(model, kinds, {name: tensors[name] for name in first_names.values()})
+    _refuse_common_memory(model, kinds, {name: entries[name].tensor for name in first_names.values()})
 
     stored_params = _first_names(_names_of(kinds, TRAINED), keys)
     stored_buffers = _first_names(_names_of(kinds, BUFFER), keys)

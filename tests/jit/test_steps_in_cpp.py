@@ -263,7 +263,7 @@ def test_a_signal_is_handled_between_two_steps() -> None:
             pass
         signal.pthread_kill(main, signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
+    threading.Thread(target=interrupt, daemon=True).start()  # if the call fails, it waits for ever
     with pytest.raises(KeyboardInterrupt):
         run(state, batch)
     assert many < state < 2 * many

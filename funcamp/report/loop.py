@@ -46,7 +46,6 @@ class Loop:
         self.gradients: dict[Key, Gradient] = {}
         self.scalers: dict[Key, Scaler] = defaultdict(Scaler)
         self.optimizers: dict[Key, Optimizer] = defaultdict(Optimizer)
-        self.passes = 0
         self.steps = 0
         self.clears = 0
         """How often gradients were cleared that no step had used."""
@@ -109,7 +108,6 @@ class Loop:
 
     @follow.register
     def _(self, event: Backward) -> None:
-        self.passes += 1
         self.last_pass = event
         self.scaled_reads.clear()
         self.has_named_overflow |= bool(event.not_finite)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Size, Tensor, nn
 
+from funcamp._autograd.left_behind import TensorSlot
 from funcamp._memory import identity, overlaps
 
 #: What a tensor is in its module, in the words of error messages.
@@ -103,7 +104,8 @@ class ModuleTensors:
         tensors = tensors_of(model)
         for name, stored_name in self.buffer_names.items():
             if name not in tensors:
-                self._put_back(model, name, passed[name])
+                slot = TensorSlot.of(model, name)
+                slot.owner[slot.key] = passed[name]  # a place for the module's own, which functional_call puts back
                 raise ValueError(
                     f"module_loss: model must keep its buffers; the forward pass deleted {name!r}, set it to None or "
                     "registered it as another kind: assign a tensor of the same kind"
@@ -117,15 +119,6 @@ class ModuleTensors:
                     "the forward pass assigned another tensor to one of them: register a clone() for the other"
                 )
         return {stored_name: tensors[stored_name] for stored_name in self.buffer_names.values()}
-
-    def _put_back(self, model: nn.Module, name: str, tensor: Tensor) -> None:
-        """Give a module a place again for a tensor that it lost, in which `functional_call` puts the module's own."""
-        path, _, key = name.rpartition(".")
-        layer = model.get_submodule(path)
-        if hasattr(layer, key):  # as another kind
-            delattr(layer, key)
-        owner: dict[str, Any] = layer._parameters if name in self._frozen_names else layer._buffers
-        owner[key] = tensor
 
     @contextlib.contextmanager
     def attributes_on(self, values: Mapping[str, Tensor]) -> Iterator[None]:

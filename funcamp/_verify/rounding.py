@@ -25,6 +25,8 @@ _NOISE = 0.25
 _FACTOR_OF_NOISE = 10.0
 #: Two runs may always differ by this many units in the last place of a value.
 _ULPS = 16.0
+#: Values that a step has before its gradients.
+_OF_FORWARD_PASS = ("metrics.loss", "buffers.")
 
 
 class Difference(NamedTuple):
@@ -49,10 +51,10 @@ class Difference(NamedTuple):
 
 
 class Rounding:
-    """How far runs with disturbed parameters end up from the reference: the yardstick for differences.
+    """How far runs with disturbed parameters end up from the eager step: the yardstick for differences.
 
     Args:
-        reference: the run.
+        reference: the run of the eager step.
         disturbed: the same run several times, each with other small changes of its parameters.
         start: the values before the first step.
     """
@@ -61,31 +63,26 @@ class Rounding:
         self._start = start
         self._allowed: list[dict[str, float]] = []
         """By step and name, how far a value may be from the reference's."""
-        self._relative: list[float] = []
-        """By step, the largest such distance relative to the value: for values that the reference has not."""
+        self.amplified_at: int | None = None
+        """The first step whose gradients are noise. What its forward pass gave is the last that can be compared."""
         largest: dict[str, float] = {}
         for number, row in enumerate(reference):
-            if any(skips(run[number]) != skips(row) for run in disturbed):
-                break  # one run skips a step that another takes: from here on nothing can be compared
+            others = [run[number] for run in disturbed]
             for name, value in row.items():
                 # A disturbed run may come near the reference by chance, so those of earlier steps count too.
-                distances = [distance(value, run[number][name]) for run in disturbed]
-                largest[name] = max(largest.get(name, 0.0), *distances)
-            self._allowed.append({name: self._allowed_at(name, value, largest[name]) for name, value in row.items()})
-            self._relative.append(max(largest[name] / (_norm(value) or math.inf) for name, value in row.items()))
+                largest[name] = max(largest.get(name, 0.0), *[distance(value, other[name]) for other in others])
+            allowed = {name: self._allowed_for(name, value, largest[name]) for name, value in row.items()}
+            if any(_has_other_gradients(row, other) for other in others):
+                self.amplified_at = number
+                before = {name: size for name, size in allowed.items() if name.startswith(_OF_FORWARD_PASS)}
+                self._allowed.append({**dict.fromkeys(row, math.inf), **before})
+                break
+            self._allowed.append(allowed)
 
-    def _allowed_at(self, name: str, value: Tensor, noise: float) -> float:
+    def _allowed_for(self, name: str, value: Tensor, noise: float) -> float:
         """Return how far a value may be from the reference's, if disturbed runs are this far from it."""
         factor = _FACTOR if noise < _NOISE * self._movement(name, value) else _FACTOR_OF_NOISE
         return factor * noise + _ulps(value)
-
-    def _allowed_for(self, number: int, name: str, value: Tensor) -> float:
-        """Return how far a value of another run may be from its reference's."""
-        if number >= len(self._allowed):
-            return math.inf
-        if name in self._allowed[number]:
-            return self._allowed[number][name]
-        return _FACTOR * self._relative[number] * _norm(value) + _ulps(value) if _is_rounded(value) else 0.0
 
     def _movement(self, name: str, value: Tensor) -> float:
         """Return how far a value is from where it started; its size, if it did not start or did not move."""
@@ -99,9 +96,17 @@ class Rounding:
             size = distance(value, row[name]) if name in row else math.inf
             if size:
                 movement = self._movement(name, value)
-                allowed = self._allowed_for(number, name, value)
+                allowed = self._allowed[number].get(name, 0.0) if number < len(self._allowed) else math.inf
                 differences.append(Difference(number, name, size / movement, allowed / movement))
         return max(differences, key=lambda difference: (difference.share, difference.size), default=None)
+
+
+def _has_other_gradients(row: Row, other: Row) -> bool:
+    """Return whether one run skips the step and one takes it, or the norms of their gradients are far apart."""
+    norm = row.get("metrics.grad_norm")
+    if skips(row) or skips(other) or norm is None:
+        return skips(row) != skips(other)
+    return distance(norm, other["metrics.grad_norm"]) > _NOISE * float(norm)
 
 
 def skips(row: Row) -> bool:

@@ -314,22 +314,6 @@ def test_a_buffer_that_the_forward_pass_deletes_is_named() -> None:
     assert dict(model.named_buffers()).keys() == {"running_mean", "running_var", "num_batches_tracked"}
 
 
-class MakesPlain(Deletes):
-    def forward(self, x: Tensor) -> Tensor:
-        out = super().forward(x)
-        self.running_mean = torch.ones(4)  # no buffer any more
-        return out
-
-
-def test_a_buffer_that_the_forward_pass_makes_a_plain_attribute_is_a_buffer_again() -> None:
-    model, x = MakesPlain(4), torch.randn(3, 4)
-    step = make_train_step(module_loss(model, F.mse_loss), SGD)
-    with pytest.raises(ValueError, match="registered it as another kind"):
-        step(step.init(), (x, x))
-    assert "running_mean" in dict(model.named_buffers())
-    assert_same(model.running_mean, torch.zeros(4))
-
-
 def freeze(model: Pair) -> None:
     model.a.weight.requires_grad_(False)
 

@@ -142,6 +142,28 @@ def test_the_yardstick_is_the_largest_of_several_disturbed_runs_so_far() -> None
     assert share(2, 9.0) == 0
 
 
+def test_after_gradients_that_are_noise_nothing_is_compared() -> None:
+    def rows(loss: float, *norms: float) -> list[dict[str, Tensor]]:
+        return [
+            {name: torch.tensor(value) for name, value in (("metrics.loss", loss), ("metrics.grad_norm", norm))}
+            for norm in norms
+        ]
+
+    reference = rows(1.0, 2.0, 2.0, 2.0)
+    rounding = Rounding(reference, [rows(1.0, 2.1, 1.4, 2.0)], {})
+    assert rounding.amplified_at == 1
+
+    def is_wrong(step: int, row: dict[str, Tensor]) -> bool:
+        found = rounding.difference(step, reference[step], row)
+        return found is not None and not found.is_rounding
+
+    assert is_wrong(0, rows(1.0, 9.0)[0])
+    assert not is_wrong(1, rows(1.0, 9.0)[0])
+    assert is_wrong(1, rows(1.1, 2.0)[0])  # the loss comes before the gradients
+    assert not is_wrong(2, rows(1.1, 9.0)[0])
+    assert Rounding(reference, [rows(1.0, 2.1, 1.6, 2.4)], {}).amplified_at is None
+
+
 @pytest.mark.parametrize("weight", [None, lambda batch: 1.0 + batch[0].shape[0]])
 def test_micro_batches_agree_with_torchs_loop(weight: Any) -> None:
     found = check(make(mlp(), policy="float16", accumulate=3, weight=weight), batches(4, 3))
@@ -451,8 +473,8 @@ _TORCH, _COMPILED = "torch's loop - eager step", "eager step - compiled step"
         (AsksForTheClass, None, _TORCH, ""),
         (AsksForAnAttribute, None, _TORCH, ""),
         (AsksForTheIdentity, None, _TORCH, ""),
-        (HasAHook, None, _TORCH, "model.layer.weight has a hook"),
-        (HasALateHook, None, _TORCH, "model.layer.weight has a hook"),
+        (HasAHook, None, _TORCH, ""),
+        (HasALateHook, None, _TORCH, ""),
         (Counts, None, _COMPILED, "model.calls changes"),
         (KeepsAHiddenState, None, _COMPILED, "model.hidden changes"),
         (BeginsWithNone, None, _COMPILED, "model.last changes"),
@@ -532,12 +554,13 @@ def test_chaos_is_not_blamed() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             out = torch.sigmoid(self.layer(x))
-            for _ in range(60):
+            for _ in range(8):
                 out = 3.9 * out * (1 - out)
             return out
 
-    found = funcamp.verify(funcamp.jit(make(Chaos(), policy="bfloat16"), backend="eager"), batches())
+    found = check(make(Chaos(), policy="bfloat16"))
     assert found.ok, str(found)
+    assert "the model amplifies rounding: in step 1" in str(found)
 
 
 class Denoiser(nn.Module):
@@ -559,9 +582,9 @@ def denoised(count: int = 4) -> list[Any]:
 
 
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
-def test_a_cast_to_the_dtype_of_a_weight_is_no_rounding(policy: str) -> None:
+def test_a_cast_to_the_dtype_of_a_weight_is_as_in_torchs_loop(policy: str) -> None:
     found = check(make(Denoiser(), policy=policy), denoised())
-    assert outcomes(found)[0] in ("EQUAL", "DIFFERENT"), str(found)
+    assert outcomes(found)[0] == "EQUAL", str(found)
 
 
 def test_three_percent_of_the_loss_are_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -71,16 +71,21 @@ class Comparer:
         reason = why_not(step, training.state) if isinstance(step, TrainStep) else "the step is a function of its own"
         if not reason:
             try:
-                rows, without_gradient = training.torch_rows([float(row["metrics.scale"]) for row in eager])
+                rows, loop = training.torch_rows([float(row["metrics.scale"]) for row in eager])
             except Exception as error:
                 reason = f"torch's loop raises {_text(error)}"
         if reason:
             self._comparisons.append(Comparison(_TORCH, _EAGER, Outcome.LEFT_OUT, reason=reason))
             return
-        if without_gradient:
+        if loop.without_gradient:
             self._notes.append(
-                f"{', '.join(sorted(without_gradient))} gets no gradient: torch's loop leaves it alone; the step takes "
-                "zeros, so that weight decay and momentum move it"
+                f"{', '.join(sorted(loop.without_gradient))} gets no gradient: torch's loop leaves it alone; the step "
+                "takes zeros, so that weight decay and momentum move it"
+            )
+        if loop.written_backward:
+            self._notes.append(
+                f"the backward pass writes {', '.join(sorted(loop.written_backward))} again, as layers do that "
+                "torch.utils.checkpoint runs twice: torch's loop keeps that, the step what the forward pass wrote"
             )
         self._compare(rounding, rows, _TORCH, _EAGER, lambda: eager)
 

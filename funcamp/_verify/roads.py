@@ -84,13 +84,13 @@ class Training(NamedTuple):
         with self.contents.entered():
             yield
 
-    def torch_rows(self, scales: list[float]) -> tuple[list[Row], set[str]]:
-        """Run torch's loop with these scales; return its rows, and the names of parameters that got no gradient."""
+    def torch_rows(self, scales: list[float]) -> tuple[list[Row], TorchLoop]:
+        """Run torch's loop with these scales; return its rows, and the loop."""
         assert isinstance(self.step, TrainStep)
         with self.from_start():
             loop = TorchLoop(self.step, self.state)
             rows = [loop.step(batch, scale) for batch, scale in zip(copy.deepcopy(self.batches), scales)]
-        return rows, loop.without_gradient
+        return rows, loop
 
     def step_rows(self, run: Step, seed: int | None = None) -> list[Row]:
         """Run a step, eager or compiled; with a seed from disturbed parameters. Return its rows."""

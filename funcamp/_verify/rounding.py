@@ -122,12 +122,9 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def _ulps(value: Tensor) -> float:
-    """Return what two runs may always differ by."""
-    return _ULPS * torch.finfo(value.dtype).eps * _norm(value) if _is_rounded(value) else 0.0
-
-
-def _is_rounded(value: Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
+    """Return what two runs may always differ by: nothing for integers."""
+    is_rounded = value.is_floating_point() or value.is_complex()
+    return _ULPS * torch.finfo(value.dtype).eps * _norm(value) if is_rounded else 0.0
 
 
 def _norm(value: Tensor) -> float:

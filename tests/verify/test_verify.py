@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -177,6 +178,22 @@ def test_buffers_of_a_skipped_step_agree_with_torchs_loop(keep: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
     found = check(make(model, policy="float16", loss={"keep_buffers": keep}))
     assert outcomes(found) == ["EQUAL"] * 3, str(found)
+
+
+def test_a_batch_norm_that_the_backward_pass_runs_again_is_a_note() -> None:
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+            self.last = nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.last(torch.utils.checkpoint.checkpoint(self.first, x, use_reentrant=False))
+
+    found = check(make(Recomputed()))
+    assert outcomes(found) == ["EQUAL"] * 3, str(found)
+    assert "the backward pass writes first.1.num_batches_tracked, first.1.running_mean" in found.notes[0]
+    assert not check(make(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))).notes
 
 
 def test_auxiliary_outputs_and_a_model_that_returns_its_loss() -> None:

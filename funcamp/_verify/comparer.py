@@ -52,11 +52,10 @@ class Comparer:
         skipped = tuple([number for number, row in enumerate(eager) if skips(row)])
         if len(skipped) == len(eager):
             self._notes.append("every step was skipped, so little was compared: begin from a state in mid-training")
-        if rounding.amplified_at is not None:
+        if rounding.noisy_step is not None:
             self._notes.append(
-                f"the model amplifies rounding: in step {rounding.amplified_at} the gradients of disturbed runs differ "
-                "by a quarter or more, so loss and buffers of this step are the last values that are compared; "
-                "policy=None, a larger batch or a lower learning rate shows more"
+                f"the model amplifies rounding: from step {rounding.noisy_step} on its gradients are noise, and "
+                "what is noise is not compared; policy=None, a larger batch or a lower learning rate shows more"
             )
         different = [one.difference for one in self._comparisons if one.difference and not one.difference.is_rounding]
         causes = self._causes(max(one.share for one in different), draws_numbers=draws_numbers) if different else []

@@ -22,11 +22,10 @@ _FACTOR = 2.0
 #: A value is noise if disturbed runs differ by this part of what it has moved: the largest of a few such differences
 #: says little about the next. A wrong program shows in another value, or in an earlier step.
 _NOISE = 0.25
-_FACTOR_OF_NOISE = 10.0
+#: Noise may differ by any number, but not by inf or NaN (see `distance`).
+_ANY_NUMBER = 1e100
 #: Two runs may always differ by this many units in the last place of a value.
 _ULPS = 16.0
-#: Values that a step has before its gradients.
-_OF_FORWARD_PASS = ("metrics.loss", "buffers.")
 
 
 class Difference(NamedTuple):
@@ -63,26 +62,26 @@ class Rounding:
         self._start = start
         self._allowed: list[dict[str, float]] = []
         """By step and name, how far a value may be from the reference's."""
-        self.amplified_at: int | None = None
-        """The first step whose gradients are noise. What its forward pass gave is the last that can be compared."""
+        self.noisy_step: int | None = None
+        """The first step whose gradients are noise, or which one run skips and another takes."""
         largest: dict[str, float] = {}
         for number, row in enumerate(reference):
             others = [run[number] for run in disturbed]
+            if any(skips(other) != skips(row) for other in others):
+                self.noisy_step = number if self.noisy_step is None else self.noisy_step
+                break  # from here on nothing can be compared
             for name, value in row.items():
                 # A disturbed run may come near the reference by chance, so those of earlier steps count too.
                 largest[name] = max(largest.get(name, 0.0), *[distance(value, other[name]) for other in others])
             allowed = {name: self._allowed_for(name, value, largest[name]) for name, value in row.items()}
-            if any(_has_other_gradients(row, other) for other in others):
-                self.amplified_at = number
-                before = {name: size for name, size in allowed.items() if name.startswith(_OF_FORWARD_PASS)}
-                self._allowed.append({**dict.fromkeys(row, math.inf), **before})
-                break
+            if self.noisy_step is None and allowed.get("metrics.grad_norm", 0.0) >= _ANY_NUMBER:
+                self.noisy_step = number
             self._allowed.append(allowed)
 
-    def _allowed_for(self, name: str, value: Tensor, noise: float) -> float:
-        """Return how far a value may be from the reference's, if disturbed runs are this far from it."""
-        factor = _FACTOR if noise < _NOISE * self._movement(name, value) else _FACTOR_OF_NOISE
-        return factor * noise + _ulps(value)
+    def _allowed_for(self, name: str, value: Tensor, largest: float) -> float:
+        """Return how far a value may be from the reference's, if disturbed runs are at most this far from it."""
+        is_noise = largest >= _NOISE * self._movement(name, value)
+        return max(_ANY_NUMBER, _FACTOR * largest) if is_noise else _FACTOR * largest + _ulps(value)
 
     def _movement(self, name: str, value: Tensor) -> float:
         """Return how far a value is from where it started; its size, if it did not start or did not move."""
@@ -99,14 +98,6 @@ class Rounding:
                 allowed = self._allowed[number].get(name, 0.0) if number < len(self._allowed) else math.inf
                 differences.append(Difference(number, name, size / movement, allowed / movement))
         return max(differences, key=lambda difference: (difference.share, difference.size), default=None)
-
-
-def _has_other_gradients(row: Row, other: Row) -> bool:
-    """Return whether one run skips the step and one takes it, or the norms of their gradients are far apart."""
-    norm = row.get("metrics.grad_norm")
-    if skips(row) or skips(other) or norm is None:
-        return skips(row) != skips(other)
-    return distance(norm, other["metrics.grad_norm"]) > _NOISE * float(norm)
 
 
 def skips(row: Row) -> bool:

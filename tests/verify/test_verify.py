@@ -132,8 +132,7 @@ def test_the_yardstick_is_the_largest_of_several_disturbed_runs_so_far() -> None
         found = noisy.difference(1, reference[1], rows(*[loss] * 3)[1])
         return found.share if found else 0.0
 
-    assert noisy_share(1.4) < 1
-    assert noisy_share(2.4) > 1
+    assert noisy_share(9.0) < 1
     assert noisy_share(float("nan")) > 1
 
     other_skip = rows(1.0, 0.9, 0.8)
@@ -141,28 +140,7 @@ def test_the_yardstick_is_the_largest_of_several_disturbed_runs_so_far() -> None
     rounding = Rounding(reference, [other_skip], {})
     assert share(0, 1.01) > 1
     assert share(2, 9.0) == 0
-
-
-def test_after_gradients_that_are_noise_nothing_is_compared() -> None:
-    def rows(loss: float, *norms: float) -> list[dict[str, Tensor]]:
-        return [
-            {name: torch.tensor(value) for name, value in (("metrics.loss", loss), ("metrics.grad_norm", norm))}
-            for norm in norms
-        ]
-
-    reference = rows(1.0, 2.0, 2.0, 2.0)
-    rounding = Rounding(reference, [rows(1.0, 2.1, 1.4, 2.0)], {})
-    assert rounding.amplified_at == 1
-
-    def is_wrong(step: int, row: dict[str, Tensor]) -> bool:
-        found = rounding.difference(step, reference[step], row)
-        return found is not None and not found.is_rounding
-
-    assert is_wrong(0, rows(1.0, 9.0)[0])
-    assert not is_wrong(1, rows(1.0, 9.0)[0])
-    assert is_wrong(1, rows(1.1, 2.0)[0])  # the loss comes before the gradients
-    assert not is_wrong(2, rows(1.1, 9.0)[0])
-    assert Rounding(reference, [rows(1.0, 2.1, 1.6, 2.4)], {}).amplified_at is None
+    assert rounding.noisy_step == 1
 
 
 @pytest.mark.parametrize("weight", [None, lambda batch: 1.0 + batch[0].shape[0]])
@@ -577,7 +555,7 @@ def test_chaos_is_not_blamed() -> None:
 
     found = check(make(Chaos(), policy="bfloat16"))
     assert found.ok, str(found)
-    assert "the model amplifies rounding: in step 1" in str(found)
+    assert "the model amplifies rounding: from step 1 on" in str(found)
 
 
 class Denoiser(nn.Module):

@@ -131,9 +131,6 @@ class Program(NamedTuple):
         return [kernel for kernel in self.kernels if all(operation in kernel.name for operation in operations)]
 
 
-_NO_SESSION: object = types.SimpleNamespace(headers=None)
-
-
 class _Written(BaseException):
     """No Exception, which Inductor would wrap."""
 
@@ -159,7 +156,7 @@ def program_of(step: Callable[[Any, Any], Any], state: object, batch: object, **
             graph.module(*graph.examples)
         try:
             target = target_of(graph, "inductor", frozenset({"cuda"}), exact=False)
-            executable.compile_traced(graph, target, run._options, _NO_SESSION, None)
+            executable.compile_traced(graph, target, run._options, None)
         except _Written as written:
             return Program(str(written), counter.get_total_flops())
     raise AssertionError("nothing was compiled")

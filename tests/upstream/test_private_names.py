@@ -82,7 +82,7 @@ DIRECT = {
     "_autograd/checkpointing.py",
     "_autograd/scaled_grad.py",
     "distributed/collectives.py",
-    "_jit/ahead.py",
+    "_cpu/headers.py",
     "_jit/compile.py",
     "_jit/passes/table.py",
     "_jit/passes/zero_tensors.py",

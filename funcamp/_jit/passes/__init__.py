@@ -1,59 +1,52 @@
 """The list of all changes of a program between the trace and the compiler, in order.
 
-Each pass is a file with its reason, its condition and its evidence. `jit(step, without=("name",))`, or the environment
-variable FUNCAMP_WITHOUT, leaves some out; `jit(step, explain=True)` prints those that a program gets.
+Here are those that make programs right, and those that every program needs. Layers register others: `_cpu` those that
+make programs faster on a CPU. Each pass is a file with its reason, its condition and its evidence.
+`jit(step, without=("name",))`, or the environment variable FUNCAMP_WITHOUT, leaves some out; `jit(step, explain=True)`
+prints those that a program gets.
 """
 
 from __future__ import annotations
 
+from funcamp import _layers
+from funcamp._jit.options import OPTIONS
 from funcamp._jit.passes import (
     casts,
-    convolutions,
     float16_sums,
     layouts,
     open_sizes,
-    part_inputs,
     permutations,
-    products,
-    small_buffers,
-    steps_in_cpp,
-    tanh,
     unread_gathers,
     whole_operations,
     write_backs,
     zero_tensors,
 )
 from funcamp._jit.passes.program import Pass, Program
-from funcamp._jit.passes.registry import registered
 
-PIPELINE: tuple[Pass, ...] = (
-    # Of the graph as it was traced.
+#: Of the graph as it was traced.
+BEFORE_LAYERS: tuple[Pass, ...] = (
     whole_operations.PASS,
     unread_gathers.PASS,
     casts.PASS,
     open_sizes.PASS,
+)
+#: What corrects the program that layers have made faster.
+AFTER_LAYERS: tuple[Pass, ...] = (
     # Of what the compiler takes instead of some operations.
     zero_tensors.PASS,
-    convolutions.PASS,
     float16_sums.PASS,
-    tanh.PASS,
     # Of the graph again, given that table.
     layouts.PASS,
     permutations.PASS,
-    part_inputs.PASS,
     # Inside Inductor, on the graph without writes.
     write_backs.PASS,
-    # Inside Inductor, on the graph that it generates code for.
-    products.PASS,
-    # Of the C++ that Inductor has written.
-    small_buffers.PASS,
-    steps_in_cpp.PASS,
+    *OPTIONS,
 )
 
 
 def pipeline() -> tuple[Pass, ...]:
-    """Return all passes: those above, and those that layers have registered."""
-    return (*PIPELINE, *registered())
+    """Return all passes, in order."""
+    return (*BEFORE_LAYERS, *_layers.passes_of_layers(), *AFTER_LAYERS)
 
 
 def changed(program: Program, without: frozenset[str] = frozenset()) -> Program:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from funcamp import ScalerConfig, _upstream, jit, make_train_step, module_loss, stateless
-from funcamp._jit.passes import convolutions
+from funcamp._cpu import convolutions
 from funcamp._jit.passes.table import Table
 from tests.support.helpers import assert_close, clone
 

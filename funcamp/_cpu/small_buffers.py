@@ -12,12 +12,13 @@ would not compile, as no `Part` is a tensor. No place is used twice, so there is
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from typing import NamedTuple
 
+from funcamp._cpu.sources import ENTRY, TAKE_OVER, source_changed
 from funcamp._jit.passes.program import Pass, Program
-from funcamp._jit.sources import ENTRY, TAKE_OVER
 
 #: The largest buffer, in bytes, that gets a place: a kernel that writes more takes much longer than the allocation.
 SMALL = 2**16
@@ -190,7 +191,8 @@ class _SharedMemory:
 
 
 def _run(program: Program) -> Program:
-    return program._replace(source_changes=(*program.source_changes, in_one_block))
+    change = functools.partial(source_changed, in_one_block)
+    return program._replace(while_compiled=(*program.while_compiled, change))
 
 
 PASS = Pass(

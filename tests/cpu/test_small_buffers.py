@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import jit, make_train_step, module_loss, stateless
-from funcamp._jit.passes import small_buffers
-from funcamp._jit.passes.small_buffers import in_one_block
+from funcamp._cpu import small_buffers
+from funcamp._cpu.small_buffers import in_one_block
 from tests.support.generated import code_of
 from tests.support.helpers import assert_same
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcamp._jit.product_kernel import BLOCK, split_of
+from funcamp._cpu.product_kernel import BLOCK, split_of
 
 #: `at::native::cpublas::brgemm` of float32, by the name that compilers on Linux give it.
 _SYMBOL = "_ZN2at6native7cpublas6brgemmEllllllbPKfS3_Pfb"

@@ -4,8 +4,8 @@ The biases and norms of all blocks of a model are parts of one flat tensor. Indu
 the code of every kernel that reads it, so the kernels of equal blocks differ, and each is compiled. A part that is an
 input has an address instead, and equal kernels are compiled once.
 
-Inductor does not know that such inputs share memory. So the program does not write that memory: the new value of the
-flat tensor is a result, which is copied after the program.
+Inductor does not know that such inputs share memory, so they are parts of a copy: a program may read one after it has
+written the flat tensor.
 """
 
 from __future__ import annotations
@@ -17,92 +17,72 @@ import torch
 from torch import Tensor, fx
 
 from funcamp._jit.passes.program import Flat, Pass, Program
-from funcamp._trace.schema import aliased
-from funcamp._upstream.chains import chain_start, is_view
+from funcamp._trace.aliases import Aliases
+
+_aten = torch.ops.aten
 
 #: The largest flat tensor, in bytes, that is worth another copy in every step.
 SMALL = 2**20
 #: The number of parts from which on a model has equal blocks.
 MANY = 16
 
-_aten = torch.ops.aten
 _STRIDED = (_aten.as_strided.default, _aten.as_strided_.default, _aten.as_strided_copy.default)
 
 
-class FlatInput(NamedTuple):
-    """A flat tensor whose parts are inputs."""
+class _Flat(NamedTuple):
+    """A flat tensor, parts of a copy of which are inputs."""
 
     input_number: int
     """Its number among the inputs."""
-    sizes: tuple[int, ...]
+    sizes: list[int]
     """Those of all its parts."""
     part_numbers: list[int]
     """Which of the parts are inputs."""
-    is_written: bool
-    """Whether its new value is a result."""
 
-
-class _Candidate(NamedTuple):
-    """A flat tensor whose parts are to become inputs."""
-
-    input_number: int
-    sizes: tuple[int, ...]
-    """Those of all its parts."""
-    part_nodes: list[fx.Node]
-    """The nodes that take a vector out of it; several may take the same one."""
+    def parts_of_copy(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Return these parts of a copy, given the inputs of the program."""
+        parts = inputs[self.input_number].clone().split_with_sizes(self.sizes)
+        return [parts[number] for number in self.part_numbers]
 
 
 def part_inputs(program: Program) -> Program:
-    """Return a program in which the parts of small flat inputs are inputs, after all others.
-
-    The new values of such flat inputs are its last results, until the function around it has written them back.
-    """
+    """Return a program with parts of copies of small flat inputs as inputs, after all others."""
     graph = program.module.graph
-    placeholders = graph.find_nodes(op="placeholder")
+    aliases = Aliases(graph)
     last_writes = _last_writes(graph)
-    candidates = _candidates(graph, program.examples, last_writes)
-    if not candidates:
-        return program
-    output = graph.output_node()
-    former_results: Any = output.args[0]
-    results = list(former_results)
+    flats: list[_Flat] = []
     examples = list(program.examples)
-    flats: list[FlatInput] = []
-    for candidate in candidates:
-        flat_node = placeholders[candidate.input_number]
-        part_numbers = {_part_number(node) for node in candidate.part_nodes}
-        flat = FlatInput(
-            candidate.input_number,
-            candidate.sizes,
-            sorted(part_numbers),
-            is_written=flat_node in last_writes,
-        )
-        example = examples[flat.input_number]
+    for input_number, node in enumerate(graph.find_nodes(op="placeholder")):
+        splits = [user for user in node.users if user.target is _aten.split_with_sizes.default]
+        all_sizes = {tuple(split.args[1]) for split in splits}
+        if len(all_sizes) != 1 or not _is_small_vector(examples[input_number]):
+            continue
+        # A part would show an earlier write, and offsets of as_strided count from the flat tensor.
+        is_written_early = any(writer not in last_writes for writer in aliases.writers.get(node, ()))
+        is_strided = any(other.target in _STRIDED and aliases.root[other] is node for other in graph.nodes)
+        part_nodes = [part for split in splits for part in split.users if _is_vector(part)]
+        part_numbers = sorted({_part_number(part) for part in part_nodes})
+        if is_written_early or is_strided or len(part_numbers) < MANY:
+            continue
+        flat = _Flat(input_number, list(all_sizes.pop()), part_numbers)
         with program.mode:
-            part_examples = [
-                torch.empty(flat.sizes[number], dtype=example.dtype, device=example.device)
-                for number in flat.part_numbers
-            ]
-        part_input_nodes = _append_placeholders(graph, f"part_of_{flat_node.name}", part_examples)
+            part_examples = [part.clone() for part in flat.parts_of_copy(examples)]
+        inputs = dict(zip(part_numbers, _append_placeholders(graph, f"part_of_{node.name}", part_examples)))
+        for part in part_nodes:
+            part.replace_all_uses_with(inputs[_part_number(part)])
+            graph.erase_node(part)
         examples += part_examples
-        input_of_part = dict(zip(flat.part_numbers, part_input_nodes))
-        for node in candidate.part_nodes:
-            node.replace_all_uses_with(input_of_part[_part_number(node)])
-            graph.erase_node(node)
-        if flat.is_written:
-            write = last_writes[flat_node]
-            results.append(write.args[1])
-            graph.erase_node(write)
         flats.append(flat)
-    output.args = (results,)
 
     def with_parts(inner: Flat) -> Flat:
         def run(inputs: list[Tensor]) -> list[Tensor]:
-            all_results = list(inner([*inputs, *further_inputs(flats, inputs)]))
-            return write_back(flats, inputs, all_results)
+            parts = [part for flat in flats for part in flat.parts_of_copy(inputs)]
+            return inner([*inputs, *parts])
 
         return run
 
+    if not flats:
+        return program
     return program._replace(examples=examples, around=(*program.around, with_parts))
 
 
@@ -112,48 +92,24 @@ def _part_number(node: fx.Node) -> int:
     return int(number)
 
 
-def _candidates(graph: fx.Graph, examples: list[Tensor], last_writes: dict[fx.Node, fx.Node]) -> list[_Candidate]:
-    """Return the small flat inputs that have many vectors as parts."""
-    unfit_inputs = _unfit_inputs(graph, last_writes)
-    candidates: list[_Candidate] = []
-    for input_number, (node, example) in enumerate(zip(graph.find_nodes(op="placeholder"), examples)):
-        is_small_vector = example.dim() == 1 and example.is_contiguous() and example.nbytes <= SMALL
-        if not is_small_vector or node in unfit_inputs:
-            continue
-        splits = [user for user in node.users if user.target is _aten.split_with_sizes.default]
-        part_nodes = [part for split in splits for part in split.users if _is_vector(part)]
-        all_sizes = {tuple(split.args[1]) for split in splits}
-        part_numbers = set(map(_part_number, part_nodes))
-        if len(all_sizes) == 1 and len(part_numbers) >= MANY:
-            candidates.append(_Candidate(input_number, all_sizes.pop(), part_nodes))
-    return candidates
+def _is_small_vector(example: Tensor) -> bool:
+    return example.dim() == 1 and example.is_contiguous() and example.nbytes <= SMALL
 
 
-def _unfit_inputs(graph: fx.Graph, last_writes: dict[fx.Node, fx.Node]) -> set[object]:
-    """Return the inputs whose parts must stay parts."""
-    # Inductor may write a value that is another input after that input.
-    unfit = {chain_start(write.args[1]) for write in last_writes.values()}
-    writes = set(last_writes.values())
-    for node in graph.nodes:
-        # Offsets of as_strided count from the flat tensor.
-        if node.target in _STRIDED:
-            unfit.add(chain_start(node, is_view))
-        # Only the new value at the end is a result; any other write would be missing in the parts.
-        if node not in writes:
-            written_values = aliased(node.target, node.args, node.kwargs, written=True)
-            unfit |= {chain_start(value, is_view) for value in written_values}
-    return unfit
+def _is_vector(part: fx.Node) -> bool:
+    """Return whether generated kernels may read a part; matrices are read by a library, which gets their address."""
+    shapes: list[Any] = [user.args[1] for user in part.users if user.target is _aten.view.default]
+    return all(len(shape) < 2 for shape in shapes)
 
 
-def _last_writes(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Return the copies to inputs with which the graph ends, by input."""
-    writes: dict[fx.Node, fx.Node] = {}
-    for node in itertools.islice(reversed(graph.nodes), 1, None):  # all but the output
-        target = node.args[0] if node.target is _aten.copy_.default else None
-        if not isinstance(target, fx.Node) or target.op != "placeholder" or node.users or target in writes:
-            break
-        writes[target] = node
-    return writes
+def _last_writes(graph: fx.Graph) -> set[fx.Node]:
+    """Return the copies to inputs with which the graph ends."""
+    nodes_before_output = itertools.islice(reversed(graph.nodes), 1, None)
+    return set(itertools.takewhile(_writes_input, nodes_before_output))
+
+
+def _writes_input(node: fx.Node) -> bool:
+    return node.target is _aten.copy_.default and node.all_input_nodes[0].op == "placeholder" and not node.users
 
 
 def _append_placeholders(graph: fx.Graph, name: str, examples: list[Tensor]) -> list[fx.Node]:
@@ -168,34 +124,10 @@ def _append_placeholders(graph: fx.Graph, name: str, examples: list[Tensor]) -> 
     return appended
 
 
-def _is_vector(part: fx.Node) -> bool:
-    """Return whether generated kernels may read a part; matrices are read by a library, which gets their address."""
-    shapes: list[Any] = [user.args[1] for user in part.users if user.target is _aten.view.default]
-    return all(len(shape) < 2 for shape in shapes)
-
-
-def further_inputs(flats: list[FlatInput], inputs: list[Tensor]) -> list[Tensor]:
-    """Return the further inputs of a program that has these."""
-    further: list[Tensor] = []
-    for flat in flats:
-        parts = inputs[flat.input_number].split_with_sizes(flat.sizes)
-        further += [parts[number] for number in flat.part_numbers]
-    return further
-
-
-def write_back(flats: list[FlatInput], inputs: list[Tensor], results: list[Tensor]) -> list[Tensor]:
-    """Give the flat tensors their new values, the last results of the program; return the others."""
-    written_tensors = [inputs[flat.input_number] for flat in flats if flat.is_written]
-    other_count = len(results) - len(written_tensors)
-    for tensor, value in zip(written_tensors, results[other_count:]):
-        tensor.copy_(value)
-    return results[:other_count]
-
-
 PASS = Pass(
     name="part_inputs",
     why="kernels of equal blocks are equal, and compiled once, if a part of a flat tensor has a separate address",
     evidence="benchmarks/passes.py",
-    where=lambda target: target.by_inductor and not target.is_open,
+    where=lambda target: target.by_inductor and target.on_cpu and not target.is_open,
     run=part_inputs,
 )

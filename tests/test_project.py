@@ -119,15 +119,15 @@ def test_changelog_of_the_release_is_short() -> None:
 #: The tokens of code that a room may have. A figure may only be lowered, or raised in a commit that names the users who
 #: need it, and why nothing simpler serves them.
 MOST_TOKENS: dict[str, int] = {
-    "_jit": 35_706,
+    "_jit": 36_009,
     "report": 33_954,
     "_optim": 25_873,
-    "_trace": 22_144,
+    "_trace": 22_158,
     "_autograd": 9_941,
     "_step": 14_015,
     "numerics": 7_122,
-    "_verify": 6_233,
-    "_upstream": 6_261,
+    "_verify": 6_290,
+    "_upstream": 6_484,
     "_amp": 5_991,
     "files beside": 5_133,
     "_storage": 5_005,

@@ -11,6 +11,7 @@ from __future__ import annotations
 from funcamp import _layers
 from funcamp._jit.options import OPTIONS
 from funcamp._jit.passes import (
+    batch_norms,
     casts,
     float16_sums,
     layouts,
@@ -35,6 +36,7 @@ AFTER_LAYERS: tuple[Pass, ...] = (
     # Of what the compiler takes instead of some operations.
     zero_tensors.PASS,
     float16_sums.PASS,
+    batch_norms.PASS,
     # Of the graph again, given that table.
     layouts.PASS,
     permutations.PASS,

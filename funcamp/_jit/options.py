@@ -90,15 +90,6 @@ OPTIONS: tuple[Pass, ...] = (
         of_program=_is_small,
     ),
     option(
-        {
-            "reorder_for_compute_comm_overlap": True,
-            "reorder_for_compute_comm_overlap_passes": ["raise_comms", "sink_waits"],
-        },
-        why="collectives start as soon as their inputs are ready, and are waited for as late as possible",
-        evidence="tests/distributed/test_distributed.py",
-        where=lambda target: target.is_distributed,
-    ),
-    option(
         {"emulate_precision_casts": True},
         # Else the next operation in the loop reads the value before rounding, and all others the rounded one. The
         # backward pass of a maximum then finds no element that equals it. Float32 programs are as without it, except

@@ -132,8 +132,7 @@ def test_every_result_is_in_one_share(m: int, n: int, k: int, threads: int) -> N
     split = split_of(m, n, k, threads)
     counts = torch.zeros(m, n)
     for share in range(split.shares):
-        row, column = (share * split.rows, 0) if split.by_rows else (0, share * split.columns)
-        counts[row : row + split.rows, column : column + split.columns] += 1
+        counts[share * split.rows : (share + 1) * split.rows] += 1
     assert (counts == 1).all()
     assert split.shares in (1, threads)
 

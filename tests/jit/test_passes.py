@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from funcamp import jit
+from funcamp import _cpu, jit
 from funcamp._cpu import options as cpu_options
 from funcamp._cpu import part_inputs
 from funcamp._jit import explain, passes
@@ -24,6 +24,9 @@ from tests.support.launch import ROOT
 
 PARTS, WIDTH, CHANNELS = part_inputs.MANY, 4, 32
 CPU = Target("inductor", frozenset({"cpu"}))
+#: Without the passes of layers that not every program gets.
+PASSES = (*passes.BEFORE_LAYERS, *_cpu.PASSES, *passes.AFTER_LAYERS)
+CHANGES: list[Any] = [*PASSES, *BUGS]
 
 
 def state() -> dict[str, Tensor]:
@@ -54,7 +57,7 @@ def step(state: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Any]:
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", sorted(explain.names() - {"joint_counts"}))
+@pytest.mark.parametrize("name", sorted(one.name for one in CHANGES))
 def test_a_program_without_one_of_them_computes_the_same(name: str) -> None:
     """This step meets no defect of torch; where the reason is one, the other tests fail without it."""
     run, compiled, eager = jit(step, without=[name]), state(), state()
@@ -84,7 +87,7 @@ def test_a_pass_is_a_file_of_its_name() -> None:
     files = [file for folder in ("_jit/passes", "_cpu") for file in (ROOT / "funcamp" / folder).glob("*.py")]
     with_a_pass = {file.stem for file in files if "PASS = Pass(" in file.read_text()}
     options = {one.name for one in (*core_options.OPTIONS, *cpu_options.OPTIONS)}
-    assert with_a_pass | options == {one.name for one in pipeline()} - {"joint_counts"}
+    assert with_a_pass | options == {one.name for one in PASSES}
 
 
 def test_a_workaround_is_a_file_of_its_name() -> None:

@@ -1,9 +1,9 @@
 """The list of all changes of a program between the trace and the compiler, in order.
 
 Here are those that make programs right, and those that every program needs. Layers register others: `_cpu` those that
-make programs faster on a CPU. Each pass is a file with its reason, its condition and its evidence.
-`jit(step, without=("name",))`, or the environment variable FUNCAMP_WITHOUT, leaves some out; `jit(step, explain=True)`
-prints those that a program gets.
+make programs faster on a CPU, `distributed` those for several ranks. Each pass is a file with its reason, its condition
+and its evidence. `jit(step, without=("name",))`, or the environment variable FUNCAMP_WITHOUT, leaves some out;
+`jit(step, explain=True)` prints those that a program gets.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from funcamp._jit.passes import (
     layouts,
     open_sizes,
     permutations,
-    unread_gathers,
     whole_operations,
     write_backs,
     zero_tensors,
@@ -27,7 +26,6 @@ from funcamp._jit.passes.program import Pass, Program
 #: Of the graph as it was traced.
 BEFORE_LAYERS: tuple[Pass, ...] = (
     whole_operations.PASS,
-    unread_gathers.PASS,
     casts.PASS,
     open_sizes.PASS,
 )

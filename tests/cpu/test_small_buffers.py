@@ -90,7 +90,7 @@ def test_moves_and_views_are_parts_as_well() -> None:
     [
         matrix("buf0", shape="open"),
         matrix("buf0", shape="unknown"),
-        matrix("buf0", "complex64"),
+        matrix("buf0", "complex64") + "    cpp_fused_0((c10::complex<float>*)(buf0.data_ptr()));\n",
         scalar("buf0") + scalar("buf0"),
         scalar("buf0").replace("_type_cpu", "_type_cuda"),
     ],

@@ -24,7 +24,6 @@ from funcamp._memory import overlaps
 from funcamp._trace.autocast_regions import without_autocast
 from funcamp._trace.tensor_subclass import unwrap_all, wrap
 from funcamp._trace.trace import Graph
-from funcamp._upstream.bugs import corrected
 
 _log = logging.getLogger("funcamp")
 
@@ -71,7 +70,7 @@ def compile_graph(
     Args:
         graph: from `trace`; not changed.
         target: what it is compiled for.
-        without: the names of passes and corrections to leave out.
+        without: the names of passes to leave out.
         steps: those of a call; None if it is one.
         explained: whether to print what is done to the program, and why.
     """
@@ -95,7 +94,7 @@ def compile_graph(
         for changed_module in program.graph_modules():
             changed_module.recompile()
         try:
-            compiled = _compiled(program, without)
+            compiled = _compiled(program)
         except Exception as error:
             if not program.may_fail:
                 raise
@@ -179,11 +178,11 @@ def _in_shared_memory(results: list[Tensor], inputs: list[Tensor]) -> list[int]:
     return sorted(shared_results)
 
 
-def _compiled(program: Program, without: frozenset[str]) -> Flat:
+def _compiled(program: Program) -> Flat:
     """Return a function from the inputs of a program to its results."""
     backend = program.target.backend
     if backend == "inductor":
-        with corrected(without), deep_recursion():
+        with deep_recursion():
             compiled = _by_inductor(program)
     elif backend == "eager":
         compiled = one_by_one(program.module)

@@ -6,30 +6,20 @@ import sys
 from collections.abc import Iterator
 
 from funcamp._jit.passes import pipeline
-from funcamp._jit.passes.program import Pass, Target
-from funcamp._upstream.bugs import BUGS
-from funcamp._upstream.bugs.bug import Bug
+from funcamp._jit.passes.program import Target
 
 
 def names() -> frozenset[str]:
-    """Return the names of all passes and corrections: what `without` may hold."""
-    changes: list[Pass | Bug] = [*pipeline(), *BUGS]
-    return frozenset(change.name for change in changes)
+    """Return the names of all passes: what `without` may hold."""
+    return frozenset(program_pass.name for program_pass in pipeline())
 
 
 def lines(target: Target, without: frozenset[str] = frozenset()) -> Iterator[str]:
-    """Yield a line for each pass, and each correction of torch, that a program for this target gets, in order."""
+    """Yield a line for each pass that a program for this target gets, in order."""
     for program_pass in pipeline():
         if program_pass.where(target):
-            yield _line("pass", program_pass, without)
-    for bug in BUGS:
-        if target.by_inductor and bug.defect.present:
-            yield _line("torch", bug, without)
-
-
-def _line(kind: str, change: Pass | Bug, without: frozenset[str]) -> str:
-    left_out = " (left out)" if change.name in without else ""
-    return f"{kind}  {change.name:<34}  {change.why}{left_out}"
+            left_out = " (left out)" if program_pass.name in without else ""
+            yield f"{program_pass.name:<34}  {program_pass.why}{left_out}"
 
 
 def explain(target: Target, without: frozenset[str]) -> None:

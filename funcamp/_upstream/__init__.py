@@ -43,7 +43,7 @@ class Defect(NamedTuple):
 #: Dynamo does not trace `requires_grad_` of a tensor that it created: `_autograd/scaled_grad.py`.
 NO_LEAVES = Defect((2, 11), (2, 12))
 #: Inductor loses the order of a write after a read when it fuses loops of different ranges:
-#: `_upstream/bugs/lost_order.py`, `_jit/passes/convolutions.py`.
+#: `_upstream/bugs/lost_order.py`, `_cpu/convolutions.py`.
 #: https://github.com/pytorch/pytorch/issues/177631
 LOST_ORDER = Defect((2, 11), (2, 12))
 #: It loses there that memory was written in place since, such as dropout's mask on a CPU:

@@ -21,10 +21,27 @@ from funcamp._jit.passes import (
     write_backs,
     zero_tensors,
 )
-from funcamp._jit.passes.program import Pass, Program
+from funcamp._jit.passes.program import Pass, Program, Target
+from funcamp._upstream.bugs import BUGS
+from funcamp._upstream.bugs.bug import Bug
 
-#: Of the graph as it was traced.
+
+def _corrected(bug: Bug) -> Pass:
+    """Return the pass that compiles a program with torch changed."""
+
+    def run(program: Program) -> Program:
+        return program._replace(while_compiled=(*program.while_compiled, bug.changed))
+
+    def where(target: Target) -> bool:
+        return target.by_inductor and bug.defect.present
+
+    return Pass(bug.name, bug.why, bug.evidence, where, run, defect=True)
+
+
 BEFORE_LAYERS: tuple[Pass, ...] = (
+    # Of torch, while the program is compiled.
+    *(_corrected(bug) for bug in BUGS),
+    # Of the graph as it was traced.
     whole_operations.PASS,
     casts.PASS,
     open_sizes.PASS,

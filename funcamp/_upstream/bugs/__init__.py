@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Iterator
-
 from funcamp._upstream.bugs import (
     declared_twice,
     list_of_one,
@@ -27,13 +24,3 @@ BUGS: tuple[Bug, ...] = (
     lost_nan.BUG,
     mixed_transposes.BUG,
 )
-
-
-@contextlib.contextmanager
-def corrected(without: Collection[str] = ()) -> Iterator[None]:
-    """Context manager: torch without those of these defects that this version has."""
-    with contextlib.ExitStack() as stack:
-        for bug in BUGS:
-            if bug.defect.present and bug.name not in without:
-                stack.enter_context(bug.changed())
-        yield

@@ -77,7 +77,8 @@ def _backward(grad: Tensor, x: Tensor, weight: Tensor, *others: Any) -> object:
     is_depthwise = _is_depthwise(x, weight, geometry)
     strided_bfloat16 = is_depthwise and x.dtype == torch.bfloat16 and max(geometry.stride) > 1
     in_float32 = _in_slow_half(x) or (strided_bfloat16 and needs_input)
-    weight_by_loops = needs_weight and is_depthwise and _loops_are_faster(weight, geometry)
+    may_loop = needs_weight and is_depthwise and x.dtype != torch.float16
+    weight_by_loops = may_loop and _loops_are_faster(weight, geometry)
     if not in_float32 and not weight_by_loops:
         return NotImplemented
     dtype = torch.float32 if in_float32 else x.dtype

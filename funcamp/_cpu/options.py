@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from funcamp._jit.options import option
+from funcamp._jit.passes.options import option
 from funcamp._jit.passes.program import Pass, Program
 
 #: Number of operations above which the C++ that calls the kernels gets a separate file. The compile time of one file

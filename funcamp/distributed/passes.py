@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import fx
 
-from funcamp._jit.options import option
+from funcamp._jit.passes.options import option
 from funcamp._jit.passes.program import Pass, Program
 
 

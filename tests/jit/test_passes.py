@@ -14,7 +14,7 @@ from funcamp import _cpu, jit
 from funcamp._cpu import options as cpu_options
 from funcamp._cpu import part_inputs
 from funcamp._jit import explain, passes
-from funcamp._jit import options as core_options
+from funcamp._jit.passes import options as core_options
 from funcamp._jit.passes import pipeline
 from funcamp._jit.passes.program import Program, Target
 from funcamp._trace.trace import trace

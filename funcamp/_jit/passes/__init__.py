@@ -9,7 +9,6 @@ and its evidence. `jit(step, without=("name",))`, or the environment variable FU
 from __future__ import annotations
 
 from funcamp import _layers
-from funcamp._jit.options import OPTIONS
 from funcamp._jit.passes import (
     batch_norms,
     casts,
@@ -21,6 +20,7 @@ from funcamp._jit.passes import (
     write_backs,
     zero_tensors,
 )
+from funcamp._jit.passes.options import OPTIONS
 from funcamp._jit.passes.program import Pass, Program, Target
 from funcamp._upstream.bugs import BUGS
 from funcamp._upstream.bugs.bug import Bug

@@ -31,23 +31,20 @@ from _timing import Report, Row, about, arguments, chosen, in_fresh_processes, m
 from _variants import funcamp_step, torch_loop
 from step import KEEP
 
-from funcamp._jit.options import OPTIONS
-from funcamp._jit.passes import PIPELINE
+from funcamp._jit.passes import pipeline
 from funcamp._jit.passes.program import Target
 
 KNOWN = PUBLIC_SIZES | CPU_SIZES
 EAGER = "torch's eager loop"
 ALL = "funcamp.jit"
-#: Options that are no trick: what the program is for needs them.
-NEEDED = ("triton.cudagraphs", "emulate_precision_casts")
+#: An option that is no trick: a program that is captured needs it.
+NEEDED = "triton.cudagraphs"
 
 
 def tricks() -> list[str]:
     """Return the names of what a program on a CPU gets for its time."""
     target = Target("inductor", frozenset({"cpu"}))
-    passes = [one.name for one in PIPELINE if one.where(target) and not one.defect]
-    options = [option.names[0] for option in OPTIONS if option.where(target) and option.names[0] not in NEEDED]
-    return passes + options
+    return [one.name for one in pipeline() if one.where(target) and not one.defect and one.name != NEEDED]
 
 
 def makers() -> dict[str, Any]:

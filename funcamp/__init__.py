@@ -13,6 +13,7 @@ from funcamp._autograd.scaled_grad import scaled_grad_and_value
 from funcamp._io.checkpoint import load, save
 from funcamp._io.metric_reader import MetricReader
 from funcamp._jit.jit import jit
+from funcamp._layers import register_passes as _register_passes
 from funcamp._optim.average_part import average
 from funcamp._optim.by_group import by_group
 from funcamp._optim.chain import chain
@@ -88,6 +89,8 @@ __all__ = [
     "update",
     "verify",
 ]
+
+_register_passes("_cpu")
 
 
 def __getattr__(name: str) -> Any:

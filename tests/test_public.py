@@ -38,6 +38,7 @@ CORE = [
 ]
 #: What the core never imports, in the same order. It finds a layer when an argument names it, in `_layers.py` only.
 LAYERS = [
+    "_cpu",
     "rules",
     "presets",
     "distributed",
@@ -90,12 +91,12 @@ def test_a_room_imports_only_from_those_before_it() -> None:
             assert not later, f"{file.relative_to(ROOT)} imports from {', '.join(sorted(later))}"
 
 
-#: The file of the core that asks `_layers.layer` for one: for `loss(probes=)`.
-ASKING = {"_autograd/loss.py"}
+#: The files of the core that ask `_layers`: for `loss(probes=)`, and for passes.
+ASKING = {"_autograd/loss.py", "_jit/passes/__init__.py"}
 
 
 def test_the_core_finds_layers_in_one_place() -> None:
-    files = [file for room in CORE for file in (ROOT / "funcamp").glob(f"{room}*/*.py")]
+    files = [file for room in CORE for file in (ROOT / "funcamp" / room).rglob("*.py")]
     files += [file for room in CORE if (file := ROOT / "funcamp" / f"{room}.py").exists()]
     by_name = {file.relative_to(ROOT / "funcamp").as_posix(): file for file in files}
     assert {name for name, file in by_name.items() if "_layers" in imported(file)} == ASKING

@@ -26,5 +26,6 @@ def cache_name(*, exact: bool, without: frozenset[str], steps: Steps | None) -> 
 
 @functools.cache
 def _sources() -> bytes:
-    files = sorted(file for folder in ("_jit", "_upstream", "_trace") for file in (_PACKAGE / folder).rglob("*.py"))
+    folders = [_PACKAGE / name for name in ("_jit", "_cpu", "_upstream", "_trace")]
+    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest().encode()

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 import shutil
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,18 +15,15 @@ from funcamp import _upstream
 from funcamp._jit.cache_name import cache_name
 from funcamp._jit.explain import explain
 from funcamp._jit.one_by_one import one_by_one
-from funcamp._jit.options import options_for
-from funcamp._jit.passes import changed, steps_in_cpp
+from funcamp._jit.passes import changed
 from funcamp._jit.passes.graph_pass import Unchanged
-from funcamp._jit.passes.program import Flat, NotInCppError, Program, Steps, Target
+from funcamp._jit.passes.program import Flat, Program, Steps, Target
 from funcamp._jit.session import deep_recursion
-from funcamp._jit.sources import sources_changed
-from funcamp._jit.unroll import unrolled, with_results_checked
+from funcamp._jit.unroll import unrolled
 from funcamp._memory import overlaps
 from funcamp._trace.autocast_regions import without_autocast
 from funcamp._trace.tensor_subclass import unwrap_all, wrap
 from funcamp._trace.trace import Graph
-from funcamp._upstream.bugs import corrected
 
 _log = logging.getLogger("funcamp")
 
@@ -65,7 +62,6 @@ def compile_graph(
     *,
     steps: Steps | None = None,
     explained: bool = False,
-    headers: Callable[[], object] | None = None,
 ) -> Flat:
     """Compile a graph; return a function from the arguments to the results of the traced function.
 
@@ -74,14 +70,13 @@ def compile_graph(
     Args:
         graph: from `trace`; not changed.
         target: what it is compiled for.
-        without: the names of passes, options and corrections to leave out.
+        without: the names of passes to leave out.
         steps: those of a call; None if it is one.
         explained: whether to print what is done to the program, and why.
-        headers: if given, requests the headers of a program ahead of time.
     """
     # The passes change the graph, which another program may still be made of: without a pass, or without a compiler.
     module = _copied(graph.module)
-    # The parts of a distributed tensor are views along its first dimension only as a whole.
+    # The parts of a distributed tensor are views along its first dimension only as a whole: its loop is in Python.
     steps_for_passes = None if graph.has_subclasses else steps
     program = Program(
         module,
@@ -99,20 +94,19 @@ def compile_graph(
         for changed_module in program.graph_modules():
             changed_module.recompile()
         try:
-            compiled = _compiled(program, without, headers)
-        except NotInCppError as error:
-            _log.info("jit: compiling again, with the steps of a call in Python: %s", error)
-            also_without_loop = without | {steps_in_cpp.PASS.name}
+            compiled = _compiled(program)
+        except Exception as error:
+            if not program.may_fail:
+                raise
+            name = program.may_fail[-1]
+            _log.info("jit: compiling again without %s: %s: %s", name, type(error).__name__, error)
             # What is done to the program was printed above.
-            return compile_graph(graph, target, also_without_loop, steps=steps, headers=headers)
+            return compile_graph(graph, target, without | {name}, steps=steps)
     for around in program.around:
         compiled = around(compiled)
     run = _with_captured(graph, compiled, as_eager=not target.by_inductor)
-    if steps is None:
-        return run
-    if program.only_in_cpp:
-        return with_results_checked(run, steps, _result_shapes(graph))
-    return unrolled(run, steps, graph.outputs)
+    has_loop = steps_for_passes is not None and program.steps is None
+    return run if steps is None or has_loop else unrolled(run, steps, graph.outputs)
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
@@ -122,12 +116,6 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
         if isinstance(child, fx.GraphModule):
             setattr(copied, name, _copied(child))
     return copied
-
-
-def _result_shapes(graph: Graph) -> list[tuple[int, ...]]:
-    """Return the shapes of the results of a graph."""
-    result_nodes: Any = graph.module.graph.output_node().args[0]
-    return [tuple(node.meta["val"].shape) for node in result_nodes]
 
 
 def _with_captured(graph: Graph, compiled: Flat, *, as_eager: bool) -> Flat:
@@ -190,12 +178,12 @@ def _in_shared_memory(results: list[Tensor], inputs: list[Tensor]) -> list[int]:
     return sorted(shared_results)
 
 
-def _compiled(program: Program, without: frozenset[str], headers: Callable[[], object] | None) -> Flat:
+def _compiled(program: Program) -> Flat:
     """Return a function from the inputs of a program to its results."""
     backend = program.target.backend
     if backend == "inductor":
-        with corrected(without), deep_recursion():
-            compiled = _by_inductor(program, without, headers)
+        with deep_recursion():
+            compiled = _by_inductor(program)
     elif backend == "eager":
         compiled = one_by_one(program.module)
     else:
@@ -205,40 +193,18 @@ def _compiled(program: Program, without: frozenset[str], headers: Callable[[], o
     return lambda inputs: compiled(*inputs)
 
 
-def _by_inductor(program: Program, without: frozenset[str], headers: Callable[[], object] | None) -> Any:
-    """Return what Inductor makes of a program: called from C++ if its options say so and that is possible.
-
-    Raises:
-        NotInCppError: the program must be called from C++, and cannot be.
-        Exception: any error of Inductor.
-    """
+def _by_inductor(program: Program) -> Any:
+    """Return what Inductor makes of a program."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
-    options = options_for(program, without) | program.options
-    # Inductor sees no changes of the C++, and not what corrects itself.
-    options["joint_custom_post_pass"] = Unchanged(program.cache_name + b"-only-in-cpp" * program.only_in_cpp)
-
-    def compile_program() -> Any:
+    # Inductor's cache sees no correction, and nothing that a pass does while Inductor compiles.
+    named = Unchanged(program.cache_name)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(config.patch({**program.options, "joint_custom_post_pass": named}))
+        for context in program.while_compiled:
+            stack.enter_context(context())
         return compile_fx(program.module, program.examples, decompositions=program.table)
-
-    if not options.get("cpp_wrapper"):
-        if program.only_in_cpp:
-            raise NotInCppError("the option cpp_wrapper is left out")
-        with config.patch(options):
-            return compile_program()
-    try:
-        with config.patch(options), sources_changed(program.source_changes):
-            if headers:
-                headers()
-            return compile_program()
-    except Exception as error:
-        if program.only_in_cpp:
-            raise NotInCppError(f"{type(error).__name__}: {error}") from error
-        # Python may be able to call what C++ cannot; else its error is the familiar one.
-        _log.info("jit: compiling again, to be called from Python: %s: %s", type(error).__name__, error)
-    with config.patch({**options, "cpp_wrapper": False}):
-        return compile_program()
 
 
 def check_compiler(backend: str, leaves: list[Tensor]) -> None:

@@ -86,12 +86,10 @@ class CompiledLater:
         task: what is compiled, for the report.
     """
 
-    def __init__(
-        self, one_by_one: Flat, compile_traced: Callable[[CompileSession], Flat], calls: int, task: str
-    ) -> None:
+    def __init__(self, one_by_one: Flat, compile_traced: Callable[[], Flat], calls: int, task: str) -> None:
         self._run = one_by_one
         #: None once they are compiled.
-        self._compile_traced: Callable[[CompileSession], Flat] | None = compile_traced
+        self._compile_traced: Callable[[], Flat] | None = compile_traced
         self._calls_left = calls
         self._task = f"{task}; it ran one by one for {calls} calls (compile_after)"
 
@@ -102,7 +100,7 @@ class CompiledLater:
         elif self._compile_traced is not None:
             with CompileSession(self._task) as session:
                 session.progress.phase("compiling")
-                self._run = self._compile_traced(session)
+                self._run = self._compile_traced()
             self._compile_traced = None
         return self._run(values)
 
@@ -316,17 +314,17 @@ def _compiled(
     devices = frozenset(leaf.device.type for leaf in owned.leaves)
     target = target_of(graph, options.backend, devices, exact=options.exact)
 
-    def compiled_for(target: Target, session: CompileSession) -> Flat:
+    def compiled_for(target: Target) -> Flat:
         with keeping_generators(gpus):
-            return compile_traced(graph, target, options, session, steps)
+            return compile_traced(graph, target, options, steps)
 
     if compile_at_once or not options.compile_after or target.backend == "eager":
         session.progress.phase("compiling")
-        run = compiled_for(target, session)
+        run = compiled_for(target)
         session.progress.phase("running")
         return run
     session.progress.phase("running operation by operation")
-    one_by_one = compiled_for(target._replace(backend="eager"), session)
+    one_by_one = compiled_for(target._replace(backend="eager"))
     calls = options.compile_after
     task = session.progress.task
     _log.info(
@@ -335,12 +333,10 @@ def _compiled(
         calls,
         task,
     )
-    return CompiledLater(one_by_one, lambda later: compiled_for(target, later), calls, task)
+    return CompiledLater(one_by_one, lambda: compiled_for(target), calls, task)
 
 
-def compile_traced(
-    graph: Graph, target: Target, options: Options, session: CompileSession, steps: Steps | None
-) -> Flat:
+def compile_traced(graph: Graph, target: Target, options: Options, steps: Steps | None) -> Flat:
     """Compile a traced step, or several in a call.
 
     One with open shapes that Inductor cannot compile runs operation by operation.
@@ -349,15 +345,13 @@ def compile_traced(
         RuntimeError: it cannot be compiled.
     """
     try:
-        return compile_graph(
-            graph, target, options.without, steps=steps, explained=options.explain, headers=session.headers
-        )
+        return compile_graph(graph, target, options.without, steps=steps, explained=options.explain)
     except Exception as error:
         if target.backend == "eager":  # nothing is compiled
             raise
         if target.by_inductor and target.is_open:
             one_by_one_instead(f"Inductor raises {reason_of(error)}")
-            return compile_traced(graph, target._replace(backend="eager"), options, session, steps)
+            return compile_traced(graph, target._replace(backend="eager"), options, steps)
         advise("jit", error)
         raise RuntimeError(
             f"jit: step was traced, but cannot be compiled: {reason_of(error)}. backend='eager' runs its operations "

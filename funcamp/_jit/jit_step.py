@@ -302,9 +302,8 @@ class JitStep(Fixed):
         self._check_count(arguments.batch, key)
         alike = self._programs_of_other_values(key)
         try:
-            needs_compiler = options.backend == "inductor" and _on_cpu(owned)
             with (
-                CompileSession(self._task(arguments.batch, key), headers_ahead=needs_compiler) as session,
+                CompileSession(self._task(arguments.batch, key)) as session,
                 self._python_values.followed(self._step, _python_parts(self._step)) as followed,
             ):
                 executable = make_executable(
@@ -479,7 +478,3 @@ def _python_parts(step: object) -> dict[str, object]:
     """Return the objects that may keep state besides a step's arguments: of a TrainStep, or the step itself."""
     parts = getattr(step, "python_parts", None)
     return {"step": step} if parts is None else parts()
-
-
-def _on_cpu(owned: OwnedState) -> bool:
-    return {leaf.device.type for leaf in owned.leaves} == {"cpu"}

@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterator
 
 import torch
 
-from funcamp._jit.ahead import Request, ahead
 from funcamp._jit.progress import Progress
 from funcamp._upstream.noise import without_noise
 
@@ -26,20 +25,15 @@ _DEEP = 20_000
 class CompileSession(contextlib.ExitStack):
     """Context manager around tracing and compiling one program; exit puts everything back.
 
-    It takes turns with other threads, collects garbage rarely, leaves inference mode and reports progress. On a CPU a
-    thread makes Inductor's queries to the C++ compiler ahead of time.
+    It takes turns with other threads, collects garbage rarely, leaves inference mode and reports progress.
 
     Args:
         task: what is compiled, for the report.
-        headers_ahead: whether to query the C++ compiler ahead of time.
     """
 
-    def __init__(self, task: str, *, headers_ahead: bool = False) -> None:
+    def __init__(self, task: str) -> None:
         super().__init__()
         self.progress = Progress(task)
-        self.headers: Request | None = None
-        """Requests the headers of a program that is compiled with Inductor's current options."""
-        self._headers_ahead = headers_ahead
 
     def __enter__(self) -> CompileSession:
         """Change the process."""
@@ -49,8 +43,6 @@ class CompileSession(contextlib.ExitStack):
             stack.enter_context(_few_collections())
             stack.enter_context(without_noise())
             stack.enter_context(self.progress)
-            if self._headers_ahead:
-                self.headers = stack.enter_context(ahead())
             self.push(stack.pop_all())
         return self
 

@@ -50,33 +50,3 @@ def unrolled(one_step: Flat, steps: Steps, outputs: Outputs) -> Flat:
         return [*next_state, *stacked_metrics]
 
     return run
-
-
-def with_results_checked(all_steps: Flat, steps: Steps, shapes_of_one_step: list[tuple[int, ...]]) -> Flat:
-    """Return a function that raises at its first call if a program has taken one step instead of all of them.
-
-    The loop is put into C++ that torch writes. If it is there, the results are stacked.
-
-    Args:
-        all_steps: the compiled function of state and batch.
-        steps: the steps that it should take.
-        shapes_of_one_step: the shapes of the results of one step; at least one.
-    """
-    expected_shapes = [(steps.number, *shape) for shape in shapes_of_one_step]
-    is_checked = False
-
-    def run(values: list[Tensor]) -> list[Tensor]:
-        nonlocal is_checked
-        results = all_steps(values)
-        if not is_checked:
-            shapes = [tuple(result.shape) for result in results]
-            if shapes != expected_shapes:
-                raise RuntimeError(
-                    "jit: this torch compiles no loop over the steps of a call (unroll); got results of shapes "
-                    f"{shapes} instead of {expected_shapes}: pass without=['steps_in_cpp'], and start from a saved "
-                    "state"
-                )
-            is_checked = True
-        return results
-
-    return run

@@ -43,7 +43,7 @@ class Defect(NamedTuple):
 #: Dynamo does not trace `requires_grad_` of a tensor that it created: `_autograd/scaled_grad.py`.
 NO_LEAVES = Defect((2, 11), (2, 12))
 #: Inductor loses the order of a write after a read when it fuses loops of different ranges:
-#: `_upstream/bugs/lost_order.py`, `_jit/passes/convolutions.py`.
+#: `_upstream/bugs/lost_order.py`, `_cpu/convolutions.py`.
 #: https://github.com/pytorch/pytorch/issues/177631
 LOST_ORDER = Defect((2, 11), (2, 12))
 #: It loses there that memory was written in place since, such as dropout's mask on a CPU:
@@ -131,9 +131,6 @@ LOST_NAN = Defect((2, 11), (2, 14))
 #: In an evaluation under autocast on a CPU, `nn.TransformerEncoder` calls fused kernels that do not know it:
 #: `_upstream/encoder_kernels.py`.
 FUSED_ENCODER = Defect((2, 11), None)
-#: C++ that Inductor generates names no operation in the error of an index out of range:
-#: `_upstream/bugs/unnamed_index.py`.
-UNNAMED_INDEX = Defect((2, 11), None)
 #: GCC 12 compiles torch's transposition of 16-bit tiles wrong for Intel's Sapphire Rapids:
 #: `_upstream/bugs/mixed_transposes.py`.
 MIXED_TRANSPOSES = Defect((2, 11), None)

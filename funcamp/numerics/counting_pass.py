@@ -17,7 +17,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from funcamp import _upstream
 from funcamp._jit.passes.graph_pass import GraphPass
 from funcamp._jit.passes.program import Pass, Program
-from funcamp._jit.passes.registry import register
+from funcamp._layers import register_passes
 from funcamp._trace.tracing import running
 from funcamp._types import VmapInfo
 from funcamp.numerics import counting
@@ -123,12 +123,13 @@ def _run(program: Program) -> Program:
     return program._replace(options={**program.options, "joint_custom_pre_pass": JointCounts(name)})
 
 
-register(
+PASSES = (
     Pass(
         name="joint_counts",
         why="all tracked samples are counted by one kernel instead of some small ones each",
         evidence="benchmarks/track.py",
         where=lambda target: target.by_inductor and can_count_jointly(),
         run=_run,
-    )
+    ),
 )
+register_passes("numerics.counting_pass")

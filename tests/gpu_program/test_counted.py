@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from funcamp import float8, stateless
-from funcamp._jit import options
+from funcamp._jit.passes import options
 from tests.gpu_program.steps import step_of
 from tests.support.gpu_program import Program, program_of
 from tests.support.models import Block, cross_entropy

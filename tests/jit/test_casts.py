@@ -63,7 +63,8 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
         seen.append(program.module.graph)
         return program
 
-    monkeypatch.setattr(passes, "PIPELINE", (casts.PASS._replace(run=run, where=lambda _: True),))
+    only = casts.PASS._replace(run=run, where=lambda _: True)
+    monkeypatch.setattr(passes, "pipeline", lambda: (only,))
     return seen
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
 from funcamp import ScalerConfig, ScalerState, TrainState, TrainStep, init, jit, make_train_step, module_loss, stateless
-from funcamp._jit import options, session
+from funcamp._cpu import options
+from funcamp._jit import session
 from funcamp._step.check import flag_and_norm, squares_and_finite
 from tests.support.generated import code_of, written
 from tests.support.helpers import assert_same

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from funcamp import jit
+from funcamp import _cpu, jit
+from funcamp._cpu import options as cpu_options
+from funcamp._cpu import part_inputs
 from funcamp._jit import explain, passes
-from funcamp._jit.options import OPTIONS
-from funcamp._jit.passes import part_inputs, pipeline
+from funcamp._jit.passes import options as core_options
+from funcamp._jit.passes import pipeline
 from funcamp._jit.passes.program import Program, Target
 from funcamp._trace.trace import trace
 from funcamp._upstream.bugs import BUGS
@@ -22,6 +24,8 @@ from tests.support.launch import ROOT
 
 PARTS, WIDTH, CHANNELS = part_inputs.MANY, 4, 32
 CPU = Target("inductor", frozenset({"cpu"}))
+#: Without the passes of layers that not every program gets.
+PASSES = (*passes.BEFORE_LAYERS, *_cpu.PASSES, *passes.AFTER_LAYERS)
 
 
 def state() -> dict[str, Tensor]:
@@ -52,7 +56,7 @@ def step(state: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Any]:
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
-@pytest.mark.parametrize("name", sorted(explain.names() - {"joint_counts"}))
+@pytest.mark.parametrize("name", sorted(one.name for one in PASSES))
 def test_a_program_without_one_of_them_computes_the_same(name: str) -> None:
     """This step meets no defect of torch; where the reason is one, the other tests fail without it."""
     run, compiled, eager = jit(step, without=[name]), state(), state()
@@ -65,26 +69,23 @@ def test_a_program_without_one_of_them_computes_the_same(name: str) -> None:
 
 
 def test_each_says_why_and_what_shows_it() -> None:
-    explained: list[Any] = [*pipeline(), *BUGS]
-    for one in explained:
+    for one in pipeline():
         assert 20 < len(one.why) < 120
         assert one.evidence
         for file in re.findall(r"(?:tests|benchmarks)/[\w/.-]+", one.evidence):
             assert (ROOT / file).exists(), f"{one.name}: {file}"
-    for option in OPTIONS:
-        assert 20 < len(option.why) < 120
-        assert len(option.names) == len(option.values)
 
 
 def test_no_name_is_used_twice() -> None:
-    every = [one.name for one in pipeline()] + [option.names[0] for option in OPTIONS] + [bug.name for bug in BUGS]
+    every = [one.name for one in pipeline()]
     assert len(every) == len(set(every)) == len(explain.names())
 
 
 def test_a_pass_is_a_file_of_its_name() -> None:
-    folder = ROOT / "funcamp" / "_jit" / "passes"
-    files = {file.stem for file in folder.glob("*.py") if "PASS = Pass(" in file.read_text()}
-    assert files == {one.name for one in passes.PIPELINE}
+    files = [file for folder in ("_jit/passes", "_cpu") for file in (ROOT / "funcamp" / folder).glob("*.py")]
+    with_a_pass = {file.stem for file in files if "PASS = Pass(" in file.read_text()}
+    options = {one.name for one in (*core_options.OPTIONS, *cpu_options.OPTIONS)}
+    assert with_a_pass | options | {bug.name for bug in BUGS} == {one.name for one in PASSES}
 
 
 def test_a_workaround_is_a_file_of_its_name() -> None:
@@ -103,12 +104,13 @@ def test_what_is_left_out_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return one._replace(run=run, where=lambda _: True)
 
-    monkeypatch.setattr(passes, "PIPELINE", tuple(noted(one) for one in passes.PIPELINE))
+    every = pipeline()
+    monkeypatch.setattr(passes, "pipeline", lambda: map(noted, every))
     monkeypatch.setenv("FUNCAMP_WITHOUT", "layouts, write_backs")
     jit(lambda state, batch: (state + batch, None), backend="eager", without={"part_inputs"})(
         torch.ones(2), torch.ones(2)
     )
-    wanted = [one.name for one in passes.PIPELINE if one.name not in ("layouts", "write_backs", "part_inputs")]
+    wanted = [one.name for one in every if one.name not in ("layouts", "write_backs", "part_inputs")]
     assert ran == wanted
 
 
@@ -117,16 +119,14 @@ def test_explain_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     run(torch.ones(2), torch.ones(2))
     printed = capsys.readouterr().err.splitlines()
     assert printed[0] == "funcamp.jit: a program for eager on cpu:"
-    assert re.fullmatch(r" +pass +whole_operations +.*\(left out\)", printed[1])
+    assert re.fullmatch(r" +whole_operations +.*\(left out\)", printed[1])
 
 
 def test_the_list_for_a_cpu() -> None:
-    lines = list(explain.lines(CPU))
-    kinds = [line.split()[0] for line in lines]
-    assert kinds == sorted(kinds, key=["pass", "option", "torch"].index)
-    assert {"part_inputs", "write_backs", "cpp_wrapper"} <= {line.split()[1] for line in lines}
-    exact = {line.split()[1] for line in explain.lines(CPU._replace(exact=True))}
-    assert {"float16_sums", "fallback_random"} <= exact - {line.split()[1] for line in lines}
+    names = {line.split()[0] for line in explain.lines(CPU)}
+    assert {"part_inputs", "write_backs", "cpp_wrapper"} <= names
+    exact = {line.split()[0] for line in explain.lines(CPU._replace(exact=True))}
+    assert {"float16_sums", "fallback_random"} <= exact - names
 
 
 @pytest.mark.parametrize("without", ["layouts", 3])
@@ -172,7 +172,8 @@ def test_graphs_inside_the_traced_graph_stay_as_they_were(monkeypatch: pytest.Mo
         (x,) = values
         return [], torch.cond(x.sum() > 0, lambda x: x.tanh(), lambda x: x.cos(), (x,))
 
-    monkeypatch.setattr(passes, "PIPELINE", (part_inputs.PASS._replace(run=tanh_to_sin, where=lambda _: True),))
+    only = part_inputs.PASS._replace(run=tanh_to_sin, where=lambda _: True)
+    monkeypatch.setattr(passes, "pipeline", lambda: (only,))
     x = torch.ones(2)
     graph = trace(flat, [x], {"cpu"})
     (result,) = compile_graph(graph, CPU._replace(backend="eager"))([x])

@@ -27,14 +27,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from funcamp import jit
 from funcamp._jit import executable as _executable
-from funcamp._jit import jit_step as _jit_step
 from funcamp._jit.compile import target_of
 from funcamp._jit.passes.program import Flat, Steps, Target
 from tests.support import triton_cpu
 from tests.support.fake_cuda import pretended
 
 executable: Any = _executable
-jit_step: Any = _jit_step
 
 _BYTES = {"fp64": 8, "i64": 8, "fp32": 4, "i32": 4, "u32": 4, "fp16": 2, "bf16": 2, "i16": 2, "i8": 1, "u8": 1, "i1": 1}
 _BYTES |= {"fp8e4nv": 1, "fp8e5": 1}
@@ -131,9 +129,6 @@ class Program(NamedTuple):
         return [kernel for kernel in self.kernels if all(operation in kernel.name for operation in operations)]
 
 
-_NO_SESSION: object = types.SimpleNamespace(headers=None)
-
-
 class _Written(BaseException):
     """No Exception, which Inductor would wrap."""
 
@@ -159,7 +154,7 @@ def program_of(step: Callable[[Any, Any], Any], state: object, batch: object, **
             graph.module(*graph.examples)
         try:
             target = target_of(graph, "inductor", frozenset({"cuda"}), exact=False)
-            executable.compile_traced(graph, target, run._options, _NO_SESSION, None)
+            executable.compile_traced(graph, target, run._options, None)
         except _Written as written:
             return Program(str(written), counter.get_total_flops())
     raise AssertionError("nothing was compiled")
@@ -213,7 +208,7 @@ def on_gpu(written: Callable[[str], None] = lambda code: None) -> Iterator[None]
         "compile_graph": compiled,
         "check_like": lambda *_: None,
     }
-    with mock.patch.multiple(executable, **names), mock.patch.object(jit_step, "_on_cpu", return_value=False):
+    with mock.patch.multiple(executable, **names):
         yield
 
 

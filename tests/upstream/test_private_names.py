@@ -82,7 +82,7 @@ DIRECT = {
     "_autograd/checkpointing.py",
     "_autograd/scaled_grad.py",
     "distributed/collectives.py",
-    "_jit/ahead.py",
+    "_cpu/headers.py",
     "_jit/compile.py",
     "_jit/passes/table.py",
     "_jit/passes/zero_tensors.py",
@@ -95,7 +95,6 @@ DIRECT = {
     "_upstream/bugs/lost_nan.py",
     "_upstream/bugs/lost_order.py",
     "_upstream/bugs/mixed_transposes.py",
-    "_upstream/bugs/unnamed_index.py",
     "_upstream/bugs/unrounded.py",
 }
 

@@ -1,61 +1,69 @@
 """The list of all changes of a program between the trace and the compiler, in order.
 
-Each pass is a file with its reason, its condition and its evidence. `jit(step, without=("name",))`, or the environment
-variable FUNCAMP_WITHOUT, leaves some out; `jit(step, explain=True)` prints those that a program gets.
+Here are those that make programs right, and those that every program needs. Layers register others: `_cpu` those that
+make programs faster on a CPU, `distributed` those for several ranks. Each pass is a file with its reason, its condition
+and its evidence. `jit(step, without=("name",))`, or the environment variable FUNCAMP_WITHOUT, leaves some out;
+`jit(step, explain=True)` prints those that a program gets.
 """
 
 from __future__ import annotations
 
+from funcamp import _layers
 from funcamp._jit.passes import (
     batch_norms,
     casts,
-    convolutions,
     float16_sums,
     layouts,
     open_sizes,
-    part_inputs,
     permutations,
-    products,
-    small_buffers,
-    steps_in_cpp,
-    tanh,
-    unread_gathers,
     whole_operations,
     write_backs,
     zero_tensors,
 )
-from funcamp._jit.passes.program import Pass, Program
-from funcamp._jit.passes.registry import registered
+from funcamp._jit.passes.options import OPTIONS
+from funcamp._jit.passes.program import Pass, Program, Target
+from funcamp._upstream.bugs import BUGS
+from funcamp._upstream.bugs.bug import Bug
 
-PIPELINE: tuple[Pass, ...] = (
+
+def _corrected(bug: Bug) -> Pass:
+    """Return the pass that compiles a program with torch changed."""
+
+    def run(program: Program) -> Program:
+        return program._replace(while_compiled=(*program.while_compiled, bug.changed))
+
+    def where(target: Target) -> bool:
+        return target.by_inductor and bug.defect.present
+
+    return Pass(bug.name, bug.why, bug.evidence, where, run, defect=True)
+
+
+BEFORE_LAYERS: tuple[Pass, ...] = (
+    # Of torch, while the program is compiled.
+    *(_corrected(bug) for bug in BUGS),
     # Of the graph as it was traced.
     whole_operations.PASS,
-    unread_gathers.PASS,
     casts.PASS,
     open_sizes.PASS,
+)
+#: What corrects the program that layers have made faster.
+AFTER_LAYERS: tuple[Pass, ...] = (
     # Of what the compiler takes instead of some operations.
     zero_tensors.PASS,
-    convolutions.PASS,
     float16_sums.PASS,
     batch_norms.PASS,
-    tanh.PASS,
     # Of the graph again, given that table.
     layouts.PASS,
     permutations.PASS,
-    part_inputs.PASS,
     # Inside Inductor, on the graph without writes.
     write_backs.PASS,
-    # Inside Inductor, on the graph that it generates code for.
-    products.PASS,
-    # Of the C++ that Inductor has written.
-    small_buffers.PASS,
-    steps_in_cpp.PASS,
+    *OPTIONS,
 )
 
 
 def pipeline() -> tuple[Pass, ...]:
-    """Return all passes: those above, and those that layers have registered."""
-    return (*PIPELINE, *registered())
+    """Return all passes, in order."""
+    return (*BEFORE_LAYERS, *_layers.passes_of_layers(), *AFTER_LAYERS)
 
 
 def changed(program: Program, without: frozenset[str] = frozenset()) -> Program:

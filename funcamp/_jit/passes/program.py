@@ -72,12 +72,12 @@ class Program(NamedTuple):
     """What adds entries to the compiler's table of decompositions."""
     around: tuple[Callable[[Flat], Flat], ...] = ()
     """What is put around the compiled program, the first one innermost."""
-    source_changes: tuple[Callable[[str], str], ...] = ()
-    """What changes the C++ that Inductor has written, in order."""
+    while_compiled: tuple[Callable[[], AbstractContextManager[object]], ...] = ()
+    """Context managers that are entered, in order, while Inductor compiles it."""
+    may_fail: tuple[str, ...] = ()
+    """The names of passes that Inductor may not take: after an error it is compiled again without the last one."""
     steps: Steps | None = None
     """Those of a call; None if it is one, or if a pass has put the loop into the program."""
-    only_in_cpp: bool = False
-    """Whether it must be called from C++, because of a change of that."""
 
     @property
     def table(self) -> Table:
@@ -98,10 +98,6 @@ class Program(NamedTuple):
         for module in self.module.modules():
             if isinstance(module, fx.GraphModule):
                 yield module
-
-
-class NotInCppError(RuntimeError):
-    """A program that must be called from C++ cannot be: it is compiled again without the pass that needs it."""
 
 
 class Pass(NamedTuple):

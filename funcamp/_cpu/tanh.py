@@ -4,7 +4,7 @@
     tanh(x) = x + x^3 P(x^2)                       near zero, where the difference above would cancel
 
 It errs by at most 1.1 units in the last place of a float32 number, Sleef by 1.0, and by 0.2 on average
-(tests/jit/test_tanh.py). P is fitted to the least largest relative error below `NEAR`, 1.5e-8.
+(tests/cpu/test_tanh.py). P is fitted to the least largest relative error below `NEAR`, 1.5e-8.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, SupportsInt, TypeAlias
+from typing import Any, NamedTuple, Protocol, SupportsInt
 from unittest.mock import patch
 
 import torch
@@ -27,8 +27,6 @@ product: Any = renamed("product", torch.ops.aten.mm.default, torch.ops.aten.mm.d
 BLOCK = 256
 #: Number of multiplications from which on a product is shared among threads: about two microseconds of one.
 SHARED = 2**17
-#: Columns that a thread's share is a multiple of: a cache line, and the widest register.
-_LINE = 16
 #: Number of results that a thread keeps on its stack until they have their last value.
 _MAX_ON_STACK = 2**14
 
@@ -46,11 +44,9 @@ extern "C" {{kernel.def_kernel(inputs={"left": left, "right": right}, outputs={"
     #pragma omp parallel for num_threads({{split.shares}}) schedule(static, 1)
 {%- endif %}
     for (int64_t share = 0; share < {{split.shares}}; share++) {
-        const int64_t row_start = {{"share * %d" % split.rows if split.by_rows else 0}};
+        const int64_t row_start = share * {{split.rows}};
         const int64_t row_end = std::min<int64_t>({{m}}, row_start + {{split.rows}});
-        const int64_t column_start = {{0 if split.by_rows else "share * %d" % split.columns}};
-        const int64_t column_end = std::min<int64_t>({{n}}, column_start + {{split.columns}});
-        if (row_start >= row_end || column_start >= column_end) continue;
+        if (row_start >= row_end) continue;
 {%- if is_local %}
         {{define_local(kernel)}}
 {%- endif %}
@@ -58,15 +54,15 @@ extern "C" {{kernel.def_kernel(inputs={"left": left, "right": right}, outputs={"
         float* const first_sum = &({{kernel.index(sums, [0, 0])}});
         constexpr int64_t sums_stride = {{kernel.stride(sums, 0)}};
         for (int64_t i = row_start; i < row_end; i += {{block}})
-            for (int64_t j = column_start; j < column_end; j += {{block}})
+            for (int64_t j = 0; j < {{n}}; j += {{block}})
                 for (int64_t l = 0; l < {{k}}; l += {{block}})
                     at::native::cpublas::brgemm(
                         std::min<int64_t>({{block}}, row_end - i),
-                        std::min<int64_t>({{block}}, column_end - j),
+                        std::min<int64_t>({{block}}, {{n}} - j),
                         std::min<int64_t>({{block}}, {{k}} - l),
                         {{left_stride}}, {{right_stride}}, sums_stride, l > 0,
                         first_left + i * {{left_stride}} + l, first_right + l * {{right_stride}} + j,
-                        first_sum + (i - row_start) * sums_stride + (j - column_start), false);
+                        first_sum + (i - row_start) * sums_stride + j, false);
         {{kernel.store_output(part(kernel, out_2d), sums, product_buffer, epilogue_nodes,
                               offsets=offsets, reindexers=reindexers)}}
     }
@@ -75,14 +71,10 @@ extern "C" {{kernel.def_kernel(inputs={"left": left, "right": right}, outputs={"
 
 
 class Split(NamedTuple):
-    """How the results of a product are divided among threads."""
+    """How the rows of a product are divided among threads."""
 
     shares: int
-    by_rows: bool
-    """Else by columns."""
     rows: int
-    """Of a share."""
-    columns: int
     """Of a share."""
 
     @property
@@ -92,20 +84,11 @@ class Split(NamedTuple):
 
 
 def split_of(m: int, n: int, k: int, threads: int) -> Split:
-    """Return how a product is divided: not at all if there is little to do, else the longer side."""
+    """Return how a product is divided: not at all if there is little to do."""
     if m * n * k < SHARED or threads < 2:
-        return Split(1, True, m, n)
-    if m >= n:
-        rows = _divided_up(m, threads)
-        return Split(threads, True, rows, n)
-    columns = _divided_up(n, threads)
-    whole_lines = _divided_up(columns, _LINE)
-    return Split(threads, False, m, whole_lines * _LINE)
-
-
-def _divided_up(total: int, divisor: int) -> int:
-    """Return a quotient, rounded up."""
-    return -(-total // divisor)
+        return Split(1, m)
+    rows_rounded_up = -(-m // threads)
+    return Split(threads, rows_rounded_up)
 
 
 class _Buffer(Protocol):
@@ -241,9 +224,9 @@ def _make_template_class(inductor: _Inductor) -> Callable[..., Any]:
                 "right_stride": right.get_stride()[0],
                 "block": BLOCK,
                 "split": split,
-                "offsets": tuple(bounds[0] if bounds else 0 for bounds in _bounds_of_share(split)),
+                "offsets": ("row_start", 0) if split.is_shared else (0, 0),
                 "part": functools.partial(_share_of, split),
-                "define_local": functools.partial(_define_local, split),
+                "define_local": functools.partial(_define_local, [split.rows, int(n)]),
                 "local_part": functools.partial(_local_share, split),
             }
             with self._dtype_known(epilogue.product_buffer):
@@ -259,40 +242,23 @@ def _make_template_class(inductor: _Inductor) -> Callable[..., Any]:
     return ProductTemplate
 
 
-#: Where a share begins and ends in one dimension, in C++; () for all of it.
-_Bounds: TypeAlias = tuple[str, str] | tuple[()]
-
-
-def _bounds_of_share(split: Split) -> tuple[_Bounds, _Bounds]:
-    """Return where a share begins and ends in rows and in columns."""
-    if not split.is_shared:
-        return (), ()
-    if split.by_rows:
-        return ("row_start", "row_end"), ()
-    return (), ("column_start", "column_end")
-
-
 def _share_of(split: Split, kernel: _Kernel, buffer: _Buffer) -> _Buffer:
-    """Return a thread's share of a buffer."""
-    if not split.is_shared:
-        return buffer
-    return kernel.slice_nd(buffer, list(_bounds_of_share(split)))
+    """Return a thread's rows of a buffer."""
+    return kernel.slice_nd(buffer, [("row_start", "row_end"), ()]) if split.is_shared else buffer
 
 
-def _define_local(split: Split, kernel: _Kernel) -> str:
+def _define_local(sizes: list[int], kernel: _Kernel) -> str:
     """Return the C++ of memory for a thread's share."""
-    fits_on_stack = split.rows * split.columns <= _MAX_ON_STACK
+    rows, columns = sizes
+    fits_on_stack = rows * columns <= _MAX_ON_STACK
     define = kernel.define_stack_allocated_buffer if fits_on_stack else kernel.define_buffer
-    return define("sums", [split.rows, split.columns])
+    return define("sums", sizes)
 
 
 def _local_share(split: Split, kernel: _Kernel) -> _Buffer:
     """Return what a share needs of that memory; the last share may be smaller than the others."""
     buffer = kernel.local_buffers["sums"]
-    if not split.is_shared:
-        return buffer
-    lengths = [(0, f"{bounds[1]} - {bounds[0]}") if bounds else () for bounds in _bounds_of_share(split)]
-    return kernel.slice_nd(buffer, lengths)
+    return kernel.slice_nd(buffer, [(0, "row_end - row_start"), ()]) if split.is_shared else buffer
 
 
 def _epilogue_of(inductor: _Inductor, buffer: _Buffer, nodes: list[_Buffer], *, is_read: bool) -> _Epilogue:

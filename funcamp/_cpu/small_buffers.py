@@ -12,12 +12,15 @@ would not compile, as no `Part` is a tensor. No place is used twice, so there is
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import Counter
 from typing import NamedTuple
 
+import torch
+
+from funcamp._cpu.sources import ENTRY, TAKE_OVER, source_changed
 from funcamp._jit.passes.program import Pass, Program
-from funcamp._jit.sources import ENTRY, TAKE_OVER
 
 #: The largest buffer, in bytes, that gets a place: a kernel that writes more takes much longer than the allocation.
 SMALL = 2**16
@@ -25,20 +28,6 @@ SMALL = 2**16
 BLOCK = 2**20
 #: What a place is aligned to, as a tensor's memory is.
 _ALIGNED = 64
-
-#: Bytes of an element, by the name of the dtype in C++.
-_ITEM_SIZES = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "int16": 2,
-    "bfloat16": 2,
-    "float16": 2,
-    "int32": 4,
-    "float32": 4,
-    "int64": 8,
-    "float64": 8,
-}
 
 _ALLOCATION = re.compile(
     r"AtenTensorHandle (?P<name>\w+)_handle;\s*"
@@ -128,7 +117,7 @@ def _places(body: str) -> tuple[dict[str, _Place], int]:
         # Places are given by name, so a name that is allocated twice has none.
         if allocation_counts[name] > 1 or memory.of(name) in memory_of_tensors:
             continue
-        places[name] = _Place(block_size, _ITEM_SIZES[allocation["dtype"]])
+        places[name] = _Place(block_size, _item_size(allocation))
         aligned_units = -(-size // _ALIGNED)
         block_size += aligned_units * _ALIGNED
     return places, block_size
@@ -145,11 +134,15 @@ def _arrays(body: str) -> dict[str, list[int]]:
     return arrays
 
 
+def _item_size(allocation: re.Match[str]) -> int:
+    """Return the size of an element of a buffer in bytes."""
+    dtype: torch.dtype = getattr(torch, allocation["dtype"])
+    return dtype.itemsize
+
+
 def _size(allocation: re.Match[str], arrays: dict[str, list[int]]) -> int | None:
     """Return the size of a buffer in bytes; None if it is not known when it is compiled."""
-    item_size = _ITEM_SIZES.get(allocation["dtype"])
-    if item_size is None:
-        return None
+    item_size = _item_size(allocation)
     if allocation["dims"] == "0":
         return item_size
     shape = arrays.get(allocation["shape"])
@@ -190,7 +183,8 @@ class _SharedMemory:
 
 
 def _run(program: Program) -> Program:
-    return program._replace(source_changes=(*program.source_changes, in_one_block))
+    change = functools.partial(source_changed, in_one_block)
+    return program._replace(while_compiled=(*program.while_compiled, change))
 
 
 PASS = Pass(

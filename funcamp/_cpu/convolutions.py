@@ -11,7 +11,7 @@ Measured with torch 2.13 on an AMD EPYC with AVX-512, one core:
   oneDNN has fast kernels for sizes up to 3. For others generated loops over channels, which lie side by side, take 1/2
   to 1/40 of its time.
 - The gradient of the input of a depthwise convolution with strides, in bfloat16: oneDNN takes 10 to 25 times as long as
-  in float32.
+  in float32. With it the other gradients are computed in float32 too.
 """
 
 from __future__ import annotations
@@ -70,48 +70,29 @@ class _Geometry(NamedTuple):
 
 def _backward(grad: Tensor, x: Tensor, weight: Tensor, *others: Any) -> object:
     """Decompose `aten.convolution_backward`."""
-    *geometry_arguments, gradients_needed = others
+    *geometry_arguments, (needs_input, needs_weight, needs_bias) = others
     geometry = _Geometry(*geometry_arguments)
-    if _in_slow_half(x):
-        return tuple(_by_torch((grad, x, weight), geometry, torch.float32, gradients_needed))
-    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16):
+    if x.device.type != "cpu" or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return NotImplemented
-    if not _is_depthwise(x, weight, geometry):
+    is_depthwise = _is_depthwise(x, weight, geometry)
+    strided_bfloat16 = is_depthwise and x.dtype == torch.bfloat16 and max(geometry.stride) > 1
+    in_float32 = _in_slow_half(x) or (strided_bfloat16 and needs_input)
+    may_loop = needs_weight and is_depthwise and x.dtype != torch.float16
+    weight_by_loops = may_loop and _loops_are_faster(weight, geometry)
+    if not in_float32 and not weight_by_loops:
         return NotImplemented
-    return _depthwise_backward((grad, x, weight), geometry, gradients_needed)
-
-
-def _by_torch(
-    tensors: tuple[Tensor, Tensor, Tensor], geometry: _Geometry, dtype: torch.dtype, mask: list[bool]
-) -> list[Tensor | None]:
-    """Return the gradients that the mask asks for, as torch computes them in a dtype, in that of the input."""
-    _, x, _ = tensors
-    gradients: tuple[Tensor, ...] = _BACKWARD(*[value.to(dtype) for value in tensors], *geometry, mask)
-    # torch returns the gradient of the weight with that of the bias, asked for or not.
-    return [value.to(x.dtype) if is_needed else None for value, is_needed in zip(gradients, mask)]
-
-
-def _depthwise_backward(
-    tensors: tuple[Tensor, Tensor, Tensor], geometry: _Geometry, gradients_needed: list[bool]
-) -> object:
-    """Decompose `aten.convolution_backward` of a depthwise convolution on a CPU."""
-    grad, x, weight = tensors
-    needs_input, needs_weight, needs_bias = gradients_needed
-    weight_by_loops = needs_weight and _loops_are_faster(weight, geometry)
-    input_in_float32 = needs_input and x.dtype == torch.bfloat16 and max(geometry.stride) > 1
-    if not weight_by_loops and not input_in_float32:
-        return NotImplemented
-
-    input_gradient: Tensor | None = None
-    if needs_input:
-        input_dtype = torch.float32 if input_in_float32 else x.dtype
-        input_gradient, _, _ = _by_torch(tensors, geometry, input_dtype, [True, False, False])
-    if not weight_by_loops:
-        _, weight_gradient, bias_gradient = _by_torch(tensors, geometry, x.dtype, [False, needs_weight, needs_bias])
-        return input_gradient, weight_gradient, bias_gradient
-    weight_gradient = _depthwise_weight_gradient(grad, x, weight.shape[2:], geometry)
-    bias_gradient = grad.sum([0, *range(2, grad.dim())]) if needs_bias else None
-    return input_gradient, weight_gradient, bias_gradient
+    dtype = torch.float32 if in_float32 else x.dtype
+    tensors = [value.to(dtype) for value in (grad, x, weight)]
+    # torch computes the gradient of the weight with that of the bias, asked for or not.
+    mask = [needs_input, False, False] if weight_by_loops else [needs_input, needs_weight, needs_bias]
+    gradients: list[Tensor | None] = [None, None, None]
+    if any(mask):
+        computed = _BACKWARD(*tensors, *geometry, mask)
+        gradients = [value.to(x.dtype) if is_needed else None for value, is_needed in zip(computed, mask)]
+    if weight_by_loops:
+        gradients[1] = _depthwise_weight_gradient(grad, x, weight.shape[2:], geometry)
+        gradients[2] = grad.sum([0, *range(2, grad.dim())]) if needs_bias else None
+    return tuple(gradients)
 
 
 def _is_depthwise(x: Tensor, weight: Tensor, geometry: _Geometry) -> bool:

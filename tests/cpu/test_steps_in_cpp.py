@@ -15,10 +15,9 @@ from torch.nn import functional as F
 from torch.utils import _pytree
 
 from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
-from funcamp._jit import sources
+from funcamp._cpu import part_inputs, sources, steps_in_cpp
 from funcamp._jit.cache_name import cache_name
-from funcamp._jit.passes import part_inputs, steps_in_cpp
-from funcamp._jit.passes.program import NotInCppError, Steps
+from funcamp._jit.passes.program import Steps
 from tests.support.generated import code_of
 from tests.support.helpers import assert_same, clone
 
@@ -210,7 +209,8 @@ def test_a_program_that_cpp_cannot_call_is_compiled_again(
     batch = torch.randn(STEPS, 7)
     with caplog.at_level(logging.INFO, "funcamp"):
         state, metrics = jit(lambda state, batch: (state + batch, state.sum()), unroll=STEPS)(torch.zeros(7), batch)
-    assert "with the steps of a call in Python" in caplog.text
+    assert "compiling again without steps_in_cpp" in caplog.text
+    assert "without cpp_wrapper" not in caplog.text
     torch.testing.assert_close(state, batch.sum(0))
     assert metrics.shape == (STEPS,)
 
@@ -230,7 +230,8 @@ def test_numbers_of_python_are_constants_of_every_step() -> None:
 
 @pytest.mark.inductor
 def test_a_torch_whose_source_cannot_be_changed_has_the_loop_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_writer", lambda: None)
+    for module in (sources, steps_in_cpp):
+        monkeypatch.setattr(module, "can_change_sources", lambda: False)
     state, metrics = jit(lambda state, batch: (state * 2, state.sum()), unroll=STEPS)(torch.ones(3), None)
     assert_same(state, torch.full((3,), 16.0))
     assert_same(metrics, torch.tensor([3.0, 6.0, 12.0, 24.0]))
@@ -238,8 +239,7 @@ def test_a_torch_whose_source_cannot_be_changed_has_the_loop_in_python(monkeypat
 
 @pytest.mark.inductor
 def test_a_program_without_its_loop_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "_writer", lambda: None)
-    monkeypatch.setattr(steps_in_cpp, "can_change_sources", lambda: True)
+    monkeypatch.setattr(sources, "can_change_sources", lambda: False)
     with pytest.raises(RuntimeError, match=r"no loop over the steps of a call .* pass without=\['steps_in_cpp'\]"):
         jit(lambda state, batch: (state * 3, state.sum()), unroll=STEPS)(torch.ones(3), None)
 
@@ -299,12 +299,12 @@ def test_constants_of_the_graph_come_before_the_state() -> None:
 
 @pytest.mark.parametrize(("inputs", "results"), [(1, 1), (3, 1), (2, 0), (2, 2)])
 def test_other_inputs_and_results_are_refused(inputs: int, results: int) -> None:
-    with pytest.raises(NotInCppError):
+    with pytest.raises(RuntimeError, match="in C\\+\\+ are not"):
         with_loop(SOURCE, inputs, results)
 
 
 def test_another_entry_is_refused() -> None:
-    with pytest.raises(NotInCppError):
+    with pytest.raises(RuntimeError, match="in C\\+\\+ are not"):
         with_loop("int main() {}", 2, 1)
 
 

@@ -1,4 +1,4 @@
-"""Float32 and small bfloat16 products on a CPU as kernels of the program (`_jit/product_kernel.py`).
+"""Float32 and small bfloat16 products on a CPU as kernels of the program (`_cpu/product_kernel.py`).
 
 A call of torch's product costs one to twelve microseconds besides the product: a tensor, a dispatch, in bfloat16 a
 primitive of oneDNN. Nothing can be computed in its loop. On processors of AMD torch's float32 products (MKL) do not use
@@ -7,7 +7,7 @@ the widest registers.
 - Small products always become kernels. A product in bfloat16 is one of float32 with casts, which become part of the
   loops around it. What is computed in its loop reads the sum after the cast (`emulate_precision_casts`).
 - Larger ones of float32 do if the kernel is faster here, measured once for a shape when a program is compiled
-  (`_jit/product_times.py`). The choice is part of the program in Inductor's cache. In bfloat16 processors multiply
+  (`_cpu/product_times.py`). The choice is part of the program in Inductor's cache. In bfloat16 processors multiply
   faster than in float32.
 
 Float16 is left to torch: what overflows there must be infinite. So is everything with exact=True.
@@ -20,10 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from funcamp._cpu.product_kernel import product, register_kernel
+from funcamp._cpu.product_times import Product, is_available, kernel_is_faster
 from funcamp._jit.passes.graph_pass import GraphPass
 from funcamp._jit.passes.program import Pass, Program
-from funcamp._jit.product_kernel import product, register_kernel
-from funcamp._jit.product_times import Product, is_available, kernel_is_faster
 
 _aten = torch.ops.aten
 _CAST: Any = torch.ops.prims.convert_element_type.default

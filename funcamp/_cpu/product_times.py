@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from funcamp._jit.product_kernel import BLOCK, split_of
+from funcamp._cpu.product_kernel import BLOCK, split_of
 
 #: `at::native::cpublas::brgemm` of float32, by the name that compilers on Linux give it.
 _SYMBOL = "_ZN2at6native7cpublas6brgemmEllllllbPKfS3_Pfb"
@@ -52,8 +52,8 @@ def kernel_is_faster(product: Product) -> bool:
         seconds_of_torch = _least_seconds(lambda: torch.mm(left, right, out=out))
     split = split_of(product.m, product.n, product.k, product.threads)
     share_left = torch.zeros(split.rows, product.k)
-    share_right = torch.zeros(product.k, split.columns)
-    share_out = torch.empty(split.rows, split.columns)
+    share_right = torch.zeros(product.k, product.n)
+    share_out = torch.empty(split.rows, product.n)
     seconds_of_kernel = _least_seconds(lambda: multiply(brgemm, share_left, share_right, share_out))
     return seconds_of_kernel < seconds_of_torch
 

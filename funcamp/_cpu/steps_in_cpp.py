@@ -14,8 +14,10 @@ import functools
 import re
 from typing import Any
 
-from funcamp._jit.passes.program import NotInCppError, Pass, Program, Steps
-from funcamp._jit.sources import ENTRY, TAKE_OVER, can_change_sources
+from torch import Tensor
+
+from funcamp._cpu.sources import ENTRY, TAKE_OVER, can_change_sources, source_changed
+from funcamp._jit.passes.program import Flat, Pass, Program, Steps
 
 #: Where the entry of a program gives an input a name.
 _INPUT = re.compile(r"auto (\w+) = std::move\(inputs\[(\d+)\]\);")
@@ -148,18 +150,18 @@ def _with_loop(steps: Steps, constant_count: int, input_count: int, result_count
         source: the C++ of a step.
 
     Raises:
-        NotInCppError: it has other inputs or results.
+        RuntimeError: it has other inputs or results.
     """
     before_entry, _, after_entry = source.partition(ENTRY)
     take_over = TAKE_OVER.search(after_entry)
     # Inductor's own constants follow the inputs, and have other names.
     named_inputs = [int(number) for name, number in _INPUT.findall(after_entry) if name.startswith("arg")]
     if take_over is None or named_inputs != list(range(constant_count + input_count)):
-        raise NotInCppError("the inputs in C++ are not the program's")
+        raise RuntimeError("the inputs in C++ are not the program's")
     written_results = {int(number) for number in _RESULT.findall(after_entry)}
     # There are more where torch itself would write an input after the program, from Python.
     if written_results != {*range(result_count)}:
-        raise NotInCppError("the results in C++ are not the program's")
+        raise RuntimeError("the results in C++ are not the program's")
     first_of_batch = constant_count + steps.state_leaves
     loop = _LOOP % {
         "steps": steps.number,
@@ -171,27 +173,64 @@ def _with_loop(steps: Steps, constant_count: int, input_count: int, result_count
     return before_entry + loop + after_entry
 
 
+def _with_results_checked(steps: Steps, shapes_of_one_step: list[tuple[int, ...]], all_steps: Flat) -> Flat:
+    """Return a function that raises at its first call if a program has taken one step instead of all of them.
+
+    The loop is put into C++ that torch writes. If it is there, the results are stacked.
+
+    Args:
+        steps: the steps that it should take.
+        shapes_of_one_step: the shapes of the results of one step; at least one.
+        all_steps: the compiled function of state and batch.
+    """
+    expected_shapes = [(steps.number, *shape) for shape in shapes_of_one_step]
+    is_checked = False
+
+    def run(values: list[Tensor]) -> list[Tensor]:
+        nonlocal is_checked
+        results = all_steps(values)
+        if not is_checked:
+            shapes = [tuple(result.shape) for result in results]
+            if shapes != expected_shapes:
+                raise RuntimeError(
+                    "jit: this torch compiles no loop over the steps of a call (unroll); got results of shapes "
+                    f"{shapes} instead of {expected_shapes}: pass without=['steps_in_cpp'], and start from a saved "
+                    "state"
+                )
+            is_checked = True
+        return results
+
+    return run
+
+
 def _run(program: Program) -> Program:
     steps = program.steps
     # A step that is not donated returns the next state instead of leaving it where the next step reads it.
     if steps is None or not steps.donated:
         return program
     # What other passes put around a program belongs around each of its steps.
-    if program.around or not can_change_sources():
+    if program.around or not program.options.get("cpp_wrapper") or not can_change_sources():
         return program
     results: Any = program.module.graph.output_node().args[0]
-    # Without results, nothing would show that a program has no loop although it should (`_jit/compile.py`).
+    # Without results, nothing would show that a program has no loop although it should.
     if not results:
         return program
     constants = [*program.module.parameters(), *program.module.buffers()]
     add_loop = functools.partial(_with_loop, steps, len(constants), len(program.examples), len(results))
-    return program._replace(steps=None, source_changes=(*program.source_changes, add_loop), only_in_cpp=True)
+    shapes_of_one_step = [tuple(node.meta["val"].shape) for node in results]
+    return program._replace(
+        steps=None,
+        cache_name=program.cache_name + b"-loop",
+        while_compiled=(*program.while_compiled, functools.partial(source_changed, add_loop)),
+        may_fail=(*program.may_fail, PASS.name),
+        around=(functools.partial(_with_results_checked, steps, shapes_of_one_step),),
+    )
 
 
 PASS = Pass(
     name="steps_in_cpp",
     why="from Python, every step of a call (unroll) takes another 20 to 40 microseconds",
-    evidence="tests/jit/test_steps_in_cpp.py; benchmarks/rl.py",
+    evidence="tests/cpu/test_steps_in_cpp.py; benchmarks/rl.py",
     where=lambda target: target.by_inductor and target.on_cpu and not target.is_open,
     run=_run,
 )

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import jit, make_train_step, module_loss, stateless
-from funcamp._jit.passes import small_buffers
-from funcamp._jit.passes.small_buffers import in_one_block
+from funcamp._cpu import small_buffers
+from funcamp._cpu.small_buffers import in_one_block
 from tests.support.generated import code_of
 from tests.support.helpers import assert_same
 
@@ -90,7 +90,7 @@ def test_moves_and_views_are_parts_as_well() -> None:
     [
         matrix("buf0", shape="open"),
         matrix("buf0", shape="unknown"),
-        matrix("buf0", "complex64"),
+        matrix("buf0", "complex64") + "    cpp_fused_0((c10::complex<float>*)(buf0.data_ptr()));\n",
         scalar("buf0") + scalar("buf0"),
         scalar("buf0").replace("_type_cpu", "_type_cuda"),
     ],

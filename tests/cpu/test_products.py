@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from funcamp import jit
-from funcamp._jit import product_times
-from funcamp._jit.passes import products
-from funcamp._jit.product_kernel import BLOCK, SHARED, split_of
-from funcamp._jit.product_times import Product, kernel_is_faster
+from funcamp._cpu import product_times, products
+from funcamp._cpu.product_kernel import BLOCK, SHARED, split_of
+from funcamp._cpu.product_times import Product, kernel_is_faster
 from tests.support.helpers import assert_close, clone
 
 Case = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
@@ -59,8 +58,8 @@ def code_of(run: Callable[[], object]) -> str:
 @pytest.mark.inductor
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)
 def test_products_and_what_follows_are_torch_s(m: int, k: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("funcamp._jit.product_kernel.SHARED", 1000)  # shares for threads, of uneven sizes
-    monkeypatch.setattr("funcamp._jit.product_kernel.BLOCK", 16)  # several blocks
+    monkeypatch.setattr("funcamp._cpu.product_kernel.SHARED", 1000)  # shares for threads, of uneven sizes
+    monkeypatch.setattr("funcamp._cpu.product_kernel.BLOCK", 16)  # several blocks
     batch = batch_of(m, k, n)
     run = jit(step)
     with torch._inductor.config.patch({"cpp.threads": 3}):
@@ -133,8 +132,7 @@ def test_every_result_is_in_one_share(m: int, n: int, k: int, threads: int) -> N
     split = split_of(m, n, k, threads)
     counts = torch.zeros(m, n)
     for share in range(split.shares):
-        row, column = (share * split.rows, 0) if split.by_rows else (0, share * split.columns)
-        counts[row : row + split.rows, column : column + split.columns] += 1
+        counts[share * split.rows : (share + 1) * split.rows] += 1
     assert (counts == 1).all()
     assert split.shares in (1, threads)
 

@@ -131,6 +131,9 @@ LOST_NAN = Defect((2, 11), (2, 14))
 #: In an evaluation under autocast on a CPU, `nn.TransformerEncoder` calls fused kernels that do not know it:
 #: `_upstream/encoder_kernels.py`.
 FUSED_ENCODER = Defect((2, 11), None)
+#: C++ that Inductor generates names no operation in the error of an index out of range:
+#: `_upstream/bugs/unnamed_index.py`.
+UNNAMED_INDEX = Defect((2, 11), None)
 #: GCC 12 compiles torch's transposition of 16-bit tiles wrong for Intel's Sapphire Rapids:
 #: `_upstream/bugs/mixed_transposes.py`.
 MIXED_TRANSPOSES = Defect((2, 11), None)

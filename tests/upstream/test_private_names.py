@@ -95,6 +95,7 @@ DIRECT = {
     "_upstream/bugs/lost_nan.py",
     "_upstream/bugs/lost_order.py",
     "_upstream/bugs/mixed_transposes.py",
+    "_upstream/bugs/unnamed_index.py",
     "_upstream/bugs/unrounded.py",
 }
 

@@ -172,6 +172,14 @@ def test_inductor_reads_back_an_unrounded_value() -> None:
 
 
 @pytest.mark.inductor
+def test_inductor_names_no_operation_if_an_index_is_out_of_range() -> None:
+    rows = torch.compile(torch.nn.functional.embedding, fullgraph=True)
+    with pytest.raises(RuntimeError) as error:
+        rows(torch.tensor([7]), torch.zeros(3, 2))
+    assert ("embedding" not in str(error.value)) == _upstream.UNNAMED_INDEX.present
+
+
+@pytest.mark.inductor
 def test_inductor_declares_a_sum_that_is_stored_twice_twice() -> None:
     sums = torch.compile(lambda x: (x.sum(0), x.sum(0, keepdim=True)), fullgraph=True)
     with raises_where(_upstream.DECLARED_TWICE.present, match="at_BFloat16_tmp_acc0_vec"):

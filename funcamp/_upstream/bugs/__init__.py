@@ -10,6 +10,7 @@ from funcamp._upstream.bugs import (
     lost_nan,
     lost_order,
     mixed_transposes,
+    unnamed_index,
     unrounded,
 )
 from funcamp._upstream.bugs.bug import Bug
@@ -22,5 +23,6 @@ BUGS: tuple[Bug, ...] = (
     list_of_one.BUG,
     lost_keywords.BUG,
     lost_nan.BUG,
+    unnamed_index.BUG,
     mixed_transposes.BUG,
 )

@@ -2,7 +2,8 @@
 
 A rule is two functions of one tensor: `init`, the state before the first step, and `step`. They write into nothing. The
 class's arguments are `h`, by torch's names: each a bool, a text, a float, or a float64 tensor of shape (); betas is a
-tuple of such. `step` gets the gradient of what is minimized; a complex parameter comes as its real view.
+tuple of such. `step` gets the gradient of what is minimized; a complex parameter comes as its real view. An entry
+`step` is counted by the caller.
 
 A new rule: copy `adamax.py`, and add the class to `RULES` in `__init__.py`.
 """
@@ -10,7 +11,8 @@ A new rule: copy `adamax.py`, and add the class to `RULES` in `__init__.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from types import SimpleNamespace
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,16 +23,8 @@ from funcamp._optim.arithmetic import Number, add, addcmul, is_zero, times, wide
 State: TypeAlias = dict[str, Tensor]
 
 
-class Arguments:
-    """A class's arguments in one step, by their names."""
-
-    def __init__(self, values: dict[str, Any]) -> None:
-        for name, value in values.items():
-            setattr(self, name, value)
-
-    if TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any: ...
+#: A class's arguments in one step, by their names.
+Arguments: TypeAlias = SimpleNamespace
 
 
 class UpdateRule(NamedTuple):

@@ -47,7 +47,7 @@ def ema_update(average: Tree, params: Tree, decay: float) -> Tree:
     flat_average, spec = _tree.parameters("ema_update", "average", average)
     flat_params, _ = _tree.parameters("ema_update", "params", params)
     weight = 1 - float(decay)
-    new_average = []
+    new_average: list[Tensor | None] = []
     with contextlib.nullcontext() if _upstream.transforms_active() else torch.no_grad():
         for index, (old, param) in enumerate(zip(flat_average, flat_params)):
             if old is None and param is None:
@@ -55,8 +55,8 @@ def ema_update(average: Tree, params: Tree, decay: float) -> Tree:
                 continue
             if old is None or param is None or _kind(old) != _kind(param):
                 raise ValueError(
-                    f"ema_update: params{_tree.path_of(params, index)} must have the shape, dtype and device of average; "
-                    f"got {_tree.describe(param)} against {_tree.describe(old)} in average"
+                    f"ema_update: params{_tree.path_of(params, index)} must have the shape, dtype and device of "
+                    f"average; got {_tree.describe(param)} against {_tree.describe(old)} in average"
                 )
             new_average.append(torch.lerp(old, param, weight))
     return _tree.unflatten(new_average, spec)

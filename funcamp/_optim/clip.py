@@ -73,8 +73,9 @@ def _scaled(grads: Tree, max_norm: float | Tensor, norm: Tensor) -> Tree:
 
     def scaled(grad: Tensor) -> Tensor:
         is_double = grad.dtype in (torch.float64, torch.complex128)
-        # The product of two tensors of shape () may be wider.
-        return (grad * (factor if is_double else float32_factor).to(grad.device)).to(grad.dtype)
+        # Two tensors of shape () are multiplied in the wider dtype, as torch does in place.
+        used = factor if is_double or grad.dim() == 0 else float32_factor
+        return (grad * used.to(grad.device)).to(grad.dtype)
 
     flat, spec = _tree.flatten(grads)
     return _tree.map_leaves(scaled, flat, spec)

@@ -70,7 +70,7 @@ class StatelessOptimizer(Fixed):
         self._constants |= {name: value for name, value in group.items() if name not in WITHOUT_EFFECT}
         #: The names of the entries of a vector, and of a matrix.
         self._entry_names = tuple(
-            frozenset(self._rule.init(torch.zeros(shape), Arguments(**self._constants))) for shape in ((2,), (2, 2))
+            frozenset(self._rule.init(torch.zeros(shape), Arguments(self._constants))) for shape in ((2,), (2, 2))
         )
 
     def python_parts(self) -> dict[str, object]:
@@ -270,7 +270,7 @@ class StatelessOptimizer(Fixed):
     def _h(self, hyper: Hyper) -> Arguments:
         """Return the class's arguments in a step."""
         wide_hyper = {name: map_items(_wide, name, value) for name, value in hyper.items()}
-        return Arguments(**{**self._constants, **wide_hyper})
+        return Arguments({**self._constants, **wide_hyper})
 
     def _check_param(self, param: Tensor) -> None:
         """Raise TypeError or ValueError for a parameter that the rule does not take."""

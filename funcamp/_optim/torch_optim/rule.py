@@ -11,8 +11,7 @@ A new rule: copy `adamax.py`, and add the class to `RULES` in `__init__.py`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,8 +22,16 @@ from funcamp._optim.arithmetic import Number, add, addcmul, is_zero, times, wide
 State: TypeAlias = dict[str, Tensor]
 
 
-#: A class's arguments in one step, by their names.
-Arguments: TypeAlias = SimpleNamespace
+class Arguments:
+    """A class's arguments in one step, by their names."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        for name, value in values.items():
+            setattr(self, name, value)
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
 
 
 class UpdateRule(NamedTuple):

@@ -14,8 +14,10 @@ from funcamp._trace.host_generators import host_generators, set_states, states_o
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
     """Context manager: new tensors are on the CPU and have values, whatever the caller's modes and defaults are."""
+    # A region of `torch.device` costs some time in every call of torch.
+    on_cpu = contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     disabled = _upstream.find("torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
-    with torch.device("cpu"), disabled(), torch.inference_mode(mode=False):
+    with on_cpu, disabled(), torch.inference_mode(mode=False):
         yield
 
 

@@ -215,14 +215,14 @@ class OwnStep(StatelessOptimizer):
         """Run every path that begins with some answers, and select the one that the values take."""
         calls = self._calls(answers)
         runs.append(calls)
-        if len(runs) > _MOST_WAYS:
+        result = self._run(inputs, calls)
+        if self._reads_answers:
+            return result
+        if len(runs) + len(calls.path) - len(answers) > _MOST_WAYS:  # each new question is one more run at least
             raise TooManyWaysError(
                 f"stateless: {self._cls.__name__} cannot be made pure: its step branches on numbers that change in "
                 f"training in more than {_MOST_WAYS} ways"
             )
-        result = self._run(inputs, calls)
-        if self._reads_answers:
-            return result
         for index in reversed(range(len(answers), len(calls.path))):
             try:
                 other = self._paths(inputs, (*calls.path[:index], not calls.path[index]), runs)

@@ -303,10 +303,6 @@ class StatelessOptimizer(Fixed):
                 "step.load_state_dict(saved, like=step.init(), strict=False)"
             )
 
-    def _python_numbers(self, param: Tensor) -> set[str]:  # noqa: ARG002  what a subclass needs
-        """Return the entries that are Python's numbers in the class's state_dict."""
-        return set()
-
     # Trees.
 
     def _taken(self, tree: Tree) -> Tree:

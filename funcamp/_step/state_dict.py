@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,6 @@ from funcamp._optim.chain import is_average_state
 from funcamp._optim.optimizer import OptState
 from funcamp._step.state import TrainState, check_train_state, states_of_parts
 from funcamp._storage.params import Params, clone, collapse, expand
-from funcamp._types import Tree
 
 _FROM_TORCH = (
     "a torch loop goes on by model.load_state_dict(...) before init, then "
@@ -88,17 +87,8 @@ def saved_names(state: TrainState) -> list[str]:
 
 
 @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
-def restore(
-    saved: dict[str, Tensor],
-    like: TrainState,
-    strict: bool = True,
-    *,
-    split: Callable[[TrainState, Mapping[str, object]], TrainState],
-) -> TrainState:
-    """Return the state that `export` saved, laid out as like; if not strict, like fills what is missing.
-
-    split: lays out like again, with parameters of different values in separate groups.
-    """
+def restore(saved: dict[str, Tensor], like: TrainState, strict: bool = True) -> TrainState:
+    """Return the state that `export` saved, laid out as like; if not strict, like fills what is missing."""
     call = "load_state_dict"
     check_train_state(call, "like", like)
     if not isinstance(saved, dict):
@@ -111,7 +101,7 @@ def restore(
     tree_like = expand(full_like)
     leaves_like, spec = _tree.flatten(tree_like)
     names = [None if leaf is None else name for name, leaf in zip(saved_names(tree_like), leaves_like)]
-    _check_names(call, saved, names)
+    _check_names(call, saved, {name for name in names if name is not None})
 
     # The saved values in that tree, and in its groups.
     values: list[Tensor | None] = []
@@ -121,22 +111,9 @@ def restore(
             continue
         check_like(call, name, saved[name], leaf)
         values.append(saved[name].detach().to(leaf.device, copy=True))
-    tree = _tree.unflatten(values, spec)
-    full_state = collapse(full_like, tree)
+    full_state = collapse(full_like, _tree.unflatten(values, spec))
     check_values(call, full_state)
-
-    lost = _lost_count(names, values, _tree.leaves(expand(full_state)))
-    # Flat storage has one count a group: parameters that were frozen or added later have another. Slices are not split,
-    # since a rank has only a part of each parameter.
-    can_be_split = like.params.layout.flat and like.params.ranks is None
-    if lost is not None and can_be_split:
-        return restore(saved, split(like, _counts_of_parameters(like, tree)), split=split)
-    if lost is not None:
-        raise ValueError(
-            f"{call}: saved must hold one count for all parameters that lie in one group of flat storage; "
-            f"got {lost.saved.item():g} for {lost.name!r} and {lost.stored.item():g} for another. Give parameters that "
-            "were added later a label of their own, init(group=...), or use init(flat=False)"
-        )
+    _check_counts(call, names, values, _tree.leaves(expand(full_state)))
     state: TrainState = _tree.map_nodes(Params, lambda params, full: params.cut_like(full), like, full_state)
     return state
 
@@ -149,10 +126,9 @@ def _filled(call: str, saved: Mapping[str, Tensor], like: TrainState) -> dict[st
     """
     full_like = expand(gather(call, like))
     own_tensors = tensors_by_name(full_like)
-    saved_parameters = {name for name in saved if str(name).startswith("params.")}
-    if not own_tensors.keys() & saved_parameters:
+    if not any(name.startswith("params.") and name in saved for name in own_tensors):
         raise ValueError(f"{call}: saved must hold at least one parameter of like; it holds none: {_FROM_TORCH}")
-    lost_averages = _lost_averages(saved, own_tensors)
+    lost_averages = [name for name in saved if name not in own_tensors and _averaged(name) in own_tensors]
     if lost_averages:
         warnings.warn(
             f"{call}: saved has an average of the parameters that like has not: {len(lost_averages)} tensors, from "
@@ -160,20 +136,19 @@ def _filled(call: str, saved: Mapping[str, Tensor], like: TrainState) -> dict[st
             "average (ema_decay) to keep it, or take these names out of saved",
             stacklevel=5,  # the caller of `TrainStep.load_state_dict`
         )
-    averaged = _averaged_parameters(full_like)
+    parameter_of = _parameters_of_averages(full_like)
     filled: dict[str, Tensor] = {}
     for name, own in own_tensors.items():
-        filled[name] = own
-        if name in saved:
-            filled[name] = saved[name]
-        elif id(own) in averaged:
-            parameter = saved.get(f"params.{averaged[id(own)]}")
+        value = saved.get(name, own)
+        if name not in saved and id(own) in parameter_of:
+            parameter = saved.get(f"params.{parameter_of[id(own)]}")
             if isinstance(parameter, Tensor) and parameter.shape == own.shape and parameter.dtype == own.dtype:
-                filled[name] = parameter
+                value = parameter
+        filled[name] = value
     return filled
 
 
-def _averaged_parameters(state: TrainState) -> dict[int, str]:
+def _parameters_of_averages(state: TrainState) -> dict[int, str]:
     """Return of which parameter each tensor of an average is, by its identity."""
     names: dict[int, str] = {}
 
@@ -185,50 +160,31 @@ def _averaged_parameters(state: TrainState) -> dict[int, str]:
     return names
 
 
-def _lost_averages(saved: Iterable[str], expected: Iterable[str]) -> list[str]:
-    """Return the saved names of averages that are not expected, of parameters that are."""
-    names = set(expected)
-    lost: list[str] = []
-    for name in saved:
-        found = _AVERAGE_NAME.match(str(name))
-        if found is not None and name not in names and f"params.{name[found.end() :]}" in names:
-            lost.append(name)
-    return lost
+def _averaged(name: object) -> str | None:
+    """Return the name of the parameter of which a tensor with this saved name is the average, by its name; or None."""
+    found = _AVERAGE_NAME.match(str(name))
+    return None if found is None else f"params.{found.string[found.end() :]}"
 
 
-def _check_names(call: str, saved: Mapping[str, Tensor], names: Sequence[str | None]) -> None:
-    """Raise ValueError if a name is missing among the saved ones or unknown; None stands for an empty leaf."""
-    expected = {name for name in names if name is not None}
-    odd = set(saved) ^ expected
+def _check_names(call: str, saved: Mapping[str, Tensor], expected: set[str]) -> None:
+    """Raise ValueError if a name is missing among the saved ones or unknown."""
+    odd = saved.keys() ^ expected
     if not odd:
         return
     first = min(odd, key=str)
     kind = "has unknown" if first in saved else "lacks"
-    fix = ""
-    if not set(saved) - odd:  # nothing in common: another kind of state_dict, such as a module's
-        fix = f": {_FROM_TORCH}"
-    elif first in _lost_averages(saved, expected):
-        fix = (
-            ", of an average of the parameters that like has not: make the step with the same average (ema_decay) to "
-            "keep it, or take its names out of saved"
-        )
+    # Nothing in common: another kind of state_dict, such as a module's.
+    fix = "" if saved.keys() & expected else f": {_FROM_TORCH}"
     raise ValueError(f"{call}: saved must hold the names that state_dict gives; it {kind} {first!r}{fix}")
 
 
-class _LostCount(NamedTuple):
-    """A count that was saved for one parameter, and another that the layout stores for its group."""
-
-    name: str
-    saved: Tensor
-    stored: Tensor
-
-
-def _lost_count(
-    names: Sequence[str | None], values: Sequence[Tensor | None], stored: Sequence[Tensor | None]
-) -> _LostCount | None:
-    """Return the first saved count that the layout does not store; None if it stores all. Syncs.
+def _check_counts(
+    call: str, names: Sequence[str | None], values: Sequence[Tensor | None], stored: Sequence[Tensor | None]
+) -> None:
+    """Raise ValueError if a saved count is not the one that the layout stores: flat storage has one a group. Syncs.
 
     Args:
+        call: the public function, for errors.
         names: the name of each leaf.
         values: the saved values.
         stored: the same leaves, after the layout has stored the values.
@@ -240,25 +196,11 @@ def _lost_count(
         if stored_value is value or stored_value.dim():
             continue
         if not torch.allclose(value, stored_value, rtol=0, atol=0, equal_nan=True):
-            return _LostCount(name, value, stored_value)
-    return None
-
-
-def _counts_of_parameters(like: TrainState, tree: Tree) -> dict[str, object]:
-    """Return, for every parameter, the numbers in a tree of values of which flat storage has one a group."""
-    names = _tree.names(like.params.tree())
-    counts: list[list[float]] = [[] for _ in names]
-
-    def add_counts(params: Params, values: Tree) -> Params:
-        is_counted_by_group = all(group is None or group.dim() == 0 for group in params.groups)
-        if is_counted_by_group:
-            for numbers, leaf in zip(counts, _tree.leaves(values)):
-                if leaf is not None:
-                    numbers.append(leaf.item())
-        return params
-
-    _tree.map_nodes(Params, add_counts, like, tree)
-    return dict(zip(names, counts))
+            raise ValueError(
+                f"{call}: saved must hold one count for all parameters that lie in one group of flat storage; got "
+                f"{value.item():g} for {name!r} and {stored_value.item():g} for another, as after a part was frozen or "
+                "added later: use init(flat=False), or give such parameters a label of their own, init(group=...)"
+            )
 
 
 # What is refused.

@@ -20,13 +20,12 @@ from funcamp._optim.part import Transform, Update
 from funcamp._scaler.config import ScalerConfig
 from funcamp._step.differentiate import LossArguments, call_loss
 from funcamp._step.first_state import consumed_loss, first_state
-from funcamp._step.from_torch import from_torch
 from funcamp._step.options import Options
 from funcamp._step.state import Metrics, TrainState, check_train_state
 from funcamp._step.state_dict import export, gather, restore
 from funcamp._step.take_step import take_step
-from funcamp._step.to_torch import to_torch
-from funcamp._storage.inputs import check_params, lay_out
+from funcamp._step.torch_state import from_torch, to_torch
+from funcamp._storage.inputs import check_params
 from funcamp._storage.layout import Layout
 from funcamp._storage.params import Params, clone, matrix_or_vector, stored
 from funcamp._storage.policy import autocast_of
@@ -360,8 +359,7 @@ class TrainStep(Fixed):
     ) -> TrainState:
         """Return the state saved by `state_dict`, laid out as `like` (from `init`), on its devices.
 
-        Flat storage has one step count for each group. Parameters whose counts differ, because some were frozen or
-        added later, get separate groups. Syncs: reads the scale and the counts.
+        Syncs: reads the scale and the counts.
 
         Args:
             saved: what `state_dict` returned.
@@ -376,8 +374,8 @@ class TrainStep(Fixed):
         Raises:
             TypeError: like is not a `TrainState`, saved not a dict, or strict not a bool; consume as in `init`.
             ValueError: a name is missing or unknown; a tensor has another shape or dtype than like's; the scale is not
-                above 0, or a count is negative; like is sharded, and parameters in one of its groups differ in their
-                step count.
+                above 0, or a count is negative; parameters in one group of flat storage, which has one step count,
+                differ in theirs, because some were frozen or added later: make like with `init(flat=False)`.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -386,7 +384,7 @@ class TrainStep(Fixed):
             >>> step.load_state_dict(saved, like=state).params.tree()
             {'w': tensor([1., 1.])}
         """
-        state = restore(saved, like, strict, split=self._split)
+        state = restore(saved, like, strict)
         return self._adopted("load_state_dict", state, consume)
 
     @torch.inference_mode(False)  # as `init`
@@ -399,25 +397,6 @@ class TrainStep(Fixed):
             consuming_loss.adopt(state.params, state.buffers)
             consuming_loss.state_was_made(shares_memory=True)
         return state
-
-    @torch.no_grad()
-    def _split(self, like: TrainState, by: Mapping[str, object]) -> TrainState:
-        """Return a new state like a flat one, in which parameters with different values are in separate groups."""
-        labels = like.params.layout.label_of()
-        options = self._options
-
-        def group(name: str, _: Tensor) -> str:
-            return labels[name]
-
-        params = lay_out(
-            "load_state_dict",
-            like.params.tree(),
-            self.loss_fn,
-            group,
-            buckets=options.parallel.buckets,
-            split=by,
-        )
-        return like._replace(params=params, opt_state=self._transforms.init(params))
 
     def to_torch(self, state: TrainState, *, names: Iterable[str] | None = None) -> StateDict:
         """Return the state_dicts with which a torch loop continues: its module, optimizer and scaler.
@@ -435,7 +414,8 @@ class TrainStep(Fixed):
             fused and capturable are the step's or torch's defaults. The average of `ema_decay` is left out.
 
         Raises:
-            TypeError: an optimizer was not made by `stateless`.
+            TypeError: an optimizer was not made by `stateless`, or its class is not torch.optim's: its state is saved
+                by `state_dict`.
             ValueError: names are not those of the parameters.
 
         Example:
@@ -477,7 +457,7 @@ class TrainStep(Fixed):
 
         Raises:
             TypeError: like is not a `TrainState`; optimizer is not a state_dict, or the step's was not made by
-                `stateless`.
+                `stateless` from a class of torch.optim.
             ValueError: optimizer is of another class or has other numbers (lr, betas) than the step; scaler has other
                 constants; names or steps are missing and needed.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -41,7 +41,6 @@ def lay_out(
     flat: bool = True,
     buckets: int = 1,
     consume: bool = False,
-    split: Mapping[str, object] | None = None,
 ) -> Params:
     """Return the parameters as a state stores them, in separate memory.
 
@@ -54,7 +53,6 @@ def lay_out(
         flat: whether a group is a one-dimensional tensor.
         buckets: the number of consecutive parts of flat storage.
         consume: whether the given tensors get the state's memory too, instead of separate memory.
-        split: values by name; flat storage puts names with different ones into separate groups.
 
     Raises:
         TypeError: a parameter is in float16.
@@ -68,7 +66,7 @@ def lay_out(
     uncast_names = loss_fn.uncast_names
 
     def apart(name: str, _: Tensor) -> object:
-        return name in uncast_names, (split or {}).get(name)
+        return name in uncast_names
 
     layout, tensors = arrange(call, params, group, apart, buckets, flat=flat)
     if consume:

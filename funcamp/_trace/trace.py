@@ -34,6 +34,7 @@ from funcamp._trace.tracing import HostError, NodeOf, current
 from funcamp._trace.user_line import asks_whether_compiled
 from funcamp._trace.watch import TORCH_DATA, TraceWatch
 from funcamp._types import Tree
+from funcamp._upstream.bugs.batch_norm_layout import give_kernels_layouts
 from funcamp._upstream.replaced import replaced
 
 if TYPE_CHECKING:
@@ -160,6 +161,7 @@ def _trace_once(
     shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=not in_cuda_graph)
     # torch.tensor passes its constant as it is.
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
+    give_kernels_layouts(fake_mode)
     watch = TraceWatch(home, fake_mode, in_cuda_graph=in_cuda_graph)
     arguments, inputs = _unwrap_arguments(args, state_count)
     with fake_mode:  # new tensors, because it is unknown what later arguments share with each other

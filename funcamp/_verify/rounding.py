@@ -19,6 +19,10 @@ def copied_to_host(row: Row) -> Row:
 
 #: Two runs may differ by this multiple of what disturbed runs do.
 _FACTOR = 2.0
+#: A value is noise if disturbed runs differ by this part of what it has moved: the largest of a few such differences
+#: says little about the next. A wrong program shows in another value, or in an earlier step.
+_NOISE = 0.25
+_FACTOR_OF_NOISE = 10.0
 #: Two runs may always differ by this many units in the last place of a value.
 _ULPS = 16.0
 
@@ -67,17 +71,21 @@ class Rounding:
                 # A disturbed run may come near the reference by chance, so those of earlier steps count too.
                 distances = [distance(value, run[number][name]) for run in disturbed]
                 largest[name] = max(largest.get(name, 0.0), *distances)
-            self._allowed.append({name: _FACTOR * largest[name] + _ulps(value) for name, value in row.items()})
+            self._allowed.append({name: self._allowed_at(name, value, largest[name]) for name, value in row.items()})
             self._relative.append(max(largest[name] / (_norm(value) or math.inf) for name, value in row.items()))
 
+    def _allowed_at(self, name: str, value: Tensor, noise: float) -> float:
+        """Return how far a value may be from the reference's, if disturbed runs are this far from it."""
+        factor = _FACTOR if noise < _NOISE * self._movement(name, value) else _FACTOR_OF_NOISE
+        return factor * noise + _ulps(value)
+
     def _allowed_for(self, number: int, name: str, value: Tensor) -> float:
-        """Return how far a value may be from the reference's."""
+        """Return how far a value of another run may be from its reference's."""
         if number >= len(self._allowed):
             return math.inf
         if name in self._allowed[number]:
             return self._allowed[number][name]
-        is_rounded = value.is_floating_point() or value.is_complex()
-        return _FACTOR * self._relative[number] * _norm(value) + _ulps(value) if is_rounded else 0.0
+        return _FACTOR * self._relative[number] * _norm(value) + _ulps(value) if _is_rounded(value) else 0.0
 
     def _movement(self, name: str, value: Tensor) -> float:
         """Return how far a value is from where it started; its size, if it did not start or did not move."""
@@ -110,8 +118,11 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 def _ulps(value: Tensor) -> float:
     """Return what two runs may always differ by."""
-    is_rounded = value.is_floating_point() or value.is_complex()
-    return _ULPS * torch.finfo(value.dtype).eps * _norm(value) if is_rounded else 0.0
+    return _ULPS * torch.finfo(value.dtype).eps * _norm(value) if _is_rounded(value) else 0.0
+
+
+def _is_rounded(value: Tensor) -> bool:
+    return value.is_floating_point() or value.is_complex()
 
 
 def _norm(value: Tensor) -> float:

@@ -12,9 +12,10 @@ from funcamp import _tree
 from funcamp._autograd.module_batch import arguments_of, loss_in
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.chain import Chain
+from funcamp._optim.torch_optim import RULES
 from funcamp._step.state import TrainState
 from funcamp._step.step import TrainStep
-from funcamp._step.torch_groups import TorchGroup, groups_of, hyperparameters_of
+from funcamp._step.torch_state import TorchGroup, groups_of, hyperparameters_of
 from funcamp._storage.params import expand
 from funcamp._types import Tree
 from funcamp._verify.rounding import Row, copied_to_host
@@ -31,9 +32,11 @@ def why_not(step: TrainStep, state: TrainState) -> str:
     if isinstance(step.optimizer, Chain):
         return "the optimizer is a chain"
     try:
-        groups_of("verify", step, state, None)
+        groups = groups_of("verify", step, state, None)
     except TypeError:
         return "the optimizer is not made by stateless"
+    if int(state.step) and any(group.optimizer._cls not in RULES for group in groups):
+        return "the state, of a class that is not torch.optim's, is not the first one"
     return ""
 
 
@@ -71,7 +74,7 @@ class TorchLoop:
             self._average = {name: value.clone() for name, value in expand(state.ema).items()}
 
         self._optimizers: list[tuple[TorchGroup, torch.optim.Optimizer]] = []
-        saved = step.to_torch(state)["optimizer"]
+        saved = step.to_torch(state)["optimizer"] if self._applied else {}
         for index, group in enumerate(groups_of("verify", step, state, None)):
             parameters = [named[name] for name in group.names]
             param_group = {**self._hyperparameters(group), "params": parameters}

@@ -270,7 +270,7 @@ def test_an_average_that_is_dropped_is_named(kept: Any, tmp_path: Path) -> None:
     average_names = [entry for entry in saved if entry not in own_names and not entry.endswith(".updates")]
     assert len(average_names) == len(like.params.tree())
 
-    with pytest.raises(ValueError, match=rf"unknown '{min(average_names)}', of an average of .*ema_decay"):
+    with pytest.raises(ValueError, match=rf"unknown '{min(average_names)}'"):
         without.load_state_dict(saved, like=like)
     left_out = f"{len(average_names)} tensors, from '{average_names[0]}' to '{average_names[-1]}', are left out"
     with pytest.warns(UserWarning, match=left_out) as caught:

@@ -59,6 +59,35 @@ def test_batch_norm_of_a_transposed_input(rows: list[int]) -> None:
     torch.testing.assert_close(losses(traced, rows), losses(lambda step: step, rows))
 
 
+@pytest.mark.parametrize("inner", [nn.Identity(), nn.Dropout(0.3)], ids=["norm", "dropout"])
+@pytest.mark.parametrize("turn", [(0, 2, 1), (1, 2, 0)], ids=str)
+def test_what_follows_a_batch_norm_of_a_transposed_input_draws_and_sums_in_eagers_order(
+    inner: nn.Module, turn: tuple[int, int, int]
+) -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.norm, self.inner = nn.Linear(6, 6), nn.BatchNorm1d(6), inner
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.inner(self.norm(self.first(x).permute(turn))).relu()
+            return out.permute(*sorted(range(3), key=turn.__getitem__))
+
+    def trained(wrap: Any) -> list[Tensor]:
+        step = make_train_step(module_loss(Turned(), F.mse_loss), SGD, policy="bfloat16")
+        run, state = wrap(step), step.init()
+        torch.manual_seed(1)
+        x = torch.randn(6, 4, 6)
+        for _ in range(2):
+            state, metrics = run(state, (x, x.exp()))
+        return [metrics.loss, *state.params.tree().values()]
+
+    eager = trained(lambda step: step)
+    for expected, value in zip(eager, trained(lambda step: jit(step, backend="eager"))):
+        assert torch.equal(value, expected)
+
+
 def test_operation_that_promised_another_layout() -> None:
     def step(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return state + 1, (turned(x) * state).view(-1) + turned(x).view(3, 2, 2).sum(1).view(-1).sum()

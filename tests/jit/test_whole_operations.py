@@ -154,3 +154,13 @@ def test_zeros_without_memory_are_needed_as_long_as_torch_has_the_defect() -> No
     # Without the products of torch, which look at what they get, the process ends.
     with uncached, fails:
         hessian_steps(functools.partial(jit, without=["zero_tensors", "products"]))
+
+
+@pytest.mark.inductor
+def test_trilinear_interpolation_where_tests_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return state + 1, F.interpolate(x * state, scale_factor=2, mode="trilinear").sin()
+
+    monkeypatch.setenv("CI", "true")
+    x = torch.arange(24.0).view(1, 1, 2, 3, 4)
+    torch.testing.assert_close(jit(step)(torch.ones(1), x), step(torch.ones(1), x))

@@ -41,7 +41,7 @@ import funcamp
 from funcamp import ScalerConfig, by_group, jit, make_train_step, schedule, stateless
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.table import Table
-from funcamp._step.torch_groups import hyperparameters_of
+from funcamp._step.torch_state import hyperparameters_of
 from tests.support.helpers import assert_close, assert_same, clone
 from tests.support.host_reads import host_reads
 

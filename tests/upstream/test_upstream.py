@@ -372,6 +372,25 @@ def test_a_ctc_loss_has_no_shape_without_values() -> None:
         torch.ops.aten._ctc_loss.Tensor(*given)
 
 
+def test_a_batch_norm_of_a_transposed_tensor_is_transposed_without_values() -> None:
+    # `batch_norm_layout` can go when this passes.
+    def stride_of(x: Tensor) -> tuple[int, ...]:
+        return torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)[0].stride()
+
+    x = torch.ones(2, 4, 3).transpose(1, 2)
+    with FakeTensorMode() as mode:
+        traced = stride_of(mode.from_tensor(x))
+    assert (traced != stride_of(x)) == _upstream.BATCH_NORM_LAYOUT.present
+
+
+def test_a_decomposed_batch_norm_rounds_the_statistics_of_a_16_bit_batch() -> None:
+    x, ones = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(3)
+    decomposition = torch._decomp.decomposition_table[torch.ops.aten.native_batch_norm.default]
+    *_, deviation = decomposition(x, ones, ones, None, None, True, 0.1, 1e-5)
+    *_, of_kernel = torch.native_batch_norm(x, ones, ones, None, None, True, 0.1, 1e-5)
+    assert (deviation.dtype != of_kernel.dtype) == _upstream.ROUNDED_STATISTICS.present
+
+
 def test_an_lstm_layer_without_gradients_has_no_workspace() -> None:
     x, hidden = torch.ones(5, 4, 8), torch.zeros(4, 16)
     weights = torch.ones(64, 8), torch.ones(64, 16), torch.ones(64), torch.ones(64)

@@ -125,6 +125,16 @@ def test_the_yardstick_is_the_largest_of_several_disturbed_runs_so_far() -> None
     assert share(2, 0.81) < 1
     assert share(2, 0.83) > 1
 
+    noisy = Rounding(reference, [rows(1.0, 1.0, 0.8)], rows(1.1)[0])  # by half of what the loss has moved: noise
+
+    def noisy_share(loss: float) -> float:
+        found = noisy.difference(1, reference[1], rows(*[loss] * 3)[1])
+        return found.share if found else 0.0
+
+    assert noisy_share(1.4) < 1
+    assert noisy_share(2.4) > 1
+    assert noisy_share(float("nan")) > 1
+
     other_skip = rows(1.0, 0.9, 0.8)
     other_skip[1]["metrics.found_inf"] = torch.ones(())
     rounding = Rounding(reference, [other_skip], {})

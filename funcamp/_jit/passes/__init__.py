@@ -7,6 +7,7 @@ variable FUNCAMP_WITHOUT, leaves some out; `jit(step, explain=True)` prints thos
 from __future__ import annotations
 
 from funcamp._jit.passes import (
+    batch_norms,
     casts,
     convolutions,
     float16_sums,
@@ -36,6 +37,7 @@ PIPELINE: tuple[Pass, ...] = (
     zero_tensors.PASS,
     convolutions.PASS,
     float16_sums.PASS,
+    batch_norms.PASS,
     tanh.PASS,
     # Of the graph again, given that table.
     layouts.PASS,

@@ -1,8 +1,8 @@
 """Restore the layouts of the trace if the program has other ones, in which a traced view may be impossible.
 
 Inductor decomposes operations: `cat` of a tensor and an empty one is contiguous, and Inductor's clone of the tensor has
-the tensor's own order. Also, torch's layout of a tensor without values is wrong in one case: a batch norm of a
-transposed input is contiguous on a CPU, and transposed in a trace (pytorch#192668, open).
+the tensor's own order. A batch norm of a transposed tensor is contiguous on a CPU, and transposed if it is decomposed
+(pytorch#192668, open; a trace has the kernel's layout, `_upstream/bugs/batch_norm_layout.py`).
 """
 
 from __future__ import annotations

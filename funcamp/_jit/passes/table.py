@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
+
 from funcamp import _upstream
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
+_get_decompositions = _upstream.find("torch._decomp.get_decompositions", lambda _: {})
 #: Functions by the operation that they are taken for.
 Decompositions: TypeAlias = dict["OpOverload[..., Any]", Callable[..., Any]]
 #: Returns entries to add, given the table before.
@@ -31,6 +34,8 @@ class Table(Decompositions):
 
         with config.patch(fallback_random=draws_as_eager):
             super().__init__(_upstream.find("torch._inductor.decomposition.select_decomp_table")())
+        # torch.compile decomposes it before Inductor, which refuses it if the environment has CI=true.
+        self.update(_get_decompositions([torch.ops.aten.upsample_trilinear3d.default]))
         for extension in extensions:
             self.update(extension(self))
         self._extensions = extensions

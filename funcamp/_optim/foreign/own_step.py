@@ -110,11 +110,6 @@ class OwnStep(StatelessOptimizer):
     def _positions(self, flat: Leaves, flat_grads: Leaves) -> list[int]:  # noqa: ARG002  it may count steps
         return [index for index, param in enumerate(flat) if param is not None]
 
-    def _python_numbers(self, param: Tensor) -> set[str]:
-        form = self._form([param])
-        found = {**leaves(form.per_param[0]), **leaves(form.shared)}
-        return {name for name, leaf in found.items() if is_number(leaf)}
-
     def evaluation_params(self, params: Tree, opt_state: OptState) -> Tree:
         """Return the parameters to evaluate with; see `StatelessOptimizer.evaluation_params`."""
         if not (callable(getattr(self._cls, "train", None)) and callable(getattr(self._cls, "eval", None))):

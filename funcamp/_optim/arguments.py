@@ -68,14 +68,14 @@ def group_of(cls: type[torch.optim.Optimizer], rule: UpdateRule, hyperparameters
             )
         if is_dynamic(value) and name in rule.constants:
             raise TypeError(f"stateless: {name} must be a constant; got {_tree.brief(value)}")
-        if isinstance(value, str) and value not in rule.texts:
-            raise ValueError(f"stateless: {name} must be one of {rule.texts}; got {value!r}")
     try:
         group: Kwargs = cls([torch.zeros(2, 2, requires_grad=True)], **arguments).param_groups[0]
     except (TypeError, ValueError) as error:
-        raise type(error)(
-            f"stateless: {cls.__name__} refuses its hyperparameters: {error}; got {_tree.brief(hyperparameters)}"
-        ) from error
+        got = ", ".join(f"{name}={_tree.brief(value)}" for name, value in hyperparameters.items())
+        raise type(error)(f"stateless: {cls.__name__} refuses its hyperparameters: {error}; got {got}") from error
+    for name, value in hyperparameters.items():  # of a newer torch, perhaps
+        if isinstance(value, str) and value not in rule.texts:
+            raise ValueError(f"stateless: {name} must be one of {rule.texts}; got {value!r}")
     return group
 
 

@@ -67,7 +67,14 @@ def _select(call: str, tree: Tree, index: int, condition: Tensor, new: object, o
     if new is old:
         return new
     if isinstance(new, Tensor) and isinstance(old, Tensor):
-        _check_tensors(call, tree, index, condition, new, old)
+        if new.shape != old.shape or new.dtype != old.dtype or new.device != old.device:
+            raise ValueError(
+                f"{call}: new{_tree.path_of(tree, index)} must have the shape, dtype and device of old; "
+                f"got {_tree.describe(new)} against {_tree.describe(old)}"
+            )
+        if new.layout != torch.strided or old.layout != torch.strided:
+            raise TypeError(f"{call}: new{_tree.path_of(tree, index)} must be strided; got layout {new.layout}")
+        _tree.check_device(call, "new", tree, index, new, condition.device)
         if old.requires_grad and not new.requires_grad and not _upstream.transforms_active():
             old = old.detach()  # else the graph would grow with the steps
         return torch.where(condition.to(new.device, non_blocking=True), old, new)
@@ -82,15 +89,3 @@ def _select(call: str, tree: Tree, index: int, condition: Tensor, new: object, o
 def _is_array(leaf: object) -> bool:
     """Return whether a leaf is an array with dimensions, whose comparison gives an array and no bool."""
     return getattr(leaf, "shape", ()) != ()
-
-
-def _check_tensors(call: str, tree: Tree, index: int, condition: Tensor, new: Tensor, old: Tensor) -> None:
-    """Raise TypeError or ValueError if there is no selection between two tensors."""
-    if new.shape != old.shape or new.dtype != old.dtype or new.device != old.device:
-        raise ValueError(
-            f"{call}: new{_tree.path_of(tree, index)} must have the shape, dtype and device of old; "
-            f"got {_tree.describe(new)} against {_tree.describe(old)}"
-        )
-    if new.layout != torch.strided or old.layout != torch.strided:
-        raise TypeError(f"{call}: new{_tree.path_of(tree, index)} must be strided; got layout {new.layout}")
-    _tree.check_device(call, "new", tree, index, new, condition.device)

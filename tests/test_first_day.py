@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -159,6 +160,13 @@ def test_a_mistake_is_named_with_its_fix(name: str) -> None:
     with pytest.raises(error, match=f"(?s){message}"):
         call()
     assert_same((START, values_of(MODEL), values_of(HALF)), before)
+
+
+def test_the_text_of_torchs_schedulers_is_a_heading_of_the_questions() -> None:
+    with pytest.raises(TypeError) as raised:  # torch asks for the class first
+        SCHEDULE.StepLR(SGD, 10)
+    text = Path("docs/questions.md").read_text()
+    assert "`funcamp.schedule`" in text.partition(f'## "{raised.value}"')[2].partition("\n## ")[0]
 
 
 def test_a_refused_module_is_not_consumed() -> None:

@@ -9,6 +9,7 @@ from typing import Literal, NamedTuple
 
 from torch import Size, Tensor, nn
 
+from funcamp._autograd.left_behind import TensorSlot
 from funcamp._memory import identity, overlaps
 
 #: What a tensor is in its module, in the words of error messages.
@@ -103,6 +104,8 @@ class ModuleTensors:
         tensors = tensors_of(model)
         for name, stored_name in self.buffer_names.items():
             if name not in tensors:
+                slot = TensorSlot.of(model, name)
+                slot.owner[slot.key] = passed[name]  # a place for the module's own, which functional_call puts back
                 raise ValueError(
                     f"module_loss: model must keep its buffers; the forward pass deleted {name!r}, set it to None or "
                     "registered it as another kind: assign a tensor of the same kind"

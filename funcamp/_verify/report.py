@@ -38,7 +38,8 @@ class Comparison:
         step, name, size, allowed = self.difference
         if self.outcome is Outcome.DIFFERENT:
             return f"from step {step} on: {name} by {size:.1e}, {allowed:.0e} allowed"
-        return f"{size:.0e} of {allowed:.0e} allowed, {name}, step {step}"
+        limit = "of noise" if allowed > 1 else f"of {allowed:.0e} allowed"
+        return f"{size:.0e} {limit}, {name}, step {step}"
 
 
 @dataclass(frozen=True)

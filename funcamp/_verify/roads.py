@@ -84,50 +84,46 @@ class Training(NamedTuple):
         with self.contents.entered():
             yield
 
-    def start(self) -> Row:
-        """Return the values before the first step."""
-        return row_of(self.step, self.state, None)
-
-    def torch_rows(self, scales: list[float], seed: int | None = None) -> tuple[list[Row], set[str]]:
-        """Run torch's loop with these scales; return its rows, and the names of parameters that got no gradient."""
+    def torch_rows(self, scales: list[float]) -> tuple[list[Row], TorchLoop]:
+        """Run torch's loop with these scales; return its rows, and the loop."""
         assert isinstance(self.step, TrainStep)
         with self.from_start():
             loop = TorchLoop(self.step, self.state)
-            _disturb(self.step, list(loop.parameters.values()), seed)
             rows = [loop.step(batch, scale) for batch, scale in zip(copy.deepcopy(self.batches), scales)]
-        return rows, loop.without_gradient
+        return rows, loop
 
     def step_rows(self, run: Step, seed: int | None = None) -> list[Row]:
-        """Run a step, eager or compiled; return its rows."""
+        """Run a step, eager or compiled; with a seed from disturbed parameters. Return its rows."""
+        state = clone(self.state)
+        if seed is not None:
+            _disturb(self.step, state, seed)
         with self.from_start():
-            return self.rows_from(0, clone(self.state), run, seed)
+            rows, _ = self.rows_and_state(run, state, range(len(self.batches)))
+        return rows
 
-    def resumed_rows(self, run: Step, after: int) -> list[Row]:
-        """Run a step, save the state after some steps, and return the rows of the rest, run from what was saved."""
+    def resumed_rows(self, run: Step, middle: int) -> list[Row]:
+        """Run a step, save the state in the middle, and go on from what was saved; return all rows."""
         step = self.step
         file = io.BytesIO()
         with self.from_start():
-            state = clone(self.state)
-            for number in range(after):
-                state, _ = self._step(run, state, number)
+            rows, state = self.rows_and_state(run, clone(self.state), range(middle))
             torch.save(step.state_dict(state) if isinstance(step, TrainStep) else state, file)
             generators = Generators(state)
         file.seek(0)
         saved = torch.load(file, weights_only=False)
         with self.from_start():  # a new process begins with a new module
-            state = step.load_state_dict(saved, like=clone(self.state)) if isinstance(step, TrainStep) else saved
             generators.restore()
-            return self.rows_from(after, state, run)
+            state = step.load_state_dict(saved, like=clone(self.state)) if isinstance(step, TrainStep) else saved
+            later_rows, _ = self.rows_and_state(run, state, range(middle, len(self.batches)))
+        return rows + later_rows
 
-    def rows_from(self, first: int, state: Tree, run: Step, seed: int | None = None) -> list[Row]:
-        """Return the rows of the steps from the first on, which everything else is ready for."""
-        parameters = state.params if isinstance(state, TrainState) else state
-        _disturb(self.step, _tree.tensors_in(parameters), seed)
+    def rows_and_state(self, run: Step, state: Tree, numbers: range) -> tuple[list[Row], Tree]:
+        """Take some steps, for which everything else is ready; return their rows, and the state after them."""
         rows: list[Row] = []
-        for number in range(first, len(self.batches)):
+        for number in numbers:
             state, row = self._step(run, state, number)
             rows.append(row)
-        return rows
+        return rows, state
 
     def _step(self, run: Step, state: Tree, number: int) -> tuple[Tree, Row]:
         """Return the state after a step and the step's row; the step of the overflow gets a scale that is too high."""
@@ -161,14 +157,12 @@ def row_of(step: Step, state: Tree, metrics: Tree) -> Row:
 
 
 @torch.no_grad()
-def _disturb(step: Step, values: list[Tensor], seed: int | None) -> None:
-    """Move every number up or down by one unit in the last place of the precision that is computed in."""
-    if seed is None:
-        return
+def _disturb(step: Step, state: Tree, seed: int) -> None:
+    """Move every number of the parameters by one unit in the last place of the precision that is computed in."""
     generator = torch.Generator().manual_seed(seed)
     computed = step._options.policy.compute_dtype if isinstance(step, TrainStep) else torch.float64
-    for value in values:
+    for value in _tree.tensors_in(state.params if isinstance(state, TrainState) else state):
         if value.is_floating_point() or value.is_complex():
             part = max(torch.finfo(dtype).eps for dtype in (computed, value.dtype))
             signs = 1 - 2 * torch.randint(2, value.shape, generator=generator).to(value.device)
-            value.copy_(value * (1 + part * signs))
+            value.mul_(1 + part * signs)

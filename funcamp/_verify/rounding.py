@@ -22,7 +22,8 @@ _FACTOR = 2.0
 #: A value is noise if disturbed runs differ by this part of what it has moved: the largest of a few such differences
 #: says little about the next. A wrong program shows in another value, or in an earlier step.
 _NOISE = 0.25
-_FACTOR_OF_NOISE = 10.0
+#: Noise may differ by any number, but not by inf or NaN (see `distance`).
+_ANY_NUMBER = 1e100
 #: Two runs may always differ by this many units in the last place of a value.
 _ULPS = 16.0
 
@@ -49,10 +50,10 @@ class Difference(NamedTuple):
 
 
 class Rounding:
-    """How far runs with disturbed parameters end up from the reference: the yardstick for differences.
+    """How far runs with disturbed parameters end up from the eager step: the yardstick for differences.
 
     Args:
-        reference: the run.
+        reference: the run of the eager step.
         disturbed: the same run several times, each with other small changes of its parameters.
         start: the values before the first step.
     """
@@ -61,31 +62,26 @@ class Rounding:
         self._start = start
         self._allowed: list[dict[str, float]] = []
         """By step and name, how far a value may be from the reference's."""
-        self._relative: list[float] = []
-        """By step, the largest such distance relative to the value: for values that the reference has not."""
+        self.noisy_step: int | None = None
+        """The first step whose gradients are noise, or which one run skips and another takes."""
         largest: dict[str, float] = {}
         for number, row in enumerate(reference):
-            if any(skips(run[number]) != skips(row) for run in disturbed):
-                break  # one run skips a step that another takes: from here on nothing can be compared
+            others = [run[number] for run in disturbed]
+            if any(skips(other) != skips(row) for other in others):
+                self.noisy_step = number if self.noisy_step is None else self.noisy_step
+                break  # from here on nothing can be compared
             for name, value in row.items():
                 # A disturbed run may come near the reference by chance, so those of earlier steps count too.
-                distances = [distance(value, run[number][name]) for run in disturbed]
-                largest[name] = max(largest.get(name, 0.0), *distances)
-            self._allowed.append({name: self._allowed_at(name, value, largest[name]) for name, value in row.items()})
-            self._relative.append(max(largest[name] / (_norm(value) or math.inf) for name, value in row.items()))
+                largest[name] = max(largest.get(name, 0.0), *[distance(value, other[name]) for other in others])
+            allowed = {name: self._allowed_for(name, value, largest[name]) for name, value in row.items()}
+            if self.noisy_step is None and allowed.get("metrics.grad_norm", 0.0) >= _ANY_NUMBER:
+                self.noisy_step = number
+            self._allowed.append(allowed)
 
-    def _allowed_at(self, name: str, value: Tensor, noise: float) -> float:
-        """Return how far a value may be from the reference's, if disturbed runs are this far from it."""
-        factor = _FACTOR if noise < _NOISE * self._movement(name, value) else _FACTOR_OF_NOISE
-        return factor * noise + _ulps(value)
-
-    def _allowed_for(self, number: int, name: str, value: Tensor) -> float:
-        """Return how far a value of another run may be from its reference's."""
-        if number >= len(self._allowed):
-            return math.inf
-        if name in self._allowed[number]:
-            return self._allowed[number][name]
-        return _FACTOR * self._relative[number] * _norm(value) + _ulps(value) if _is_rounded(value) else 0.0
+    def _allowed_for(self, name: str, value: Tensor, largest: float) -> float:
+        """Return how far a value may be from the reference's, if disturbed runs are at most this far from it."""
+        is_noise = largest >= _NOISE * self._movement(name, value)
+        return max(_ANY_NUMBER, _FACTOR * largest) if is_noise else _FACTOR * largest + _ulps(value)
 
     def _movement(self, name: str, value: Tensor) -> float:
         """Return how far a value is from where it started; its size, if it did not start or did not move."""
@@ -99,7 +95,7 @@ class Rounding:
             size = distance(value, row[name]) if name in row else math.inf
             if size:
                 movement = self._movement(name, value)
-                allowed = self._allowed_for(number, name, value)
+                allowed = self._allowed[number].get(name, 0.0) if number < len(self._allowed) else math.inf
                 differences.append(Difference(number, name, size / movement, allowed / movement))
         return max(differences, key=lambda difference: (difference.share, difference.size), default=None)
 
@@ -117,12 +113,9 @@ def distance(one: Tensor, other: Tensor) -> float:
 
 
 def _ulps(value: Tensor) -> float:
-    """Return what two runs may always differ by."""
-    return _ULPS * torch.finfo(value.dtype).eps * _norm(value) if _is_rounded(value) else 0.0
-
-
-def _is_rounded(value: Tensor) -> bool:
-    return value.is_floating_point() or value.is_complex()
+    """Return what two runs may always differ by: nothing for integers."""
+    is_rounded = value.is_floating_point() or value.is_complex()
+    return _ULPS * torch.finfo(value.dtype).eps * _norm(value) if is_rounded else 0.0
 
 
 def _norm(value: Tensor) -> float:

@@ -9,16 +9,15 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.module_batch import arguments_of, loss_in
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.chain import Chain
 from funcamp._optim.torch_optim import RULES
 from funcamp._step.state import TrainState
 from funcamp._step.step import TrainStep
 from funcamp._step.torch_state import TorchGroup, groups_of, hyperparameters_of
-from funcamp._storage.params import expand
+from funcamp._storage.params import clone, expand
 from funcamp._types import Tree
-from funcamp._verify.rounding import Row, copied_to_host
+from funcamp._verify.rounding import Row, copied_to_host, distance
 
 
 def why_not(step: TrainStep, state: TrainState) -> str:
@@ -59,6 +58,8 @@ class TorchLoop:
         self._applied = int(state.step) - int(state.skipped)
         self.without_gradient: set[str] = set()
         """The parameters that got no gradient. A step gives them zeros, so that weight decay moves them."""
+        self.written_backward: set[str] = set()
+        """The buffers that a backward pass wrote. They keep what the forward pass wrote, as in a step."""
 
         # The state's values in the module. Of two names of one parameter the one under which it is stored.
         named = dict(self._loss_fn.model.named_parameters())
@@ -93,7 +94,7 @@ class TorchLoop:
     def step(self, batch: Tree, scale: float) -> Row:
         """Train on one batch with a scale, and return what there is to compare."""
         self._loss_fn.model.zero_grad()
-        buffers_before = {name: buffer.clone() for name, buffer in self._loss_fn.buffers().items()}
+        buffers_before = clone(self._loss_fn.buffers())
         scaler = torch.amp.GradScaler(self._device.type, init_scale=scale)
         loss = self._backward(batch, scaler)
         is_skipped = self._apply(scaler)
@@ -124,17 +125,19 @@ class TorchLoop:
         weights = [1.0 if weight is None else float(weight(piece)) for piece in pieces]
         total = sum(weights) or math.nan  # as in the step, which skips if all weights are 0
         dtype = self._options.policy.compute_dtype
-        criterion = self._loss_fn.criterion
         mean_loss: Any = 0.0
         for piece, weight_of_piece in zip(pieces, weights):
-            args, kwargs, target = arguments_of(piece, has_target=criterion is not None)
             with torch.autocast(self._device.type, dtype, enabled=dtype != torch.float32):
-                outputs = self._loss_fn.model(*args, **kwargs)
-                returned: Any = loss_in(outputs) if criterion is None else criterion(outputs, target)
-                loss = returned[0] if self._loss_fn.has_aux else returned
+                returned: Any = self._loss_fn._evaluate(piece)
+            loss = returned[0] if self._loss_fn.has_aux else returned
             # The factors of a step: a float32 tensor with weights, else a division.
             share = loss / len(pieces) if weight is None else loss * torch.tensor(weight_of_piece / total)
+            after_forward = clone(self._loss_fn.buffers())
             scaler.scale(share).backward()
+            for name, buffer in self._loss_fn.buffers().items():
+                if distance(buffer, after_forward[name]):
+                    self.written_backward.add(name)
+            self._write_buffers(after_forward)
             mean_loss = mean_loss + share.detach()
         return mean_loss.to(loss.dtype)  # type: ignore[no-any-return]
 

@@ -45,10 +45,10 @@ def verify(
 
         |road - reference| <= 2 * (the largest |disturbed - reference|) + 16 ulp of the value
 
-    in the 2-norm of a leaf. The disturbed runs are four more runs of torch's loop, in which every number of the
+    in the 2-norm of a leaf. The disturbed runs are four more runs of the eager step, in which every number of the
     parameters begins one ulp of the compute dtype up or down. So a model that amplifies rounding is not blamed. If they
-    differ by a quarter of what a value has moved, it is noise, and 10 takes the place of 2. In a low precision a wrong
-    factor of a percent is hidden: verify with policy=None too.
+    differ by a quarter of what a value has moved, it is noise, and only asked for inf and NaN; a note has the step from
+    which on the gradients are. In a low precision a wrong factor of a percent is hidden: verify with policy=None too.
 
     While a road runs, the attributes of the model's modules and of the criterion are deep copies, and so are dicts
     and modules among the variables that a criterion names. Afterwards everything is as it was: their tensors, the

@@ -311,6 +311,7 @@ def test_a_buffer_that_the_forward_pass_deletes_is_named() -> None:
     step = make_train_step(module_loss(model, F.mse_loss), SGD)
     with pytest.raises(ValueError, match=r"must keep its buffers; .* deleted 'running_mean'"):
         step(step.init(), (x, x))
+    assert dict(model.named_buffers()).keys() == {"running_mean", "running_var", "num_batches_tracked"}
 
 
 def freeze(model: Pair) -> None:

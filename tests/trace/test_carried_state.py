@@ -250,7 +250,10 @@ NAMES = {
 }
 
 
-def test_a_count_that_changes_nothing_is_said_and_not_refused(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("factor_later", [1.0, 0.5])
+def test_a_count_without_effect_in_two_calls_is_said_and_not_refused(
+    factor_later: float, caplog: pytest.LogCaptureFixture
+) -> None:
     class Logs(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -258,7 +261,7 @@ def test_a_count_that_changes_nothing_is_said_and_not_refused(caplog: pytest.Log
 
         def forward(self, x: Tensor) -> Tensor:
             self.calls += 1
-            out: Tensor = self.layer(x)
+            out: Tensor = self.layer(x) * (1.0 if self.calls < 4 else factor_later)
             return out
 
     step = make_train_step(module_loss(Logs(), F.mse_loss), stateless(torch.optim.SGD))

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -131,8 +132,7 @@ def test_the_yardstick_is_the_largest_of_several_disturbed_runs_so_far() -> None
         found = noisy.difference(1, reference[1], rows(*[loss] * 3)[1])
         return found.share if found else 0.0
 
-    assert noisy_share(1.4) < 1
-    assert noisy_share(2.4) > 1
+    assert noisy_share(9.0) < 1
     assert noisy_share(float("nan")) > 1
 
     other_skip = rows(1.0, 0.9, 0.8)
@@ -140,6 +140,7 @@ def test_the_yardstick_is_the_largest_of_several_disturbed_runs_so_far() -> None
     rounding = Rounding(reference, [other_skip], {})
     assert share(0, 1.01) > 1
     assert share(2, 9.0) == 0
+    assert rounding.noisy_step == 1
 
 
 @pytest.mark.parametrize("weight", [None, lambda batch: 1.0 + batch[0].shape[0]])
@@ -155,6 +156,22 @@ def test_buffers_of_a_skipped_step_agree_with_torchs_loop(keep: bool) -> None:
     model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, 1))
     found = check(make(model, policy="float16", loss={"keep_buffers": keep}))
     assert outcomes(found) == ["EQUAL"] * 3, str(found)
+
+
+def test_a_batch_norm_that_the_backward_pass_runs_again_is_a_note() -> None:
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8))
+            self.last = nn.Linear(8, 1)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.last(torch.utils.checkpoint.checkpoint(self.first, x, use_reentrant=False))
+
+    found = check(make(Recomputed()))
+    assert outcomes(found) == ["EQUAL"] * 3, str(found)
+    assert "the backward pass writes first.1.num_batches_tracked, first.1.running_mean" in found.notes[0]
+    assert not check(make(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))).notes
 
 
 def test_auxiliary_outputs_and_a_model_that_returns_its_loss() -> None:
@@ -451,8 +468,8 @@ _TORCH, _COMPILED = "torch's loop - eager step", "eager step - compiled step"
         (AsksForTheClass, None, _TORCH, ""),
         (AsksForAnAttribute, None, _TORCH, ""),
         (AsksForTheIdentity, None, _TORCH, ""),
-        (HasAHook, None, _TORCH, "model.layer.weight has a hook"),
-        (HasALateHook, None, _TORCH, "model.layer.weight has a hook"),
+        (HasAHook, None, _TORCH, ""),
+        (HasALateHook, None, _TORCH, ""),
         (Counts, None, _COMPILED, "model.calls changes"),
         (KeepsAHiddenState, None, _COMPILED, "model.hidden changes"),
         (BeginsWithNone, None, _COMPILED, "model.last changes"),
@@ -532,12 +549,13 @@ def test_chaos_is_not_blamed() -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             out = torch.sigmoid(self.layer(x))
-            for _ in range(60):
+            for _ in range(8):
                 out = 3.9 * out * (1 - out)
             return out
 
-    found = funcamp.verify(funcamp.jit(make(Chaos(), policy="bfloat16"), backend="eager"), batches())
+    found = check(make(Chaos(), policy="bfloat16"))
     assert found.ok, str(found)
+    assert "the model amplifies rounding: from step 1 on" in str(found)
 
 
 class Denoiser(nn.Module):
@@ -559,9 +577,9 @@ def denoised(count: int = 4) -> list[Any]:
 
 
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
-def test_a_cast_to_the_dtype_of_a_weight_is_no_rounding(policy: str) -> None:
+def test_a_cast_to_the_dtype_of_a_weight_is_as_in_torchs_loop(policy: str) -> None:
     found = check(make(Denoiser(), policy=policy), denoised())
-    assert outcomes(found)[0] in ("EQUAL", "DIFFERENT"), str(found)
+    assert outcomes(found)[0] == "EQUAL", str(found)
 
 
 def test_three_percent_of_the_loss_are_no_rounding(monkeypatch: pytest.MonkeyPatch) -> None:

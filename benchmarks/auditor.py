@@ -1,8 +1,7 @@
 """How much longer does a training loop take under `python -m funcamp report`?
 
-Three ways to run torch's AMP loop in float16, interleaved in one process: as it is; with the auditor, which looks for
-mistakes; and with all that the command runs, which also records the first step operation by operation. In loops of
-small operations the Python around each operation is most of the time, in loops of large ones the operations are.
+Torch's AMP loop in float16, as it is and under the command, interleaved in one process. In loops of small operations
+the Python around each operation is most of the time, in loops of large ones the operations are.
 
     python benchmarks/auditor.py [--rounds 9] [--sizes "4 layers of 64 units"] [--out DIR]
 """
@@ -19,8 +18,6 @@ from _timing import Report, Variant, about, arguments, check_on_cpu, chosen, mea
 from torch import nn
 
 from funcamp.report.audit import Auditor
-from funcamp.report.mode import Mode
-from funcamp.report.numbers.recorder import Recorder
 
 
 class Size(NamedTuple):
@@ -30,7 +27,7 @@ class Size(NamedTuple):
     units: int
     rows: int
     steps: int
-    """Steps in a call, of which the command records one. It watches 100 by default."""
+    """Steps in a call. The command watches 100 by default."""
 
 
 SIZES = {
@@ -61,26 +58,20 @@ def loop(size: Size) -> Callable[[], None]:
     return steps
 
 
-def watched(size: Size, *, audited: bool, recorded: bool) -> Variant:
-    """The loop under a new auditor in each call, and a recorder of the first backward pass."""
+def watched(size: Size, *, audited: bool) -> Variant:
+    """The loop, under a new auditor in each call if it is audited."""
     steps = loop(size)
 
     def call() -> None:
-        mode = Mode()
-        with contextlib.ExitStack() as stack:
-            if recorded:
-                stack.enter_context(Recorder(mode, passes=1).watching())
-            if audited:
-                stack.enter_context(Auditor().watching(mode))
+        with Auditor().watching() if audited else contextlib.nullcontext():
             steps()
 
     return torch_variant(call, "cpu")
 
 
 VARIANTS = {
-    "as it is": {"audited": False, "recorded": False},
-    "with the auditor": {"audited": True, "recorded": False},
-    "under the command": {"audited": True, "recorded": True},
+    "as it is": {"audited": False},
+    "under the command": {"audited": True},
 }
 
 

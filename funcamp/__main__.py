@@ -1,4 +1,4 @@
-"""`python -m funcamp doctor`: check this machine; `report`: show the numerics of a script."""
+"""`python -m funcamp doctor`: check this machine; `report`: name the mistakes of a training loop."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ def main(argv: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     doctor = commands.add_parser("doctor", help="check this machine: compiler, parity with torch's loop, time")
     doctor.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
-    numerics = commands.add_parser("report", help="run a script or a callable, and report its numerics")
-    command.add_arguments(numerics)
+    audit = commands.add_parser("report", help="run a script, and name the mistakes of its training loop")
+    command.add_arguments(audit)
     arguments = sys.argv[1:] if argv is None else argv
     # What follows "--" are the arguments of the script.
     separator = arguments.index("--") if "--" in arguments else len(arguments)
     args = parser.parse_args(arguments[:separator])
     script_arguments = arguments[separator + 1 :]
     if args.command == "report":
-        return command.run(numerics, args, script_arguments)
+        return command.run(audit, args, script_arguments)
     if script_arguments:
         doctor.error(f"unrecognized arguments: {' '.join(script_arguments)}")
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -37,5 +37,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.excepthook = command.excepthook
     sys.exit(main())

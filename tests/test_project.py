@@ -120,12 +120,12 @@ def test_changelog_of_the_release_is_short() -> None:
 #: need it, and why nothing simpler serves them.
 MOST_TOKENS: dict[str, int] = {
     "_jit": 36_009,
-    "report": 33_954,
+    "report": 27_993,
     "_optim": 23_740,
     "_trace": 22_158,
     "_autograd": 9_933,
     "_step": 12_480,
-    "numerics": 7_122,
+    "numerics": 7_115,
     "_verify": 6_136,
     "_upstream": 6_476,
     "_amp": 5_991,
@@ -135,7 +135,7 @@ MOST_TOKENS: dict[str, int] = {
     "rules": 4_419,
     "distributed": 4_256,
     "float8": 2_327,
-    "command line": 1_039,
+    "command line": 1_032,
     "_io": 1_024,
 }
 

@@ -43,6 +43,6 @@ class SkipsInARow:
         warnings.warn(
             f"{self._call}: {count} steps in a row were skipped, so nothing is learned: {describe()}. No scale "
             "helps if the loss is not finite or a gradient is inf or NaN at each scale; "
-            "`python -m funcamp report script.py` names the operation",
+            "`funcamp.report.numerics_report` of one step names the operation",
             stacklevel=self._depth + 2,
         )

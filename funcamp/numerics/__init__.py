@@ -26,8 +26,7 @@ __all__ = [
 ]
 
 #: The names of `funcamp.report`, which is imported when one of them is first used: a step with taps needs none.
-_OF_THE_REPORT = {"Float8Layer", "NumericsReport", "Operation", "Origin", "Recommendation"}
-_OF_THE_REPORT |= {"annotate", "numerics_report", "plot_flushed"}
+_OF_THE_REPORT = {"NumericsReport", "Operation", "Origin", "Recommendation", "annotate", "numerics_report"}
 
 
 def __getattr__(name: str) -> Any:

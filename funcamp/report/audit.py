@@ -11,7 +11,6 @@ from typing import NamedTuple
 from funcamp.report.events import Backward, Ended, Event, GradientsTaken
 from funcamp.report.lines import UNKNOWN, Line
 from funcamp.report.loop import Loop
-from funcamp.report.mode import Mode
 from funcamp.report.observer import Observer
 from funcamp.report.rules import Found, Rule, rules_at
 
@@ -54,9 +53,9 @@ class Auditor:
         """How often each line has caused each kind of event."""
 
     @contextlib.contextmanager
-    def watching(self, mode: Mode | None = None) -> Iterator[None]:
-        """Context manager: the run is watched; mode: gets its operations, and a recorder may get them from it too."""
-        observer = Observer(self._take, mode or Mode())
+    def watching(self) -> Iterator[None]:
+        """Context manager: the run is watched."""
+        observer = Observer(self._take)
         is_cut = True  # unless the run ends by itself
         try:
             with contextlib.suppress(Enough), observer.observing():

@@ -24,8 +24,6 @@ class Derived(NamedTuple):
     """The parameters of the gradients."""
     read_ids: tuple[int, ...] = ()
     """The reads of gradients, such as norms, from which it is computed; none for gradients."""
-    grows: bool = True
-    """False for the norm of torch's clipping, which is followed only to see whether the loop looks for inf in it."""
     finite_line: Line | None = None
     """Where inf and NaN in it were replaced by numbers."""
 
@@ -58,7 +56,6 @@ def joined(parts: list[Derived]) -> Derived:
     return Derived(
         parameters=tuple([key for part in parts for key in part.parameters]),
         read_ids=tuple([read_id for part in parts for read_id in part.read_ids]),
-        grows=any(part.grows for part in parts),
         finite_line=_first(part.finite_line for part in parts),
     )
 

@@ -91,9 +91,6 @@ class Backward(Event):
 class GradientsTaken(Event):
     """`torch.autograd.grad` was called, whose gradients no scaler unscales: the loop does it itself."""
 
-    scaler: Key | None
-    """The scaler that scaled the loss; None if no scaler did."""
-
 
 class OptimizerEvent(Event):
     """A call that uses the gradients of an optimizer's parameters."""
@@ -154,14 +151,11 @@ class LossScaled(Event):
     """Whether it is computed from gradients of a scaled loss and grows with the scale as they do."""
 
 
-class ScaledLossRead(Event):
-    """A scaled loss was read on the host, or divided."""
+class HostRead(Event):
+    """The loop read a number on the host."""
 
-    scaler: Key
-    updates: int
-    """How many updates the scaler had had when it scaled the loss."""
-    is_on_host: bool = True
-    """Whether it was read on the host."""
+    scaler: Key | None
+    """The scaler, if the number is a scaled loss."""
 
 
 class GradientEvent(Event):
@@ -178,21 +172,14 @@ class GradientRead(GradientEvent):
     """A norm or another statistic of gradients was computed, which this package calls a read of the gradients."""
 
     read_id: int
-    """A number that identifies the read in `ReadsCancelled` and `ReadsUsed`."""
+    """A number that identifies the read in `ReadsUsed`."""
 
 
-class ReadEvent(Event):
-    """Something was computed from reads of gradients."""
+class ReadsUsed(Event):
+    """A number that grows with the scale was read on the host, or compared with a number that grows differently."""
 
     read_ids: tuple[int, ...]
-
-
-class ReadsCancelled(ReadEvent):
-    """A number was computed from them that does not grow with the scale, such as a cosine, or may not."""
-
-
-class ReadsUsed(ReadEvent):
-    """A number that grows with the scale was read on the host, or compared with a number that grows differently."""
+    """The reads of gradients from which it is computed."""
 
 
 class GradientWritten(GradientEvent):
@@ -215,10 +202,6 @@ class Cleared(GradientEvent):
     """None for a module."""
 
 
-class CastToFloat16(GradientEvent):
-    """`module.half()` was called: the parameters are float16 now."""
-
-
 class SchedulerStepped(Event):
     """A learning-rate scheduler was stepped."""
 
@@ -227,12 +210,6 @@ class SchedulerStepped(Event):
 
 class ScalerSaved(Event):
     """`scaler.state_dict()` was called, or the scaler was pickled."""
-
-    scaler: Key
-
-
-class ScalerLoaded(Event):
-    """`scaler.load_state_dict()` was called."""
 
     scaler: Key
 
@@ -248,13 +225,6 @@ class FileSaved(Event):
 
     has_optimizer: bool
     """Whether it contains the state of an optimizer."""
-
-
-class FileLoaded(Event):
-    """`torch.load` was called."""
-
-    has_optimizer: bool = False
-    """Whether the file contains the state of an optimizer."""
 
 
 class OutOfRange(Event):

@@ -1,4 +1,4 @@
-"""What a script saves to a file or loads from one: optimizers, and Python numbers that may be a scale."""
+"""What a script saves to a file: optimizers, and Python numbers that may be a scale."""
 
 from __future__ import annotations
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from funcamp.report import events
 from funcamp.report.derived import (
@@ -23,7 +24,7 @@ from funcamp.report.derived import (
 )
 from funcamp.report.events import Event, Key
 from funcamp.report.lines import calling_line
-from funcamp.report.tensors import WeakTensors, tensor_arguments
+from funcamp.report.tensors import tensor_arguments
 from funcamp.report.torch_names import Args
 from funcamp.report.tracked import Tracked
 
@@ -38,8 +39,6 @@ _CLIPS = {"clamp", "clamp_min", "clamp_max", "clamp_", "clamp_min_", "clamp_max_
 _CLIPS |= {"_foreach_clamp_min_", "_foreach_clamp_max_"}
 _ZEROS = {"zero_", "_foreach_zero_"}
 _CHANGES = _WRITES | _CLIPS | _ZEROS
-#: Operations that read a loss on the host, or divide it.
-_LOSS_READS = {"_local_scalar_dense", "div", "mul"}
 
 #: Tests for inf and NaN. `isfinite` compares a tensor with itself, and its sizes with inf.
 _TESTS = {"isnan", "isinf", "eq", "ne"}
@@ -49,7 +48,7 @@ _REPLACING = {"masked_fill": (1, 0), "masked_fill_": (1, 0), "index_put_": (1, 0
 _NAN_TO_NUM = {"nan_to_num", "nan_to_num_"}
 
 #: The operations that are looked at; the names in `FOLLOWED` also as their variants in place and for lists.
-LOOKED_AT = {*_CHANGES, *_LOSS_READS, *_TESTS, *_COMBINATIONS, *_REPLACING, *_NAN_TO_NUM, *FOLLOWED}
+LOOKED_AT = {*_CHANGES, *_TESTS, *_COMBINATIONS, *_REPLACING, *_NAN_TO_NUM, *FOLLOWED}
 LOOKED_AT |= {f"{name}_" for name in FOLLOWED} | {f"_foreach_{name}" for name in FOLLOWED}
 
 
@@ -64,16 +63,16 @@ class GradientOperations:
     def __init__(self, emit: Callable[[Event], None], tracked: Tracked) -> None:
         self._emit = emit
         self._tracked = tracked
-        self._overflow_masks = WeakTensors()
+        self._overflow_masks = WeakTensorKeyDictionary()
         """Masks of the inf and NaN in gradients, or of all else."""
         self._read_ids = itertools.count()
 
     def check(self, name: str, args: Args, result: object) -> None:
         """Report an operation of `LOOKED_AT` that has run."""
-        if name in _LOSS_READS:
-            self._report_loss_read(name, args[0])
+        if name == "_local_scalar_dense":
+            self._report_host_read(args[0])
         if self._makes_overflow_mask(name, args):
-            self._overflow_masks.add_all(tensor_arguments((result,)))
+            self._overflow_masks.update(dict.fromkeys(tensor_arguments((result,)), True))
         if self._replaces_overflow(name, args):
             self._report_replacement(args, tensor_arguments((result,)))
             return
@@ -81,12 +80,10 @@ class GradientOperations:
         if not is_change:
             self._follow(name.removesuffix("_").removeprefix("_foreach_"), args, result)
 
-    def _report_loss_read(self, name: str, tensor: object) -> None:
-        """Report a scaled loss that is read or divided."""
+    def _report_host_read(self, tensor: object) -> None:
+        """Report a number that is read on the host."""
         scaling = self._tracked.scaling_of(tensor)
-        if scaling is not None:
-            is_on_host = name == "_local_scalar_dense"
-            self._emit(events.ScaledLossRead(calling_line(), scaling.scaler, scaling.updates, is_on_host))
+        self._emit(events.HostRead(calling_line(), None if scaling is None else scaling.scaler))
 
     def _makes_overflow_mask(self, name: str, args: Args) -> bool:
         """Return whether the result of an operation marks inf and NaN in gradients, or all else."""
@@ -95,7 +92,7 @@ class GradientOperations:
             return (is_with_inf or args[1] is args[0]) and self._is_gradient(args[0])
         if name in _TESTS:
             return self._is_gradient(args[0])
-        return name in _COMBINATIONS and all(one in self._overflow_masks for one in args)
+        return name in _COMBINATIONS and all(isinstance(one, Tensor) and one in self._overflow_masks for one in args)
 
     def _replaces_overflow(self, name: str, args: Args) -> bool:
         """Return whether an operation replaces inf and NaN of gradients by numbers."""
@@ -144,8 +141,6 @@ class GradientOperations:
     def _report_product(self, name: str, args: Args, keys: tuple[Key, ...]) -> None:
         """Report that gradients were multiplied or divided in place."""
         factor = self._tracked.derived(args[1]) if len(args) > 1 else None
-        if factor is not None:
-            self._emit(events.ReadsCancelled(calling_line(), factor.read_ids))
         # A mask has a number for each element, which neither scales nor averages.
         is_mask = name in _PRODUCTS and isinstance(args[1], Tensor) and args[1].numel() > 1
         is_divided = factor is None and divides_by_scale(name, args[1], self._tracked.scales)
@@ -160,15 +155,12 @@ class GradientOperations:
             keys: the parameters.
             derived: what the new gradients are; None if they are not computed from gradients.
         """
-        line = calling_line()
-        if derived is not None:
-            self._emit(events.ReadsCancelled(line, derived.read_ids))
-            if derived.finite_line is not None:
-                self._emit(events.NonfiniteReplaced(derived.finite_line, keys))
-        self._emit(events.GradientWritten(line, keys, derived is not None and derived.grows))
+        if derived is not None and derived.finite_line is not None:
+            self._emit(events.NonfiniteReplaced(derived.finite_line, keys))
+        self._emit(events.GradientWritten(calling_line(), keys, derived is not None))
 
     def _follow(self, name: str, args: Args, result: object) -> None:
-        """Report a norm or another statistic of gradients, and what is computed from it."""
+        """Report a norm or another statistic of gradients, and its use; follow what is computed from it."""
         known = [self._tracked.derived(argument) for argument in args]
         parts = [part for part in known if part is not None]
         if not parts:
@@ -176,24 +168,22 @@ class GradientOperations:
         derived = joined(parts)
         results = tensor_arguments((result,))
         decides = name in DECISIONS and depends_on_scale(args, known, self._tracked.scales)
-        if derived.grows and not derived.read_ids:
+        if not derived.read_ids:
             if decides and name in BOUNDS:
                 self._emit(events.Clipped(calling_line(), derived.parameters))
             elif decides or name in _READS:
                 derived = self._as_read(derived)
-        if derived.grows and (decides or name in HOST_READS):
+        if decides or name in HOST_READS:
             self._emit(events.ReadsUsed(calling_line(), derived.read_ids))
             self._tracked.forget_derived(results)
-        elif derived.grows and name not in COMPARISONS and keeps_scale(name, args, known, self._tracked.scales):
+        elif name not in COMPARISONS and keeps_scale(name, args, known, self._tracked.scales):
             # Gradients without their mean are gradients again.
             if name not in _READS and not all(part.read_ids for part in parts):
-                self._emit(events.ReadsCancelled(calling_line(), derived.read_ids))
                 derived = derived._replace(read_ids=())
             for tensor in results:
                 if not (tensor.is_leaf and tensor.requires_grad):  # a step by hand, which changes parameters
                     self._tracked.remember_derived(tensor, derived)
         else:
-            self._emit(events.ReadsCancelled(calling_line(), derived.read_ids))
             self._tracked.forget_derived(results)
 
     def report_norm(self, norm: object, parameters: tuple[Key, ...]) -> None:

@@ -122,17 +122,11 @@ class Scaler:
     """The number of backward passes of losses that it scaled."""
     passes_before_update: int = 0
     """How many of them were before its last update."""
-    gradients_taken: int = 0
-    """How often `torch.autograd.grad` was called for a loss that it scaled."""
     steps: int = 0
     unscaled: set[Key] = field(default_factory=set)
     """The optimizers that were unscaled since the last update."""
     stepped: set[Key] = field(default_factory=set)
     """The optimizers that were stepped since the last update."""
-    scale_reads: Counter[Line] = field(default_factory=Counter)
-    """The lines that read its scale, and how often each did."""
-    is_compared: bool = False
-    """Whether its scale was read before the first backward pass: the loop compares scales to find skipped steps."""
     is_factor: bool = False
     """Whether the loop has multiplied or divided by its scale."""
     loss_lines: Counter[Line] = field(default_factory=Counter)
@@ -140,7 +134,6 @@ class Scaler:
     last_read_line: Line = UNKNOWN
     """The last line that read its scale since its last update."""
     is_saved: bool = False
-    is_loaded: bool = False
 
 
 @dataclass
@@ -162,8 +155,6 @@ class Optimizer:
     """The last backward pass that added to its gradients."""
     cleared_line: Line | None = None
     """Where its gradients were cleared after a backward pass, if no other pass followed."""
-    loaded_line: Line | None = None
-    """Where its state was loaded from a file."""
     is_restored: bool = False
     """Whether its state was loaded since its last step, from a file or from a copy."""
     stepped_line: Line | None = None

@@ -48,11 +48,6 @@ class Line(NamedTuple):
         """The line itself."""
         return linecache.getline(self.file, self.number).strip()
 
-    @property
-    def is_installed(self) -> bool:
-        """Whether it belongs to an installed package, which its user does not change."""
-        return any(name in self.file for name in _INSTALLED)
-
 
 UNKNOWN = Line("unknown", 0)
 
@@ -89,16 +84,6 @@ def are_in_one_loop(first: tuple[Place, ...], second: tuple[Place, ...]) -> bool
     return loop is not None and line.file == other.file and _contains(loop, other)
 
 
-def goes_over_parts(first: tuple[Place, ...], second: tuple[Place, ...]) -> bool:
-    """Return whether the innermost loop around one call goes over parts that are written out: `for x in (real, fake)`.
-
-    first, second: as of `are_in_one_loop`.
-    """
-    line, _ = _where_they_differ(first, second)
-    loop = _innermost_loop(line)
-    return isinstance(loop, (ast.For, ast.AsyncFor)) and _is_written_out(loop.iter)
-
-
 def _where_they_differ(first: tuple[Place, ...], second: tuple[Place, ...]) -> tuple[Line, Line]:
     """Return the lines of two calls in the innermost function that made both."""
     for place, other in zip(first, second):
@@ -115,28 +100,12 @@ def _innermost_loop(line: Line) -> ast.expr | ast.stmt | None:
     return innermost if isinstance(innermost, _LOOPS) else None
 
 
-def _is_written_out(iterated: ast.expr) -> bool:
-    """Return whether what a loop goes over is a tuple or list in the source, also in `zip` or `enumerate`."""
-    if isinstance(iterated, ast.Call) and _name_of(iterated.func) in ("zip", "enumerate", "reversed"):
-        return any(map(_is_written_out, iterated.args))
-    return isinstance(iterated, (ast.Tuple, ast.List))
+def is_factor(name: str, line: Line) -> bool:
+    """Return whether the result of a method's call on a line is multiplied or divided, as far as the source shows.
 
-
-def is_factor(name: str, places: tuple[Place, ...]) -> bool:
-    """Return whether the result of a method's call is multiplied or divided, as far as the source shows.
-
-    name: the method's.
-    places: `calling_places` of the call. If a function returns the result, the line that calls this function decides.
+    What a function returns is a factor: its callers may multiply by it.
     """
-    if not places:
-        return False
-    line = places[-1].line
-    uses = _uses_of_call(name, line)
-    if any(_is_use_as_factor(use, line.file) for use in uses):
-        return True
-    is_returned = any(isinstance(use, ast.Return) for use in uses)
-    outer_lines = [place.line for place in places if place.line != line]
-    return is_returned and bool(outer_lines) and _has_product(outer_lines[-1])
+    return any(_is_use_as_factor(use, line.file) for use in _uses_of_call(name, line))
 
 
 def _uses_of_call(name: str, line: Line) -> list[ast.AST]:
@@ -147,24 +116,8 @@ def _uses_of_call(name: str, line: Line) -> list[ast.AST]:
 
 
 def _is_use_as_factor(use: ast.AST, file: str) -> bool:
-    """Return whether a value is used in a product, or assigned to a name that is a factor somewhere."""
-    return isinstance(use, _PRODUCTS) or (isinstance(use, ast.Assign) and _is_name_factor(use, file))
-
-
-def _has_product(line: Line) -> bool:
-    """Return whether a line multiplies or divides."""
-    return any(
-        isinstance(node, _PRODUCTS) and _contains(node, line) and _is_product(node) for node in _parents(line.file)
-    )
-
-
-def is_subscripted(name: str, line: Line) -> bool:
-    """Return whether only an entry of what a method returned is used on a line."""
-    for node, parent in _parents(line.file).items():
-        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name
-        if is_call and isinstance(parent, ast.Subscript) and _contains(parent, line):
-            return True
-    return False
+    """Return whether a value is used in a product or returned, or assigned to a name that is a factor somewhere."""
+    return isinstance(use, (*_PRODUCTS, ast.Return)) or (isinstance(use, ast.Assign) and _is_name_factor(use, file))
 
 
 def _use_of(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:

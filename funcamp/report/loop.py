@@ -8,26 +8,22 @@ from functools import singledispatchmethod
 
 from funcamp.report.events import (
     Backward,
-    CastToFloat16,
     Cleared,
     Clipped,
     Event,
-    FileLoaded,
     FileSaved,
     GradientRead,
     GradientsTaken,
     GradientWritten,
+    HostRead,
     Key,
     NonfiniteReplaced,
     OptimizerLoaded,
     OptimizerMade,
     OutOfRange,
     Overflowed,
-    ReadsCancelled,
     ReadsUsed,
-    ScaledLossRead,
     ScaleRead,
-    ScalerLoaded,
     ScalerMade,
     ScalerSaved,
     SchedulerStepped,
@@ -50,7 +46,6 @@ class Loop:
         self.gradients: dict[Key, Gradient] = {}
         self.scalers: dict[Key, Scaler] = defaultdict(Scaler)
         self.optimizers: dict[Key, Optimizer] = defaultdict(Optimizer)
-        self.passes = 0
         self.steps = 0
         self.clears = 0
         """How often gradients were cleared that no step had used."""
@@ -59,28 +54,20 @@ class Loop:
         """For each optimizer whether its steps since the last step of its scheduler were applied, one flag a step."""
         self.optimizer_saved_line: Line | None = None
         """Where an optimizer's state was last saved to a file."""
-        self.has_loaded_optimizer = False
-        """Whether a file was loaded that contains an optimizer's state."""
         self.has_unscaled = False
         """Whether `unscale_` was called."""
-        self.is_checked = False
-        """Whether something was computed from gradients since `unscale_`: the loop may look for inf itself."""
+        self.has_read_number = False
+        """Whether the loop read a number on the host since `unscale_`: it may look for inf itself."""
         self.has_named_overflow = False
         """Whether a rule has named what was not finite in a forward pass, and no step was applied since."""
         self.left_float16_range = False
         """Whether a float16 operation got or made a number outside of float16's range."""
-        self.stale_loss_line = UNKNOWN
-        """The last line that read a scaled loss after the scaler's update; `UNKNOWN` if a newer loss was read since."""
         self.scaled_reads: dict[int, Line] = {}
-        """By read id: where statistics of scaled gradients were computed since the last step."""
-        self.right_reads: set[int] = set()
-        """The reads among them of which a number was computed that is free of the scale, or may be."""
-        self.wrong_reads: set[int] = set()
-        """The reads among them of which a number was used that grows with the scale."""
+        """By read id: where statistics of scaled gradients were computed since the last backward pass."""
+        self.used_reads: dict[Line, None] = {}
+        """Those of them that were read on the host or compared, in all of the run."""
         self.has_scale_factor = False
         """Whether the loop has multiplied or divided by a scaler's scale since the last update."""
-        self.float16_lines: dict[Key, Line] = {}
-        """Where each parameter was cast to float16 by `half()`."""
 
     def gradient(self, parameter: Key) -> Gradient:
         """Return what is known about a parameter's gradient."""
@@ -121,8 +108,8 @@ class Loop:
 
     @follow.register
     def _(self, event: Backward) -> None:
-        self.passes += 1
         self.last_pass = event
+        self.scaled_reads.clear()
         self.has_named_overflow |= bool(event.not_finite)
         if event.scaler is not None:
             self.scaler(event.scaler).passes += 1
@@ -141,16 +128,13 @@ class Loop:
                 optimizer.has_own_passes |= parameters.issubset(optimizer.parameters)
 
     @follow.register
-    def _(self, event: GradientsTaken) -> None:
-        if event.scaler is not None:
-            self.scaler(event.scaler).gradients_taken += 1
+    def _(self, _event: GradientsTaken) -> None:
         for optimizer in self.optimizers.values():
             optimizer.stepped_line = None
 
     @follow.register
     def _(self, event: Unscaled) -> None:
-        self._forget_reads()
-        self.is_checked = False
+        self.has_read_number = False
         self.has_unscaled = True
         self.optimizer(event.optimizer).parameters = event.parameters
         if event.scaler is not None and event.has_enabled_scaler:
@@ -159,9 +143,8 @@ class Loop:
 
     @follow.register
     def _(self, event: StepCalled) -> None:
-        self._forget_reads()
         self.steps += 1
-        self.is_checked = False
+        self.has_read_number = False
         optimizer = self.optimizer(event.optimizer)
         optimizer.parameters = event.parameters
         optimizer.steps += 1
@@ -196,7 +179,6 @@ class Loop:
         scaler.updates += event.is_enabled
         scaler.passes_before_update = scaler.passes
         scaler.last_read_line = UNKNOWN
-        self.stale_loss_line = UNKNOWN
         self.has_scale_factor = False
         scaler.unscaled.clear()
         scaler.stepped.clear()
@@ -204,17 +186,14 @@ class Loop:
     @follow.register
     def _(self, event: ScaleRead) -> None:
         scaler = self.scaler(event.scaler)
-        scaler.is_compared |= not scaler.passes
         scaler.is_factor |= event.is_factor
         self.has_scale_factor |= event.is_factor
-        scaler.scale_reads[event.line] += 1
         scaler.last_read_line = event.line
 
     @follow.register
-    def _(self, event: ScaledLossRead) -> None:
-        is_stale = event.updates != self.updates_of(event.scaler)
-        self.stale_loss_line = event.line if is_stale else UNKNOWN
-        if event.is_on_host:
+    def _(self, event: HostRead) -> None:
+        self.has_read_number = True
+        if event.scaler is not None:
             self.scaler(event.scaler).loss_lines[event.line] += 1
 
     @follow.register
@@ -223,14 +202,9 @@ class Loop:
             self.scaled_reads[event.read_id] = event.line
 
     @follow.register
-    def _(self, event: ReadsCancelled) -> None:
-        self.is_checked = True
-        self.right_reads |= self.scaled_reads.keys() & event.read_ids
-
-    @follow.register
     def _(self, event: ReadsUsed) -> None:
-        self.is_checked = True
-        self.wrong_reads |= self.scaled_reads.keys() & event.read_ids
+        used = [read_id for read_id in event.read_ids if read_id in self.scaled_reads]
+        self.used_reads |= {self.scaled_reads[read_id]: None for read_id in used}
 
     @follow.register
     def _(self, event: GradientWritten) -> None:
@@ -285,10 +259,6 @@ class Loop:
             self.optimizer(event.optimizer).clears += 1
 
     @follow.register
-    def _(self, event: CastToFloat16) -> None:
-        self.float16_lines |= dict.fromkeys(event.parameters, event.line)
-
-    @follow.register
     def _(self, event: SchedulerStepped) -> None:
         self.applied_flags.pop(event.optimizer, None)
 
@@ -297,15 +267,8 @@ class Loop:
         self.scaler(event.scaler).is_saved = True
 
     @follow.register
-    def _(self, event: ScalerLoaded) -> None:
-        self.scaler(event.scaler).is_loaded = True
-
-    @follow.register
     def _(self, event: OptimizerLoaded) -> None:
-        optimizer = self.optimizer(event.optimizer)
-        optimizer.is_restored = True
-        if self.has_loaded_optimizer:
-            optimizer.loaded_line = event.line
+        self.optimizer(event.optimizer).is_restored = True
 
     @follow.register
     def _(self, event: FileSaved) -> None:
@@ -314,28 +277,9 @@ class Loop:
             self.optimizer_saved_line = event.line
 
     @follow.register
-    def _(self, event: FileLoaded) -> None:
-        self.has_loaded_optimizer |= event.has_optimizer
-
-    @follow.register
     def _(self, event: OutOfRange) -> None:
         self.left_float16_range = True
         self.has_named_overflow |= isinstance(event, Overflowed)
-
-    def lines_of_wrong_reads(self) -> list[Line]:
-        """Return where statistics of scaled gradients were computed that are used, or for no purpose that is seen.
-
-        If the loop has multiplied or divided by the scale, the numbers may have been unscaled on the host.
-        """
-        if self.has_scale_factor:
-            return []
-        is_right = self.right_reads - self.wrong_reads
-        return [line for read_id, line in self.scaled_reads.items() if read_id not in is_right]
-
-    def _forget_reads(self) -> None:
-        self.scaled_reads.clear()
-        self.right_reads.clear()
-        self.wrong_reads.clear()
 
     def _has_unused(self, parameters: tuple[Key, ...]) -> bool:
         """Return whether a parameter has a gradient that no step has used."""

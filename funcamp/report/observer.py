@@ -21,7 +21,6 @@ from funcamp.report.calls.optimizers import OptimizerCalls
 from funcamp.report.calls.run import Run
 from funcamp.report.calls.scalers import ScalerCalls
 from funcamp.report.events import Event
-from funcamp.report.mode import Mode
 from funcamp.report.torch_names import forget_replaced_functions, replaced
 
 
@@ -30,13 +29,11 @@ class Observer:
 
     Args:
         emit: gets each event.
-        mode: gets the operations of the run.
     """
 
-    def __init__(self, emit: Callable[[Event], None], mode: Mode) -> None:
-        run = Run(emit, mode)
-        self._nesting = run.nesting
-        self._operations = run.operations
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        run = Run(emit)
+        self._run = run
         self._optimizers = OptimizerCalls(run)
         self._scalers = ScalerCalls(run, self._optimizers)
         self._backward = BackwardCalls(run)
@@ -45,8 +42,7 @@ class Observer:
 
     @contextlib.contextmanager
     def observing(self) -> Iterator[None]:
-        """Context manager: calls of torch, and operations that the mode gets, are events."""
-        mode = self._nesting.mode
+        """Context manager: calls of torch, and operations, are events."""
         with contextlib.ExitStack() as stack:
             stack.callback(forget_replaced_functions)
             stack.enter_context(self._optimizers.observing_steps())
@@ -60,11 +56,10 @@ class Observer:
                 if id(function) not in wrapped:
                     wrapped[id(function)] = self._wrap(function, observed)
                 stack.enter_context(replaced(observed.owner, **{observed.name: wrapped[id(function)]}))
-            stack.enter_context(replaced(mode, look=self._operations.look))
             stack.enter_context(torch.compiler.set_stance("force_eager"))
-            stack.enter_context(mode)
+            stack.enter_context(self._run.operations)
             # What the run imported from torch by name stays a wrapped function in its own modules.
-            stack.callback(setattr, self._nesting, "is_quiet", True)
+            stack.callback(setattr, self._run, "is_quiet", True)
             yield
 
     def _observe_class(self, stack: contextlib.ExitStack, scaler_class: type) -> None:
@@ -86,7 +81,7 @@ class Observer:
 
         @functools.wraps(function)
         def wrapped(*args: object, **kwargs: object) -> object:
-            if self._nesting.is_quiet:
+            if self._run.is_quiet:
                 return function(*args, **kwargs)
             return observed.handler(function, *args, **kwargs)
 

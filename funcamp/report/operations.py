@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -11,9 +12,8 @@ from torch import Tensor
 
 from funcamp.report.float16_range import RAISING, Float16Range
 from funcamp.report.gradient_operations import LOOKED_AT, GradientOperations
-from funcamp.report.mode import Run
 from funcamp.report.tensors import tensor_arguments
-from funcamp.report.torch_names import Args, Kwargs
+from funcamp.report.torch_names import Args, DispatchMode, Kwargs, dispatch_modes
 
 if TYPE_CHECKING:
     from torch._ops import OpOverload
@@ -36,8 +36,8 @@ def _looks_at(function: OpOverload) -> _Looks:
     return _Looks(name, name in LOOKED_AT, name in RAISING, not function.is_view)
 
 
-class Operations:
-    """Looks at the operations of the script's own code.
+class Operations(DispatchMode):
+    """A dispatch mode that looks at the operations of the script's own code.
 
     Args:
         gradients: gets those on gradients.
@@ -47,18 +47,49 @@ class Operations:
     """
 
     def __init__(self, gradients: GradientOperations, float16: Float16Range, is_hidden: Callable[[], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
         self._gradients = gradients
         self._float16 = float16
         self._is_hidden = is_hidden
 
-    def look(self, func: OpOverload, args: Args, keywords: Kwargs, run: Run) -> object:
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: everything runs eagerly while the report watches, and torch's check of that costs time."""
+        return False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Context manager: operations do not go through this mode, unless others are inside."""
+        if dispatch_modes()[-1:] != [self]:
+            yield
+            return
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        try:
+            yield
+        finally:
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    @contextlib.contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Context manager: operations go through this mode, also while it is paused."""
+        with contextlib.nullcontext() if self in dispatch_modes() else self:
+            yield
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+    ) -> object:
         """Run an operation, and look at its arguments and its result if a rule needs it."""
+        keywords = kwargs or {}
         if self._is_hidden():
-            return run(func, args, keywords)
+            return func(*args, **keywords)
         looks = _looks_at(func)
         if looks.at_range_before:
             self._float16.check_before(looks.name, args, keywords)
-        result = run(func, args, keywords)
+        result: object = func(*args, **keywords)
         if looks.at_gradients:
             self._gradients.check(looks.name, args, result)
         if looks.at_range:

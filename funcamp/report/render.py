@@ -1,13 +1,8 @@
-"""Findings as text and as JSON."""
+"""Findings as text."""
 
 from __future__ import annotations
 
-from typing import TypeAlias
-
 from funcamp.report.audit import Auditor, Finding
-
-#: A finding for JSON.
-Row: TypeAlias = dict[str, str | int]
 
 
 def headline(auditor: Auditor) -> str:
@@ -38,25 +33,6 @@ def _paragraph(finding: Finding) -> str:
         f"change: {rule.change}",
     ]
     return "\n    ".join(lines)
-
-
-def rows(auditor: Auditor) -> list[Row]:
-    """Return the findings for JSON."""
-    return [
-        {
-            "name": finding.rule.name,
-            "file": finding.line.file,
-            "line": finding.line.number,
-            "text": finding.line.text,
-            "times": finding.times,
-            "detail": finding.detail,
-            "note": finding.rule.is_note,
-            "mistake": finding.rule.mistake,
-            "effect": finding.rule.effect,
-            "change": finding.rule.change,
-        }
-        for finding in auditor.findings()
-    ]
 
 
 def _counted(number: int, word: str, plural: str = "s") -> str:

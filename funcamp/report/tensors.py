@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Iterator
 from typing import TypeGuard
 
@@ -11,22 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from funcamp.report.torch_names import is_wrapped, without_modes
-
-
-class WeakTensors:
-    """A set of tensors by identity, which keeps none alive."""
-
-    def __init__(self) -> None:
-        self._references: dict[int, weakref.ref[Tensor]] = {}
-
-    def add_all(self, tensors: Iterable[Tensor]) -> None:
-        """Add tensors, each until it is gone."""
-        for tensor in tensors:
-            self._references[id(tensor)] = weakref.ref(tensor)
-
-    def __contains__(self, tensor: object) -> bool:
-        reference = self._references.get(id(tensor))  # another tensor may have this number now
-        return reference is not None and reference() is tensor
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:

@@ -50,7 +50,6 @@ transforms_active: Callable[[], bool] = _of_torch("_C._are_functorch_transforms_
 is_wrapped: Callable[[Tensor], bool] = _of_torch("_C._functorch.is_functorch_wrapped_tensor")
 
 tree_leaves: Callable[[Any], list[Any]] = _of_torch("utils._pytree.tree_leaves")
-tree_map: Callable[[Callable[[Any], Any], Any], Any] = _of_torch("utils._pytree.tree_map")
 
 _without_function_modes = _of_torch("_C.DisableTorchFunction")
 _without_dispatch_modes = _of_torch("_C._DisableTorchDispatch")

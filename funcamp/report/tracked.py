@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from funcamp.report.autograd_graph import Scaling
 from funcamp.report.derived import Derived, joined
@@ -41,15 +42,15 @@ class Tracked:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[weakref.ref[object], Key]] = {}
-        """The key of each object, by the object's address."""
+        self._keys = WeakIdKeyDictionary()
+        """The key of each object."""
         self._numbers = itertools.count(1)
         self._gradients: dict[int, dict[Key, _StoredGradient]] = {}
         """The parameters whose gradients are in a memory, by its address: one, or all those of a flat buffer."""
         self._addresses: dict[Key, int] = {}
         """The address of each parameter's gradient after the last backward pass that added to it."""
-        self._derived: dict[int, tuple[weakref.ref[Tensor], Derived]] = {}
-        """What each tensor is that is computed from gradients, by the `id` of the tensor."""
+        self._derived = WeakTensorKeyDictionary()
+        """What each tensor is that is computed from gradients."""
         self.scales: set[float] = set()
         """The scales that scalers had: the loop may unscale gradients by one of these numbers."""
         self._hooked: list[tuple[int, Key]] = []
@@ -61,10 +62,9 @@ class Tracked:
 
     def key(self, obj: object) -> Key:
         """Return the key of an object."""
-        reference, key = self._known.get(id(obj), (None, 0))
-        if reference is None or reference() is not obj:  # an object that is gone may have had this address
-            key = next(self._numbers)
-            self._known[id(obj)] = weakref.ref(obj), key
+        if obj not in self._keys:
+            self._keys[obj] = next(self._numbers)
+        key: Key = self._keys[obj]
         return key
 
     def parameters(self, parameters: Iterable[Tensor]) -> tuple[Key, ...]:
@@ -141,12 +141,6 @@ class Tracked:
                 yield key, gradient
                 self.remember_gradients([parameter])
 
-    def reads_in_gradients(self, optimizer: Optimizer) -> tuple[int, ...]:
-        """Return the reads from which an optimizer's gradients were computed, such as those that lack their mean."""
-        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-        known = [derived for derived in map(self.derived_alone, gradients) if derived is not None]
-        return tuple([read_id for derived in known for read_id in derived.read_ids])
-
     def derived(self, argument: object) -> Derived | None:
         """Return what an operation's argument is; None if it is neither a gradient nor computed from gradients."""
         tensors = argument if isinstance(argument, (list, tuple)) else [argument]
@@ -158,20 +152,23 @@ class Tracked:
 
     def derived_alone(self, tensor: object) -> Derived | None:
         """Return what a tensor is that is computed from gradients; None for anything else, a gradient too."""
-        reference, derived = self._derived.get(id(tensor), (None, None))
-        return derived if reference is not None and reference() is tensor else None
+        if not isinstance(tensor, Tensor) or tensor not in self._derived:
+            return None
+        derived: Derived = self._derived[tensor]
+        return derived
 
     def remember_derived(self, tensor: Tensor, derived: Derived) -> None:
         """Remember a tensor that is computed from gradients."""
-        self._derived[id(tensor)] = weakref.ref(tensor), derived
+        self._derived[tensor] = derived
 
     def forget_derived(self, tensors: Iterable[Tensor] | None = None) -> None:
         """Forget that tensors are computed from gradients; None for all tensors."""
         if tensors is None:
-            self._derived.clear()
+            self._derived = WeakTensorKeyDictionary()
         else:
             for tensor in tensors:
-                self._derived.pop(id(tensor), None)
+                if tensor in self._derived:
+                    del self._derived[tensor]
 
     def remember_loss(self, loss: Tensor, scaling: Scaling) -> None:
         """Remember a scaled loss."""

@@ -146,9 +146,8 @@ def test_accelerate_examples_schedule_counts_applied_steps(fused: bool) -> None:
 
 
 @pytest.mark.slow
-def test_numerics_example_looks_inside_the_demo(tmp_path: Path) -> None:
-    found = numerics_gpt.main(["--steps=21", "--width=16", f"--out={tmp_path}"])
-    assert {path.name for path in tmp_path.iterdir()} == {"before.png", "after.png", "flushed.png"}
+def test_numerics_example_looks_inside_the_demo() -> None:
+    found = numerics_gpt.main(["--steps=21", "--width=16"])
     assert [step for step, _ in found["history"]] == [0, 20]
     assert found["before"].loss_scale == 2.0**12
     assert found["after"].first_nonfinite() is None

@@ -19,9 +19,6 @@ from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
 from tests.report.scripts import LOOPS, RIGHT_LOOPS, marked_lines, watch
 from tests.support.helpers import assert_same
 
-#: Right findings besides the mistake of a loop: to divide by the scale is to read it.
-BESIDES = {"loss-over-updated-scale": {"scale-read-each-step"}}
-
 pytestmark = pytest.mark.filterwarnings(
     "ignore:Detected call of `lr_scheduler.step:UserWarning", "ignore:.*reentrant:UserWarning"
 )
@@ -36,7 +33,7 @@ def test_each_rule_has_a_loop() -> None:
 def test_the_mistake_is_named_with_its_line_and_nothing_else(name: str) -> None:
     findings = watch(LOOPS[name], raises=True).findings()
     names = {finding.rule.name for finding in findings}
-    assert names - BESIDES.get(name, set()) == {name}
+    assert names == {name}
     (finding,) = [finding for finding in findings if finding.rule.name == name]
     assert finding.line.file == str(LOOPS[name])
     assert {finding.line.number} == marked_lines(LOOPS[name])

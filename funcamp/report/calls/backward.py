@@ -77,9 +77,8 @@ class BackwardCalls(Calls):
             retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
         )
         self._emit(event)
-        nesting = self._run.nesting
         outer = replaced(self, _outer_scaling=scaling)
-        with outer, replaced(nesting, in_backward=True), nesting.mode.paused():
+        with outer, replaced(self._run, in_backward=True), self._run.operations.paused():
             result = function(tensors, *args, inputs=inputs, **kwargs)
         self._tracked.remember_gradients(leaves)
         return result
@@ -89,10 +88,7 @@ class BackwardCalls(Calls):
 
         The loss, or its initial gradient, is computed from scaled gradients; or a scaler has scaled a factor of it.
         """
-        known = [derived for derived in map(self._tracked.derived, tensors) if derived is not None]
-        if known:
-            read_ids = tuple([read_id for derived in known for read_id in derived.read_ids])
-            self._emit(events.ReadsCancelled(calling_line(), read_ids))
+        if any(self._tracked.derived(tensor) is not None for tensor in tensors):
             return self._last_scaling
         return self._run.factor_scaling
 
@@ -102,7 +98,7 @@ class BackwardCalls(Calls):
         result = function(outputs, *args, **kwargs)
         if current_node() is None:
             scaling = read_graph(tensors_in(outputs)).scaling if self._run.has_scaled else None
-            self._emit(events.GradientsTaken(calling_line(), None if scaling is None else scaling.scaler))
+            self._emit(events.GradientsTaken(calling_line()))
             if scaling is not None:
                 self._remember_taken(tensors_in(result), scaling)
         return result

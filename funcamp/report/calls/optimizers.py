@@ -71,17 +71,17 @@ class OptimizerCalls(Calls):
 
     def _begin_step(self, optimizer: Optimizer, *_: object) -> None:
         """Before an optimizer's own step, after its hooks."""
-        if not self._run.nesting.in_scaler_step:
+        if not self._run.in_scaler_step:
             self.report_use(events.StepCalled, optimizer, None)
-        self._run.nesting.stepping.add(self._tracked.key(optimizer))
+        self._run.stepping.add(self._tracked.key(optimizer))
 
     def _end_step(self, optimizer: Optimizer, *_: object) -> None:
         """After an optimizer's own step."""
         key = self._tracked.key(optimizer)
         self._drop_last_hook(key)
-        self._run.nesting.stepping.discard(key)
+        self._run.stepping.discard(key)
         self.applied.add(key)
-        if not self._run.nesting.in_scaler_step:
+        if not self._run.in_scaler_step:
             self._emit(events.StepEnded(calling_line(), key, True))
 
     def report_use(
@@ -90,9 +90,6 @@ class OptimizerCalls(Calls):
         """Report a call that uses an optimizer's gradients, and before it the gradients that the loop has replaced."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._run.report_replaced_gradients(parameters)
-        read_ids = self._tracked.reads_in_gradients(optimizer)
-        if read_ids:
-            self._emit(events.ReadsCancelled(calling_line(), read_ids))
         event = event_type(
             calling_line(),
             optimizer=self._tracked.key(optimizer),

@@ -15,7 +15,7 @@ from funcamp.report.calls.observed import Function, Handler, Observed
 from funcamp.report.calls.optimizers import OptimizerCalls
 from funcamp.report.calls.run import Calls, Run
 from funcamp.report.events import Key
-from funcamp.report.lines import calling_line, calling_places, is_factor, is_subscripted
+from funcamp.report.lines import calling_line, calling_places, is_factor
 from funcamp.report.tensors import all_finite, tensors_in
 from funcamp.report.torch_names import replaced, with_subclasses, without_modes
 
@@ -45,7 +45,6 @@ class ScalerCalls(Calls):
             "get_scale": self._get_scale,
             "state_dict": self._save,
             "__getstate__": self._save,
-            "load_state_dict": self._load,
         }
         """By the name of the method."""
 
@@ -63,20 +62,12 @@ class ScalerCalls(Calls):
         self._quietly(function, scaler, *args, **kwargs)
         key = self._tracked.key(scaler)
         self._emit(events.ScalerMade(calling_line(), key, calling_places()))
-        # Its first scale may come from a file, without `load_state_dict`.
-        if self._has_loaded_number([*args, *kwargs.values()]):
-            self._emit(events.ScalerLoaded(calling_line(), key))
-
-    def _has_loaded_number(self, arguments: list[object]) -> bool:
-        """Return whether an argument is a number that a file had which the script has loaded."""
-        return any(isinstance(one, float) and one in self._run.loaded_numbers for one in arguments)
 
     def _scale(self, function: Function, scaler: GradScaler, outputs: object) -> object:
         if isinstance(outputs, Tensor):
             self._run.loss_is_finite = all_finite(outputs)
             if scaler.is_enabled():
-                derived = self._tracked.derived(outputs)
-                grows = derived is not None and derived.grows
+                grows = self._tracked.derived(outputs) is not None
                 self._emit(events.LossScaled(calling_line(), is_scaled(outputs), grows))
         result = self._quietly(function, scaler, outputs)
         if isinstance(result, Iterator):
@@ -110,7 +101,7 @@ class ScalerCalls(Calls):
     ) -> object:
         self._optimizers.report_use(events.StepCalled, optimizer, scaler)
         self._optimizers.applied.clear()
-        with replaced(self._run.nesting, in_scaler_step=True):
+        with replaced(self._run, in_scaler_step=True):
             result = self._quietly(function, scaler, optimizer, *args, **kwargs)
         # An optimizer that wraps another may have no hooks of its own; then its step is taken as applied.
         has_hooks = hasattr(getattr(type(optimizer), "step", None), "hooked")
@@ -121,8 +112,6 @@ class ScalerCalls(Calls):
     def _update(self, function: Function, scaler: GradScaler, *args: object, **kwargs: object) -> None:
         key = self._tracked.key(scaler)
         new_scales = [value for value in (*args, *kwargs.values()) if value is not None]
-        if self._has_loaded_number(new_scales):
-            self._emit(events.ScalerLoaded(calling_line(), key))
         self._emit(events.Updated(calling_line(), key, bool(new_scales), scaler.is_enabled()))
         self._quietly(function, scaler, *args, **kwargs)
         self._updates[key] = self._updates.get(key, 0) + scaler.is_enabled()
@@ -131,20 +120,15 @@ class ScalerCalls(Calls):
         if not scaler.is_enabled():  # the scale is a Python number, which needs no host synchronization
             return self._quietly(function, scaler)
         key = self._tracked.key(scaler)
-        self._emit(events.ScaleRead(calling_line(), key, is_factor("get_scale", calling_places())))
+        self._emit(events.ScaleRead(calling_line(), key, is_factor("get_scale", calling_line())))
         scale = self._quietly(function, scaler)
         self._tracked.scales.add(scale)
         self._run.read_scales[key] = scale
         return scale
 
     def _save(self, function: Function, scaler: GradScaler) -> object:
-        if not is_subscripted("state_dict", calling_line()):  # to log the scale is not to save it
-            self._emit(events.ScalerSaved(calling_line(), self._tracked.key(scaler)))
+        self._emit(events.ScalerSaved(calling_line(), self._tracked.key(scaler)))
         return self._quietly(function, scaler)
-
-    def _load(self, function: Function, scaler: GradScaler, *args: object, **kwargs: object) -> None:
-        self._emit(events.ScalerLoaded(calling_line(), self._tracked.key(scaler)))
-        self._quietly(function, scaler, *args, **kwargs)
 
 
 def _scale_of(scaler: GradScaler) -> float:

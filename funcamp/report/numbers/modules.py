@@ -35,8 +35,6 @@ class Modules:
 
     def __init__(self, root: nn.Module | None) -> None:
         self.root = root
-        self.in_evaluation = False
-        """Whether the outermost module that runs now is called for no gradient."""
         self._paths: dict[nn.Module, str] = {}
         if root is not None:
             self._add_paths(root, "")
@@ -67,20 +65,13 @@ class Modules:
         number = sum(path.startswith(f"<{class_name}") and "." not in path for path in self._paths.values())
         return f"<{class_name} {number + 1}>" if number else f"<{class_name}>"
 
-    def is_outside(self) -> bool:
-        """Return whether no module runs now."""
-        return not self._running
-
     def enter(self, path: str | None) -> None:
         """Note that a module begins to run: its path, or None if it is not recorded."""
         self._running.append(path)
 
     def leave(self) -> str | None:
         """Note that the innermost module has run; return what `enter` got."""
-        path = self._running.pop()
-        if not self._running:
-            self.in_evaluation = False
-        return path
+        return self._running.pop()
 
     def locate(self, node: Node | None) -> Location:
         """Return where the operation was called that has just run, and remember it for its backward pass.
@@ -88,7 +79,7 @@ class Modules:
         node: autograd's current node, None in a forward pass.
         """
         if node is None:
-            path = self._running[-1] if self._running else None if self.in_evaluation else ""
+            path = self._running[-1] if self._running else ""
             location = Location(path, calling_line())
         else:
             location = self._locations.get(node._sequence_nr(), Location("", None))

@@ -1,4 +1,4 @@
-"""A numerics report as text: a table of operations, a tree of modules, sentences."""
+"""A numerics report as text: a tree of modules, sentences."""
 
 from __future__ import annotations
 
@@ -6,65 +6,13 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
 from funcamp.numerics.record import Record
 from funcamp.report.numbers.operation import Operation
-from funcamp.report.torch_names import name_of
 
 #: An operation as numbers and strings by name: a row of `NumericsReport.to_rows`.
 Row: TypeAlias = dict[str, Any]
-
-_COLUMNS = (
-    "",
-    "module",
-    "operation",
-    "dtype",
-    "shape",
-    "std",
-    "amax",
-    "zero",
-    "underflow",
-    "subnormal",
-    "overflow",
-    "",
-)
-#: The statistics that count non-finite values, with the words for them.
-_NONFINITE = (("nan", "NaN"), ("posinf", "inf"), ("neginf", "-inf"))
-
-
-def caption(dtype: torch.dtype, loss_scale: float) -> str:
-    """Return what the numbers in the table of operations mean."""
-    scaled = "" if loss_scale == 1 else f"gradients are times the loss scale, {power(loss_scale)}; "
-    return f"values as in this run: {scaled}fractions are those that rounding to {name_of(dtype)} would lose"
-
-
-def table(rows: list[Row]) -> str:
-    """Return rows of `to_rows` as a table, a line each."""
-    lines = [_COLUMNS, *map(_cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
-
-
-def _cells(row: Row) -> tuple[str, ...]:
-    """Return a row of `to_rows` as short text, one cell per column."""
-    zero_fraction = (row["poszero"] + row["negzero"]) / max(row["count"], 1)
-    output_index = f"[{row['output']}]" if row["output"] else ""  # of an operation with several outputs
-    remarks = [f"{int(row[name])} {word}" for name, word in _NONFINITE if row[name]]
-    if row["creates"]:
-        remarks = [f"makes {row['creates'].replace(' ', ', ')}", *remarks]
-    return (
-        "<-" if row["direction"] == "backward" else "->",
-        row["module"],
-        f"{row['operation']}{output_index}",
-        row["dtype"],
-        "x".join(map(str, row["shape"])) or "()",
-        "n/a" if math.isnan(row["std"]) else f"{row['std']:.3g}",
-        f"2^{math.log2(row['amax']):.0f}" if row["amax"] else "0",
-        *map(_percent, (zero_fraction, row["underflow"], row["subnormal"], row["overflow"])),
-        ", ".join(remarks),
-    )
 
 
 def power(scale: float) -> str:
@@ -85,13 +33,6 @@ def no_scale_helps(operation: Operation, cause: str) -> str:
     if operation.needs_loss_scaling:
         change = f"compute it in float32 or bfloat16, make what goes into it smaller, or {change}"
     return f"No loss scale helps: the {what}: {cause}. Change that operation: {change}."
-
-
-def _percent(fraction: float) -> str:
-    """Format a fraction, short but distinguishable from 0."""
-    if not fraction:
-        return ""
-    return "<0.01%" if fraction < 1e-4 else f"{100 * fraction:.3g}%"
 
 
 def annotate(module: nn.Module | None, records: Mapping[str, Record | str]) -> str:

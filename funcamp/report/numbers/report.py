@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,13 +13,11 @@ from funcamp.numerics.formats import format_of
 from funcamp.numerics.record import Record, text
 from funcamp.numerics.statistics import Stats
 from funcamp.report.autograd_graph import read_graph
-from funcamp.report.mode import Mode
-from funcamp.report.numbers import plot, render
+from funcamp.report.numbers import render
 from funcamp.report.numbers.counted import add
-from funcamp.report.numbers.float8_fit import Float8Layer, fit
 from funcamp.report.numbers.operation import BackwardPass, Operation
 from funcamp.report.numbers.origin import Origin, find_origin
-from funcamp.report.numbers.recommendation import NO_VALUES, Recommendation, recommend, sentences_of, unscaled_stats
+from funcamp.report.numbers.recommendation import NO_VALUES, Recommendation, recommend, sentences_of
 from funcamp.report.numbers.recorder import Recorder
 from funcamp.report.numbers.render import power
 from funcamp.report.torch_names import name_of, tree_leaves
@@ -53,7 +50,6 @@ class NumericsReport:
         self.records = {path: Record(outputs[path], gradients.get(path, NO_VALUES)) for path in outputs}
         self.passes = recorder.passes
         self.module = recorder.modules.root
-        self._operands = recorder.operands
         self.loss_scale = self.passes[-1].loss_scale if self.passes else recorder.loss_scale
 
     def __repr__(self) -> str:
@@ -124,35 +120,6 @@ class NumericsReport:
             raise ValueError("recommend_scale: the report must have finite, nonzero gradients; got none")
         return advice
 
-    def float8(self, *, most: float = 0.01) -> list[Float8Layer]:
-        """Return, per linear layer, what float8 loses of its input, weight and gradient, and whether to keep it.
-
-        Input and weight are E4M3, the gradient of the output is E5M2, each with the scale of its own largest magnitude,
-        rounded down to a power of two. A nonzero value is lost if it becomes zero.
-        `[one.path for one in layers if one.keep]` are names for the `keep` of `float8.convert`.
-
-        Args:
-            most: the largest fraction of values that a layer may lose.
-
-        Returns:
-            A `Float8Layer` per torch.nn.Linear that was called.
-
-        Raises:
-            ValueError: most is not from 0 to 1.
-        """
-        if not 0 <= most <= 1:
-            raise ValueError(f"float8: most must be from 0 to 1; got {most!r}")
-        records = self.unscaled_records()
-        layers = []
-        for path, multiplied in self._operands.items():
-            gradient = records[path].backward if path in records else NO_VALUES
-            layers.append(fit(path, multiplied, gradient, most))
-        return layers
-
-    def gradients(self) -> Stats:
-        """Return all values of the backward pass without loss scaling, except those of shape ()."""
-        return unscaled_stats([operation for operation in self.operations if operation.backward and operation.shape])
-
     def to_rows(self, dtype: torch.dtype = torch.float16) -> list[dict[str, Any]]:
         """Return one dict of numbers and strings per operation: `pandas.DataFrame(report.to_rows())`.
 
@@ -165,14 +132,6 @@ class NumericsReport:
         """
         format_of(dtype)
         return [_row(index, operation, dtype) for index, operation in enumerate(self.operations)]
-
-    def table(self, dtype: torch.dtype = torch.float16) -> str:
-        """Return the rows as text, with what the numbers mean.
-
-        Raises:
-            TypeError: dtype has no known limits.
-        """
-        return f"{render.caption(dtype, self.loss_scale)}\n{render.table(self.to_rows(dtype))}"
 
     def annotate(self) -> str:
         """Return the module's tree with the standard deviations of each part's output and of its gradient.
@@ -191,24 +150,6 @@ class NumericsReport:
         return {
             path: Record(record.forward, self._unscaled.get(path, NO_VALUES)) for path, record in self.records.items()
         }
-
-    def plot(self, path: str | Path, dtype: torch.dtype = torch.float16, *, modules: bool = False) -> Path:
-        """Draw a row per operation with exponents on the x axis and the limits of a format as lines.
-
-        Args:
-            path: the picture to write; its extension sets the file type.
-            dtype: the format.
-            modules: draw the outputs of modules and their gradients instead, as in this run.
-
-        Returns:
-            The path.
-
-        Raises:
-            ImportError: matplotlib is not installed.
-            ValueError: there is nothing to draw.
-        """
-        lines = plot.of_modules(self.records) if modules else plot.of_operations(self.operations)
-        return plot.draw(lines, Path(path), dtype)
 
     def summary(self, dtype: torch.dtype = torch.float16) -> list[str]:
         """Return the main results, one sentence each.
@@ -276,11 +217,10 @@ def numerics_report(
         raise TypeError(f"numerics_report: module must be a torch.nn.Module; got {module!r}")
     if loss_scale is not None and not 0 < loss_scale < math.inf:
         raise ValueError(f"numerics_report: loss_scale must be a positive number; got {loss_scale}")
-    mode = Mode()
-    recorder = Recorder(mode, module, loss_scale=loss_scale)
-    with recorder.watching(), torch.compiler.set_stance("force_eager"), mode:
+    recorder = Recorder(module, loss_scale)
+    with recorder.watching():
         result = fn(*args, **kwargs)
-        if not recorder.seen_backward:
+        if not recorder.passes:
             _differentiate(result)
     if not recorder.recording.operations:
         raise RuntimeError("numerics_report: fn must run operations on floating-point tensors; none was seen")

@@ -67,18 +67,19 @@ def optimizer_not_unscaled(event: Clipped, loop: Loop) -> Iterator[Found]:
 
 
 @rule(
-    OptimizerEvent,
     Ended,
     mistake="a norm or statistic of gradients is computed before unscale_",
     effect="the number is times the scale: it changes with the scale, and a threshold on it means nothing",
     change="scaler.unscale_(optimizer)  # before the gradients are read",
 )
-def read_before_unscale(_event: OptimizerEvent | Ended, loop: Loop) -> Iterator[Line]:
-    """Read while they were scaled, and the number is used, or it is not seen whether.
+def read_before_unscale(_event: Ended, loop: Loop) -> Iterator[Line]:
+    """Computed of scaled gradients, and the number is used.
 
-    Not if what is computed from it is free of the scale: a cosine, a sign, a step of a fixed length.
+    Not if what is computed from it is free of the scale: a cosine, a sign, a step of a fixed length. Not if the loop
+    multiplies or divides by the scale somewhere: it may unscale the number on the host.
     """
-    yield from loop.lines_of_wrong_reads()
+    if not any(scaler.is_factor for scaler in loop.scalers.values()):
+        yield from loop.used_reads
 
 
 @rule(
@@ -165,11 +166,11 @@ def optimizer_step_on_scaled(event: StepCalled, loop: Loop) -> Iterator[Line]:
 def optimizer_step_after_unscale(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """The optimizer's own step, and `unscale_` was called for it since the last update.
 
-    Not if the loop computes something from the unscaled gradients or from their norm: it may look for inf itself.
+    Not if the loop reads a number on the host in between: it may look for inf itself.
     """
     is_unscaled = any(event.optimizer in scaler.unscaled for scaler in loop.scalers.values())
     is_second = loop.optimizer(event.optimizer).stepped_line is not None  # another mistake
-    if event.scaler is None and is_unscaled and not loop.is_checked and not is_second:
+    if event.scaler is None and is_unscaled and not loop.has_read_number and not is_second:
         yield event.line
 
 

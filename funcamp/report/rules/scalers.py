@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from funcamp.report.events import Backward, Ended, LossScaled, OptimizerEvent, ScaledLossRead, ScaleRead, StepCalled
+from funcamp.report.events import Backward, Ended, LossScaled, OptimizerEvent, StepCalled
 from funcamp.report.known import Condition
 from funcamp.report.lines import UNKNOWN, Line
 from funcamp.report.loop import Loop
@@ -14,10 +14,6 @@ from funcamp.report.rules.rule import rule
 
 #: From this many reads on, a line reads the scale regularly.
 _REGULAR_READS = 4
-#: A line reads the scale in each iteration if it does in this share of them.
-_SHARE_OF_ITERATIONS = 0.9
-#: A line that reads it more often than this an iteration compares the scale before and after the update.
-_COMPARING_READS = 1.5
 
 
 def _forward_dtypes(event: StepCalled, loop: Loop) -> set[torch.dtype]:
@@ -89,11 +85,10 @@ def scaler_with_bfloat16(event: StepCalled, loop: Loop) -> Iterator[Line]:
     effect="torch raises ValueError (Attempting to unscale FP16 gradients); float16 weights lose small steps",
     change="with torch.autocast(device, torch.float16):  # and no model.half()",
 )
-def model_half_with_scaler(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
+def model_half_with_scaler(event: OptimizerEvent, _loop: Loop) -> Iterator[Line]:
     """Unscaled or stepped by a scaler that refuses float16 gradients, and a gradient is float16."""
     if event.has_enabled_scaler and event.has_refused_float16:
-        lines = [loop.float16_lines[parameter] for parameter in event.parameters if parameter in loop.float16_lines]
-        yield lines[0] if lines else event.line
+        yield event.line
 
 
 @rule(
@@ -105,25 +100,6 @@ def model_half_with_scaler(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
 def backward_in_autocast(event: Backward, _loop: Loop) -> Iterator[Line]:
     """Backward under autocast, and no operation of the forward pass ran in 16 bits."""
     if event.autocast_dtype is not None and event.has_products and not event.dtypes:
-        yield event.line
-
-
-@rule(
-    ScaleRead,
-    ScaledLossRead,
-    mistake="a scaled loss is divided by the scale after the update",
-    effect="the scale may have changed: the logged loss jumps by its factor",
-    change="logged = loss.item()  # of the loss before scaler.scale",
-)
-def loss_over_updated_scale(event: ScaleRead | ScaledLossRead, loop: Loop) -> Iterator[Line]:
-    """One line reads the scale and a scaled loss that was scaled before the last update, in either order."""
-    if isinstance(event, ScaledLossRead):
-        scale_line = loop.scaler(event.scaler).last_read_line
-        loss_line = event.line if event.updates != loop.updates_of(event.scaler) else UNKNOWN
-    else:
-        scale_line = event.line
-        loss_line = loop.stale_loss_line
-    if loss_line != UNKNOWN and scale_line == loss_line:
         yield event.line
 
 
@@ -175,26 +151,3 @@ def unscaled_by_another(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
     scaled = [one for one in loop.gradients_of(event.parameters) if one.condition is Condition.SCALED]
     if event.has_enabled_scaler and scaled and all(one.scaler != event.scaler for one in scaled):
         yield event.line
-
-
-@rule(
-    Ended,
-    mistake="the scale is read in each iteration",
-    effect="get_scale waits for the device each time, so that Python no longer runs ahead of it",
-    change="if step % 100 == 0: log(scaler.get_scale())",
-    is_note=True,
-)
-def scale_read_each_step(_event: Ended, loop: Loop) -> Iterator[Line]:
-    """One line of the user's code reads the scale about as often as it is updated.
-
-    Two such lines compare the scale before and after the update to find skipped steps, also if the first line is before
-    the loop, as does one line that is called twice; and a loop that multiplies or divides by the scale needs it. None
-    of them is a finding.
-    """
-    for scaler in loop.scalers.values():
-        enough = max(_REGULAR_READS, _SHARE_OF_ITERATIONS * scaler.updates)
-        lines = [line for line, reads in scaler.scale_reads.items() if reads >= enough]
-        is_needed = scaler.gradients_taken or scaler.is_compared or scaler.is_factor
-        if len(lines) == 1 and not lines[0].is_installed and not is_needed:
-            is_compared = scaler.scale_reads[lines[0]] > _COMPARING_READS * scaler.updates
-            yield from [] if is_compared else lines

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from funcamp.report.events import Backward, Reduction, StepCalled
 from funcamp.report.known import Condition, Mixture
-from funcamp.report.lines import Line, are_in_one_loop, goes_over_parts
+from funcamp.report.lines import Line, are_in_one_loop
 from funcamp.report.loop import Loop
 from funcamp.report.rules.rule import rule
 
@@ -37,25 +37,6 @@ def accumulation_not_divided(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """Stepped in the same loop as the passes, but not in each iteration: the batches are micro-batches."""
     window = _added_means(event, loop)
     if window and are_in_one_loop(window[0].places, event.places):
-        yield window[0].line
-
-
-@rule(
-    StepCalled,
-    mistake="mean losses are added by an inner loop and not divided by their number",
-    effect="right for a sum over domains or tasks; of micro-batches, the gradient is larger by their number",
-    change="loss = loss / micro_batches  # before scaler.scale(loss).backward(), if they are micro-batches",
-    is_note=True,
-)
-def means_added(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped outside of the loop of the passes: whether the batches are micro-batches is unknown.
-
-    Not if the loop goes over parts that are written out, such as a real and a fake batch.
-    """
-    window = _added_means(event, loop)
-    if not window or are_in_one_loop(window[0].places, event.places):
-        return
-    if not goes_over_parts(window[0].places, event.places):
         yield window[0].line
 
 

@@ -11,11 +11,11 @@ right = "--right" in sys.argv
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
 if not right:
-    model.half()  # wrong
+    model.half()
 for x, y in batches():
     optimizer.zero_grad()
     with torch.autocast("cpu", torch.float16):
         loss = mse_loss(model(x).float(), y)
     scaler.scale(loss).backward()
-    scaler.step(optimizer)
+    scaler.step(optimizer)  # wrong
     scaler.update()

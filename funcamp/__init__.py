@@ -14,13 +14,11 @@ from funcamp._io.checkpoint import load, save
 from funcamp._io.metric_reader import MetricReader
 from funcamp._jit.jit import jit
 from funcamp._layers import register_passes as _register_passes
-from funcamp._optim.average_part import average
+from funcamp._optim.average import average, ema_update
 from funcamp._optim.by_group import by_group
 from funcamp._optim.chain import chain
-from funcamp._optim.clip import clip_grad_norm, clip_grad_value
-from funcamp._optim.clip_parts import clip_by_norm, clip_by_value
-from funcamp._optim.ema import ema_update
-from funcamp._optim.every_part import every
+from funcamp._optim.clip import clip_by_norm, clip_by_value, clip_grad_norm, clip_grad_value
+from funcamp._optim.every import every
 from funcamp._optim.part import Update
 from funcamp._optim.schedule import schedule
 from funcamp._optim.stateless import stateless

@@ -9,7 +9,7 @@
     hyperparameters.py  numbers, tensors and schedules
     modes.py            independence of the caller's modes
 
-A chain is `chain.py`, with a file for each kind of part: `part.py` has the protocol; then `clip_parts.py`, `clip.py`,
-`average_part.py` and `ema.py`, `every_part.py`. `by_group.py` has one optimizer for each label. `schedule.py` runs a
-scheduler of torch, whose values become a `table.py`.
+A chain is `chain.py`, with a file for each kind of part: `part.py` has the protocol; then `clip.py`, `average.py`,
+`every.py`. `by_group.py` has one optimizer for each label. `schedule.py` runs a scheduler of torch, whose values become
+a `table.py`.
 """

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import Fixed
-from funcamp._optim.arguments import EXAMPLE
 from funcamp._optim.hyperparameters import ANOTHER
 from funcamp._optim.optimizer import OptState
+from funcamp._optim.part import check_optimizer, evaluation_params_of, learning_rate_of
 from funcamp._storage.params import Params, matrix_or_vector
 from funcamp._types import Tree
-
-
-class PureOptimizer(Protocol):
-    """What `check_optimizer` takes: the result of `stateless`, `by_group` or `chain`, or the user's own object."""
-
-    def init(self, params: Tree) -> Tree:
-        """Return the state before the first step."""
-        ...
-
-    def update(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
-        """Return the new parameters and the next state."""
-        ...
 
 
 class GroupedOptimizer(Fixed):
@@ -60,35 +48,24 @@ class GroupedOptimizer(Fixed):
                 f"got {_tree.brief(opt_state)}"
             )
         labels = self._labels("update", params)
-        flat_params, spec = _tree.flatten(params)
         states = {}
         for label, optimizer in self.optimizers.items():
-            group_params = _group_of(params, labels, label)
-            group_grads = _group_of(grads, labels, label)
-            new_params, states[label] = optimizer.update(group_params, group_grads, opt_state[label])
-            new_leaves = _tree.leaves(new_params)
-            flat_params = [old if new is None else new for old, new in zip(flat_params, new_leaves)]
-        return _tree.unflatten(flat_params, spec), states
+            group_params, group_grads = _group_of(params, labels, label), _group_of(grads, labels, label)
+            group_params, states[label] = optimizer.update(group_params, group_grads, opt_state[label])
+            params = _with_group(params, group_params)
+        return params, states
 
     def learning_rate(self, opt_state: Tree) -> dict[str, Tree]:
         """Return the learning rates of the next step, by label; see `StatelessOptimizer.learning_rate`."""
-        rates = {}
-        for label, optimizer in self.optimizers.items():
-            learning_rate = getattr(optimizer, "learning_rate", None)
-            if learning_rate is not None:
-                rates[label] = learning_rate(opt_state[label])
-        return rates
+        return {label: learning_rate_of(optimizer, opt_state[label]) for label, optimizer in self.optimizers.items()}
 
     def evaluation_params(self, params: Tree, opt_state: Tree) -> Tree:
         """Return the parameters to evaluate with, of every optimizer; see `StatelessOptimizer.evaluation_params`."""
         labels = self._labels("evaluation_params", params)
-        leaves, spec = _tree.flatten(params)
         for label, optimizer in self.optimizers.items():
-            evaluation_params = getattr(optimizer, "evaluation_params", None)
-            if evaluation_params is not None:
-                evaluated = evaluation_params(_group_of(params, labels, label), opt_state[label])
-                leaves = [old if new is None else new for old, new in zip(leaves, _tree.leaves(evaluated))]
-        return _tree.unflatten(leaves, spec)
+            group_params = _group_of(params, labels, label)
+            params = _with_group(params, evaluation_params_of(optimizer, group_params, opt_state[label]))
+        return params
 
     def _labels(self, call: str, params: Tree) -> list[str | None]:
         """Return the label of every leaf, None for None; `Params` have labels since they were created.
@@ -154,20 +131,14 @@ def by_group(
     return GroupedOptimizer(optimizers, group)
 
 
-def check_optimizer(call: str, name: str, optimizer: object) -> None:
-    """Raise TypeError if a value has no init and update."""
-    has_init = callable(getattr(optimizer, "init", None))
-    has_update = callable(getattr(optimizer, "update", None))
-    # A class has both methods too, but its objects are meant.
-    if isinstance(optimizer, type) or not (has_init and has_update):
-        raise TypeError(
-            f"{call}: {name} must be a pure optimizer with init and update; got {_tree.brief(optimizer)}: write "
-            f"{EXAMPLE}"
-        )
-
-
 def _group_of(tree: Tree, labels: list[str | None], label: str) -> Tree:
     """Return the same tree with None for every leaf of another group."""
     flat, spec = _tree.flatten(tree)
     flat_group = [leaf if leaf_label == label else None for leaf, leaf_label in zip(flat, labels)]
     return _tree.unflatten(flat_group, spec)
+
+
+def _with_group(tree: Tree, group: Tree) -> Tree:
+    """Return the tree with the leaves of a group, which is None elsewhere."""
+    flat, spec = _tree.flatten(tree)
+    return _tree.unflatten([old if new is None else new for old, new in zip(flat, _tree.leaves(group))], spec)

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import Fixed
-from funcamp._optim.average_part import Average, Averaging
+from funcamp._optim.average import Average, Averaging
 from funcamp._optim.by_group import GroupedOptimizer
-from funcamp._optim.clip_parts import clips
-from funcamp._optim.every_part import Delayed, Every
+from funcamp._optim.clip import clips
+from funcamp._optim.every import Delayed, Every
 from funcamp._optim.part import (
     Part,
     Update,

@@ -1,6 +1,9 @@
-"""Clip gradients by their global norm or by value."""
+"""Clip gradients by their global norm or by value: functions, and parts of a chain."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,6 +11,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._check import real
 from funcamp._dtensor import Across, group_by_mesh_dims, local, settled_sum, total
+from funcamp._optim.part import Update
 from funcamp._storage.params import check_not_sharded
 from funcamp._types import Tree
 
@@ -41,16 +45,40 @@ def clip_grad_norm(grads: Tree, max_norm: float | Tensor) -> tuple[Tree, Tensor]
     References:
         `torch.nn.utils.clip_grad_norm_`, torch/nn/utils/clip_grad.py, PyTorch 2.13.
     """
-    check_not_sharded("clip_grad_norm", "grads", grads)
-    flat, spec = _tree.parameters("clip_grad_norm", "grads", grads)
     check_limit("clip_grad_norm", "max_norm", max_norm)
+    norm = global_norm("clip_grad_norm", grads)
+    return _scaled(grads, max_norm, norm), norm
+
+
+def global_norm(call: str, grads: Tree) -> Tensor:
+    """Return the 2-norm of all gradients, float32 or wider, shape (); 0 for an empty tree.
+
+    Raises:
+        TypeError: a leaf is an integer tensor, is sparse, or is neither a tensor nor None.
+        ValueError: the gradients are sharded.
+    """
+    check_not_sharded(call, "grads", grads)
+    flat, _ = _tree.parameters(call, "grads", grads)
     settled = [settled_sum(leaf) for leaf in flat if leaf is not None]
     norms = [_norm(across, leaves) for across, leaves in group_by_mesh_dims(settled)]
     if not norms:
-        return grads, torch.zeros(())
-    norm = torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
-    factor = coefficient(max_norm, norm)
-    return _tree.map_leaves(lambda leaf: shortened(leaf, factor.to(leaf.device)), flat, spec), norm
+        return torch.zeros(())
+    return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+
+def _scaled(grads: Tree, max_norm: float | Tensor, norm: Tensor) -> Tree:
+    """Return gradients of this norm, each multiplied in its own dtype by a factor of at most 1."""
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    float32_factor = _tree.settled(factor.float())
+
+    def scaled(grad: Tensor) -> Tensor:
+        is_double = grad.dtype in (torch.float64, torch.complex128)
+        # Two tensors of shape () are multiplied in the wider dtype, as torch does in place.
+        used = factor if is_double or grad.dim() == 0 else float32_factor
+        return (grad * used.to(grad.device)).to(grad.dtype)
+
+    flat, spec = _tree.flatten(grads)
+    return _tree.map_leaves(scaled, flat, spec)
 
 
 def clip_grad_value(grads: Tree, max_value: float | Tensor) -> Tree:
@@ -84,7 +112,7 @@ def clip_grad_value(grads: Tree, max_value: float | Tensor) -> Tree:
             raise TypeError(
                 f"clip_grad_value: grads{_tree.path_of(grads, index)} must be real; got {_tree.describe(leaf)}"
             )
-    return _tree.map_leaves(lambda leaf: clamp(leaf, max_value), flat, spec)
+    return _tree.map_leaves(lambda leaf: _clamp(leaf, max_value), flat, spec)
 
 
 def check_limit(call: str, name: str, limit: object) -> None:
@@ -96,17 +124,7 @@ def check_limit(call: str, name: str, limit: object) -> None:
         raise ValueError(f"{call}: {name} must be positive; got {limit}")
 
 
-def coefficient(max_norm: float | Tensor, norm: Tensor) -> Tensor:
-    """Return the factor, at most 1, for gradients of this norm."""
-    return torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-
-
-def shortened(leaf: Tensor, factor: Tensor) -> Tensor:
-    """Multiply one gradient by the factor, in its own dtype; the product of two tensors of shape () may be wider."""
-    return (leaf * factor).to(leaf.dtype)
-
-
-def clamp(leaf: Tensor, max_value: float | Tensor) -> Tensor:
+def _clamp(leaf: Tensor, max_value: float | Tensor) -> Tensor:
     """Clamp one gradient in its own dtype."""
     if isinstance(max_value, Tensor):
         max_value = max_value.to(leaf.dtype)
@@ -129,3 +147,89 @@ def _norm(across: Across | None, grads: list[Tensor]) -> Tensor:
 def _norm_dtype(grad: Tensor) -> torch.dtype | None:
     """Return the dtype in which a norm is computed, None for the gradient's own."""
     return torch.float32 if grad.is_floating_point() and grad.dtype.itemsize < 4 else None
+
+
+@dataclass(frozen=True)
+class _ClipByNorm:
+    max_norm: float | Tensor
+
+    def __repr__(self) -> str:
+        return f"clip_by_norm({self.max_norm})"
+
+    def __call__(self, update: Update) -> Update:
+        norm = global_norm("clip_by_norm", update.gradients) if update.norm is None else update.norm
+        return update._replace(gradients=_scaled(update.gradients, self.max_norm, norm))
+
+
+def clips(part: object) -> bool:
+    """Return whether a part of a chain only clips gradients."""
+    return isinstance(part, (_ClipByNorm, _ClipByValue))
+
+
+def clip_by_norm(max_norm: float | Tensor) -> Callable[[Update], Update]:
+    """Return a part of a chain that scales gradients so that their 2-norm is at most max_norm.
+
+    grad = grad * min(1, max_norm / (norm + 1e-6)), as `clip_grad_norm`. The norm is that of the gradients that the part
+    gets: inside `by_group` those of its group. As the first part of a training step's chain it takes the norm that the
+    step has read already, and works with slices over ranks; anywhere else it reads the gradients once more. No sync.
+
+    Args:
+        max_norm: a positive Python number, or a tensor of shape ().
+
+    Returns:
+        A function of an `Update`.
+
+    Raises:
+        TypeError: max_norm is neither a number nor a tensor.
+        ValueError: max_norm is a number that is not positive, or a tensor of another shape.
+
+    Example:
+        >>> clipped = chain(clip_by_norm(1.0), stateless(torch.optim.SGD, lr=1.0))
+        >>> params = {"w": torch.zeros(2)}
+        >>> clipped.update(params, {"w": torch.tensor([3.0, 4.0])}, clipped.init(params))[0]
+        {'w': tensor([-0.6000, -0.8000])}
+
+    References:
+        `torch.nn.utils.clip_grad_norm_`, torch/nn/utils/clip_grad.py, PyTorch 2.13.
+    """
+    check_limit("clip_by_norm", "max_norm", max_norm)
+    return _ClipByNorm(max_norm)
+
+
+@dataclass(frozen=True)
+class _ClipByValue:
+    max_value: float | Tensor
+
+    def __repr__(self) -> str:
+        return f"clip_by_value({self.max_value})"
+
+    def __call__(self, update: Update) -> Update:
+        return update._replace(gradients=clip_grad_value(update.gradients, self.max_value))
+
+
+def clip_by_value(max_value: float | Tensor) -> Callable[[Update], Update]:
+    """Return a part of a chain that clamps every element of the gradients to [-max_value, max_value].
+
+    As `clip_grad_value`. No sync.
+
+    Args:
+        max_value: a positive Python number, or a tensor of shape ().
+
+    Returns:
+        A function of an `Update`.
+
+    Raises:
+        TypeError: max_value is neither a number nor a tensor; when used: a gradient is complex.
+        ValueError: max_value is a number that is not positive, or a tensor of another shape.
+
+    Example:
+        >>> clipped = chain(clip_by_value(1.0), stateless(torch.optim.SGD, lr=1.0))
+        >>> params = {"w": torch.zeros(2)}
+        >>> clipped.update(params, {"w": torch.tensor([3.0, -0.5])}, clipped.init(params))[0]
+        {'w': tensor([-1.0000,  0.5000])}
+
+    References:
+        `torch.nn.utils.clip_grad_value_`, torch/nn/utils/clip_grad.py, PyTorch 2.13.
+    """
+    check_limit("clip_by_value", "max_value", max_value)
+    return _ClipByValue(max_value)

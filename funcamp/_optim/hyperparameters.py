@@ -41,12 +41,6 @@ def is_dynamic(value: object) -> bool:
     return isinstance(value, Tensor) or (callable(value) and not isinstance(value, type))
 
 
-def argument_of(value: object) -> float | None:
-    """Return the number with which torch's optimizer is made; None if it is not known: only of a scheduler of torch."""
-    argument = getattr(value, "argument", None)
-    return argument if isinstance(argument, (int, float)) else None
-
-
 def example_of(name: str, value: object, accepted: Signature) -> object:
     """Return a number for a tensor or schedule, with which the class is made.
 
@@ -58,17 +52,15 @@ def example_of(name: str, value: object, accepted: Signature) -> object:
     def number(_: str, item: object, item_default: object) -> object:
         if not is_dynamic(item):
             return item
-        argument = argument_of(item)
-        if argument is not None:
-            return argument
-        if isinstance(item_default, (int, float)) and not isinstance(item_default, bool):
-            return item_default or 0.1
+        for known in (getattr(item, "argument", None), item_default):
+            if isinstance(known, (int, float)) and not isinstance(known, bool):
+                return known or 0.1
         return 1e-3
 
     return map_items(number, name, value, default)
 
 
-def check_value(call: str, name: str, value: object) -> None:
+def check_tensors(call: str, name: str, value: object) -> None:
     """Raise TypeError or ValueError if a tensor among a hyperparameter's items is no real number of shape ()."""
     map_items(lambda label, item: _check_tensor(call, label, item), name, value)
 

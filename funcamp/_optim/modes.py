@@ -14,8 +14,10 @@ from funcamp._trace.host_generators import host_generators, set_states, states_o
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
     """Context manager: new tensors are on the CPU and have values, whatever the caller's modes and defaults are."""
+    # A region of `torch.device` costs some time in every call of torch.
+    on_cpu = contextlib.nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
     disabled = _upstream.find("torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
-    with _without_function_modes(), disabled(), torch.inference_mode(mode=False):
+    with on_cpu, disabled(), torch.inference_mode(mode=False):
         yield
 
 
@@ -29,20 +31,3 @@ def generators_put_back() -> Iterator[None]:
             yield
         finally:
             set_states(generators, states)
-
-
-@contextlib.contextmanager
-def _without_function_modes() -> Iterator[None]:
-    """Context manager: no default device and no region of `torch.device`, which are modes.
-
-    Not `torch.device("cpu")`: in its region `torch.as_tensor(x)` copies a tensor of another device.
-    """
-    modes_of = _upstream.find("torch.overrides._get_current_function_mode_stack")
-    without_last_mode = _upstream.find("torch.overrides._pop_mode_temporarily")
-    with contextlib.ExitStack() as stack:
-        if _upstream.usable(modes_of, without_last_mode):
-            for _ in modes_of():
-                stack.enter_context(without_last_mode())
-        else:
-            stack.enter_context(torch.device("cpu"))
-        yield

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._check import Fixed
-from funcamp._optim.arguments import WITHOUT_EFFECT, check_arguments, constructor_arguments
+from funcamp._optim.arguments import WITHOUT_EFFECT, check_hyperparameters, constructor_arguments, group_of
 from funcamp._optim.arithmetic import wide
 from funcamp._optim.hyperparameters import ANOTHER, Hyper, evaluate, is_dynamic, map_items
 from funcamp._optim.modes import without_modes
@@ -57,6 +57,7 @@ class StatelessOptimizer(Fixed):
         self._dynamic = [name for name, value in hyperparameters.items() if is_dynamic(value)]
         self._signature = inspect.signature(cls.__init__).parameters
         self._default_lr = self._signature["lr"].default if "lr" in self._signature else None
+        check_hyperparameters(cls, hyperparameters, self._signature)
         self._arguments = constructor_arguments(hyperparameters, self._signature)
         with without_modes():
             self._prepare()
@@ -64,7 +65,7 @@ class StatelessOptimizer(Fixed):
     def _prepare(self) -> None:
         """Find the update rule, and check its arguments."""
         self._rule = RULES[self._cls]
-        group = check_arguments(self._cls, self._rule, self._hyperparameters, self._arguments)
+        group = group_of(self._cls, self._rule, self._hyperparameters, self._arguments)
         self._constants: Kwargs = {"maximize": False}
         self._constants |= {name: value for name, value in group.items() if name not in WITHOUT_EFFECT}
         #: The names of the entries of a vector, and of a matrix.
@@ -80,13 +81,6 @@ class StatelessOptimizer(Fixed):
         arguments = "".join(f", {name}={value!r}" for name, value in self._hyperparameters.items())
         storage = "flat" if self._takes_groups() else "per tensor"
         return f"stateless({self._cls.__module__}.{self._cls.__qualname__}{arguments}) [{storage}]"
-
-    if not TYPE_CHECKING:  # a type checker refuses unknown names itself
-
-        def __getattr__(self, name: str) -> Any:
-            of_torch = hasattr(torch.optim.Optimizer, name) or name in ("param_groups", "state", "defaults")
-            fix = ": it is no torch.optim.Optimizer; call update, and funcamp.schedule for a scheduler of torch"
-            raise AttributeError(f"an optimizer of funcamp has no {name!r}{fix if of_torch else ''}")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._cls, self._hyperparameters)
@@ -264,12 +258,14 @@ class StatelessOptimizer(Fixed):
     def _one_stepped(self, param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
         if h.maximize:
             grad = -grad
+        count = {"step": state["step"] + 1} if "step" in state else {}
         if not param.is_complex():
-            return self._rule.step(param, grad, state, h)
+            new_param, new_state = self._rule.step(param, grad, state, h)
+            return new_param, count | new_state
         real = torch.view_as_real(param)
         real_state = {name: torch.view_as_real(value) if value.is_complex() else value for name, value in state.items()}
         new_param, new_state = self._rule.step(real, torch.view_as_real(grad), real_state, h)
-        return torch.view_as_complex(new_param), _as_complex(new_state, real)
+        return torch.view_as_complex(new_param), count | _as_complex(new_state, real)
 
     def _h(self, hyper: Hyper) -> Arguments:
         """Return the class's arguments in a step."""
@@ -291,11 +287,7 @@ class StatelessOptimizer(Fixed):
 
     def _positions(self, flat: Leaves, flat_grads: Leaves) -> list[int]:
         """Return the positions of the parameters that take a step: those with a gradient."""
-        positions = []
-        for index, (param, grad) in enumerate(zip(flat, flat_grads)):
-            if param is not None and grad is not None:
-                positions.append(index)
-        return positions
+        return [index for index, grad in enumerate(flat_grads) if grad is not None and flat[index] is not None]
 
     def _check_entries(self, flat: Leaves, opt_state: OptState) -> None:
         """Raise ValueError if a state has the entries of another optimizer."""

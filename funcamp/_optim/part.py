@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._optim.by_group import GroupedOptimizer, PureOptimizer, check_optimizer
-from funcamp._optim.optimizer import StatelessOptimizer
+from funcamp._optim.arguments import EXAMPLE
 from funcamp._types import Tree
 
 if TYPE_CHECKING:
@@ -25,6 +24,18 @@ class Update(NamedTuple):
     """The unscaled gradients, as far as the parts have changed them."""
     norm: Tensor | None = None
     """The 2-norm of the unscaled gradients, shape (), if it is known; a training step knows it."""
+
+
+class PureOptimizer(Protocol):
+    """What `check_optimizer` takes: the result of `stateless`, `by_group` or `chain`, or the user's own object."""
+
+    def init(self, params: Tree) -> Tree:
+        """Return the state before the first step."""
+        ...
+
+    def update(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
+        """Return the new parameters and the next state."""
+        ...
 
 
 class Transform(Protocol):
@@ -50,9 +61,7 @@ def is_function(part: object) -> TypeIs[Callable[[Update], Update]]:
 
 def is_transform(part: object) -> TypeIs[Transform]:
     """Return whether a part is an object with `transform`."""
-    # An optimizer of funcamp is not asked for the attribute: its AttributeError has its repr, which reads the values of
-    # its tensors.
-    return not isinstance(part, (StatelessOptimizer, GroupedOptimizer)) and hasattr(part, "transform")
+    return hasattr(part, "transform")
 
 
 def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
@@ -80,13 +89,13 @@ def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
     return new_update, state
 
 
-def learning_rate_of(part: Part, state: Tree) -> Tree:
+def learning_rate_of(part: object, state: Tree) -> Tree:
     """Return the learning rate of a part's next step; `()` if it has none."""
     learning_rate = getattr(part, "learning_rate", None)
     return () if learning_rate is None else learning_rate(state)
 
 
-def evaluation_params_of(part: Part, params: Tree, state: Tree) -> Tree:
+def evaluation_params_of(part: object, params: Tree, state: Tree) -> Tree:
     """Return the parameters with which a part evaluates: the same if it has no others."""
     evaluation_params = getattr(part, "evaluation_params", None)
     return params if evaluation_params is None else evaluation_params(params, state)
@@ -94,12 +103,21 @@ def evaluation_params_of(part: Part, params: Tree, state: Tree) -> Tree:
 
 def check_part(call: str, name: str, part: object) -> None:
     """Raise TypeError for what is no part of a chain."""
-    if is_transform(part):
-        return
     # A class is callable too, but is given by mistake for one of its objects.
-    if is_function(part) and callable(part) and not isinstance(part, type):
-        return
-    check_optimizer(call, name, part)
+    if not is_transform(part) and (not is_function(part) or not callable(part) or isinstance(part, type)):
+        check_optimizer(call, name, part)
+
+
+def check_optimizer(call: str, name: str, optimizer: object) -> None:
+    """Raise TypeError if a value has no init and update."""
+    has_init = callable(getattr(optimizer, "init", None))
+    has_update = callable(getattr(optimizer, "update", None))
+    # A class has both methods too, but its objects are meant.
+    if isinstance(optimizer, type) or not (has_init and has_update):
+        raise TypeError(
+            f"{call}: {name} must be a pure optimizer with init and update; got {_tree.brief(optimizer)}: write "
+            f"{EXAMPLE}"
+        )
 
 
 def check_state(part: Part, state: object, state_class: type) -> None:

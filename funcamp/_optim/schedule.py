@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 import math
-import numbers
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias, TypeVar
+import warnings
+from collections.abc import Callable
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from funcamp import _tree
-from funcamp._check import integer
-from funcamp._optim.by_group import GroupedOptimizer, check_optimizer
+from funcamp._check import integer, real
+from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.hyperparameters import is_dynamic
 from funcamp._optim.modes import without_modes
 from funcamp._optim.optimizer import StatelessOptimizer
@@ -22,14 +21,8 @@ from funcamp._optim.table import Table
 _Make: TypeAlias = Callable[[torch.optim.Optimizer], Any]
 #: The pure optimizer that is given, and the kind that is returned.
 Pure = TypeVar("Pure", StatelessOptimizer, GroupedOptimizer)
-
-
-class _Scheduler(Protocol):
-    """A scheduler whose step needs no argument."""
-
-    def step(self) -> object:
-        """Set the numbers of the next step."""
-        ...
+#: Optimizers by label.
+_Optimizers: TypeAlias = dict[str, StatelessOptimizer]
 
 
 def schedule(optimizer: Pure, make: Callable[[torch.optim.Optimizer], Any], *, steps: int) -> Pure:
@@ -59,10 +52,10 @@ def schedule(optimizer: Pure, make: Callable[[torch.optim.Optimizer], Any], *, s
 
     Raises:
         TypeError: optimizer is not made by `stateless` or `by_group`; make is not a function, or does not return a
-            scheduler whose step needs no argument; the scheduler changes a hyperparameter that is already a tensor or a
-            schedule, or sets one to something that is not a Python number; steps is not an integer.
-        ValueError: steps is less than 1, or more than the scheduler can take; make raises an exception; its scheduler
-            belongs to another optimizer, or does not start at step 0; a value is not finite.
+            scheduler of the optimizer that it is given; the scheduler changes a hyperparameter that is already a tensor
+            or a schedule, or sets one to something that is not a Python number; steps is not an integer.
+        ValueError: steps is less than 1, or more than the scheduler can take; its step needs an argument, or it does
+            not start at step 0; a value is not finite. What make raises is not changed.
 
     Example:
         >>> from torch.optim.lr_scheduler import LinearLR
@@ -79,63 +72,56 @@ def schedule(optimizer: Pure, make: Callable[[torch.optim.Optimizer], Any], *, s
     References:
         torch/optim/lr_scheduler.py, PyTorch 2.11 to 2.15.
     """
-    check_optimizer("schedule", "optimizer", optimizer)
-    if not callable(make):
-        scheduler_class = type(make).__name__ if hasattr(make, "step") else "CosineAnnealingLR"
-        raise TypeError(
-            "schedule: make must be a function that makes a scheduler for the optimizer that it is given, such as "
-            f"lambda optimizer: {scheduler_class}(optimizer, ...); "
-            f"got {_tree.brief(make)}"
-        )
     steps = integer("schedule", "steps", steps, 1)
+    if not callable(make):
+        raise TypeError(
+            "schedule: make must be a function from torch's optimizer to its scheduler, such as "
+            f"lambda optimizer: CosineAnnealingLR(optimizer, ...); got {_tree.brief(make)}"
+        )
     if isinstance(optimizer, GroupedOptimizer):
-        return GroupedOptimizer(_scheduled_groups(optimizer, make, steps), optimizer.group)
-    return _scheduled({"": _checked("optimizer", optimizer)}, make, steps)[""]
+        return GroupedOptimizer(_scheduled_groups(optimizer.optimizers, make, steps), optimizer.group)
+    return _scheduled_groups({"optimizer": optimizer}, make, steps)["optimizer"]
 
 
-def _scheduled_groups(grouped: GroupedOptimizer, make: _Make, steps: int) -> dict[str, StatelessOptimizer]:
-    """Return the optimizers of groups by label, scheduled."""
-    optimizers = {label: _checked(f"optimizer {label!r}", group) for label, group in grouped.optimizers.items()}
-    classes = {optimizer._cls for optimizer in optimizers.values()}
-    if len(classes) == 1:
+def _scheduled_groups(optimizers: _Optimizers, make: _Make, steps: int) -> _Optimizers:
+    """Return optimizers by label, scheduled.
+
+    Raises:
+        TypeError: one of them is not made by `stateless`.
+    """
+    for label, optimizer in optimizers.items():
+        if not isinstance(optimizer, StatelessOptimizer):
+            raise TypeError(
+                f"schedule: {label} must be made by stateless, because a scheduler needs torch's parameter groups; "
+                f"got {_tree.brief(optimizer)}: compute its rate from the count of steps in its state"
+            )
+    if len({optimizer._cls for optimizer in optimizers.values()}) == 1:
         return _scheduled(optimizers, make, steps)
     # In torch, too, groups of several classes are several optimizers, each with a scheduler.
-    scheduled: dict[str, StatelessOptimizer] = {}
+    scheduled: _Optimizers = {}
     for label, optimizer in optimizers.items():
         scheduled |= _scheduled({label: optimizer}, make, steps)
     return scheduled
 
 
-def _checked(name: str, optimizer: object) -> StatelessOptimizer:
-    """Return an optimizer if `stateless` made it; raise TypeError otherwise."""
-    if not isinstance(optimizer, StatelessOptimizer):
-        raise TypeError(
-            f"schedule: {name} must be made by stateless, because a scheduler needs torch's parameter groups; "
-            f"got {_tree.brief(optimizer)}: compute its rate from the count of steps in its state"
-        )
-    return optimizer
-
-
-def _scheduled(optimizers: Mapping[str, StatelessOptimizer], make: _Make, steps: int) -> dict[str, StatelessOptimizer]:
+def _scheduled(optimizers: _Optimizers, make: _Make, steps: int) -> _Optimizers:
     """Return the optimizers with the values of one scheduler, which sees them as the groups of one torch optimizer."""
     with without_modes():
         torch_optimizer = _torch_optimizer(list(optimizers.values()))
-        first_numbers = []
-        for group in torch_optimizer.param_groups:
-            first_numbers.append({name: value for name, value in group.items() if name != "params"})
+        numbers_before = [dict(group) for group in torch_optimizer.param_groups]
         scheduler = _scheduler(make, torch_optimizer)
-        scheduled_values = _run(scheduler, torch_optimizer, first_numbers, steps)
+        values = _run(scheduler, torch_optimizer, numbers_before, steps)
+    source = type(scheduler).__name__
     scheduled = {}
-    for (label, optimizer), group_numbers, values_by_name in zip(optimizers.items(), first_numbers, scheduled_values):
-        if not values_by_name:
-            scheduled[label] = optimizer
-            continue
-        hyperparameters = dict(optimizer._hyperparameters)
-        for name, values in values_by_name.items():
-            hyperparameter = hyperparameters.get(name, group_numbers[name])
-            source = type(scheduler).__name__
-            hyperparameters[name] = _with_tables(hyperparameter, group_numbers[name], name, values, source)
-        scheduled[label] = type(optimizer)(optimizer._cls, hyperparameters)
+    for (label, optimizer), before, values_by_name in zip(optimizers.items(), numbers_before, values):
+        changed = {}
+        for name, values_of_name in values_by_name.items():
+            if any(value != before[name] for value in values_of_name):
+                hyperparameter = optimizer._hyperparameters.get(name, before[name])
+                changed[name] = _with_tables(hyperparameter, before[name], name, values_of_name, source)
+        scheduled[label] = optimizer
+        if changed:
+            scheduled[label] = type(optimizer)(optimizer._cls, optimizer._hyperparameters | changed)
     return scheduled
 
 
@@ -147,170 +133,93 @@ def _torch_optimizer(optimizers: list[StatelessOptimizer]) -> torch.optim.Optimi
         # From an instance: a group that lacks a hyperparameter would get that of the first optimizer.
         (group,) = cls([torch.zeros(2, 2, requires_grad=True)], **optimizer._arguments).param_groups
         groups.append(group)
-    idle_cls = type(cls.__name__, (cls,), {"step": _do_nothing, "__module__": cls.__module__})
-    idle_optimizer: torch.optim.Optimizer = idle_cls(groups, **optimizers[0]._arguments)
-    return idle_optimizer
+    made: torch.optim.Optimizer = cls(groups, **optimizers[0]._arguments)
+    return made
 
 
-def _do_nothing(_: object, closure: object = None) -> None:
-    """Take the place of an optimizer's step."""
-
-
-def _scheduler(make: _Make, optimizer: torch.optim.Optimizer) -> _Scheduler:
-    """Return the scheduler that `make` returns, which must be a fresh one of the optimizer.
+def _scheduler(make: _Make, optimizer: torch.optim.Optimizer) -> Any:
+    """Return the scheduler that `make` returns.
 
     Raises:
-        TypeError: it is no scheduler, or its step needs an argument.
-        ValueError: make raises, or the scheduler is another optimizer's, or has taken steps.
+        TypeError: it is no scheduler of the optimizer.
+        ValueError: it has taken steps.
     """
-    try:
-        scheduler: _Scheduler = make(optimizer)
-    except Exception as error:
-        fix = ""
-        if "initial_lr" in str(error):
-            fix = ": leave last_epoch out, because a resumed run continues at the count in its state"
-        raise ValueError(
-            "schedule: make must return a scheduler of the optimizer that it is given; it raised "
-            f"{type(error).__name__}: {_first_line(error)}{fix}"
-        ) from error
-    scheduler_class = type(scheduler).__name__
-    if isinstance(scheduler, (type, torch.optim.Optimizer)) or not callable(getattr(scheduler, "step", None)):
+    scheduler = make(optimizer)
+    has_step = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, (type, torch.optim.Optimizer))
+    if not has_step or getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise TypeError(
-            "schedule: make must return a scheduler, one object with a method step (SequentialLR and ChainedScheduler "
-            f"combine several); got {_tree.brief(scheduler)}"
+            "schedule: make must return a scheduler of the optimizer that it is given (SequentialLR and "
+            f"ChainedScheduler combine several); got {_tree.brief(scheduler)}"
         )
-    required = _required_parameters(scheduler.step)
-    if required:
-        raise TypeError(
-            "schedule: make must return a scheduler whose step needs no argument, because its values are computed "
-            f"before training; got a {scheduler_class}, whose step needs {', '.join(required)}: give stateless "
-            "lr=torch.tensor(...) of shape (), and fill_ it between steps"
-        )
-    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
-        raise ValueError(
-            "schedule: make must return a scheduler of the optimizer that it is given; got one of another optimizer: "
-            f"write lambda optimizer: {scheduler_class}(optimizer, ...)"
-        )
-    inner_schedulers = getattr(scheduler, "_schedulers", ())  # of SequentialLR and ChainedScheduler
-    for each_scheduler in (scheduler, *inner_schedulers):
-        epoch = getattr(each_scheduler, "last_epoch", 0)
-        if isinstance(epoch, int) and epoch > 0:
+    for each in (scheduler, *getattr(scheduler, "_schedulers", ())):  # of SequentialLR and ChainedScheduler
+        if getattr(each, "last_epoch", 0) > 0:
             raise ValueError(
                 "schedule: make must return a scheduler that starts at step 0, because a resumed run continues at the "
-                f"count in its state; got a {type(each_scheduler).__name__} with last_epoch={epoch}: leave last_epoch "
+                f"count in its state; got a {type(each).__name__} with last_epoch={each.last_epoch}: leave last_epoch "
                 "out"
             )
     return scheduler
 
 
-def _required_parameters(function: Callable[..., object]) -> list[str]:
-    """Return the names of the arguments that a function must get."""
-    names = []
-    for name, parameter in inspect.signature(function).parameters.items():
-        is_variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if parameter.default is parameter.empty and not is_variadic:
-            names.append(name)
-    return names
-
-
-#: For every parameter group, the values of each hyperparameter that changes, by name.
-_ScheduledValues: TypeAlias = list[dict[str, list[Any]]]
-
-
 def _run(
-    scheduler: _Scheduler, optimizer: torch.optim.Optimizer, first_numbers: list[dict[str, object]], steps: int
-) -> _ScheduledValues:
-    """Return what the scheduler sets, for every number of its steps less than `steps`.
-
-    Args:
-        scheduler: the scheduler, which has taken no step.
-        optimizer: its optimizer.
-        first_numbers: for every parameter group, its hyperparameters before the scheduler was made.
-        steps: the number of values.
-    """
-    scheduled_values: _ScheduledValues = [{} for _ in first_numbers]
-    optimizer.step()  # torch's schedulers warn if it is never called
-    for count in range(steps):
-        if count > 0:
-            try:
-                scheduler.step()
-            except Exception as error:
-                raise ValueError(
-                    f"schedule: steps must be at most {count}, or the scheduler must be made for more: its step number "
-                    f"{count} raised {type(error).__name__}: {_first_line(error)}; got steps={steps}"
-                ) from error
-        for group, group_numbers, values_by_name in zip(optimizer.param_groups, first_numbers, scheduled_values):
-            for name, first_number in group_numbers.items():
-                value = group[name]
-                if name in values_by_name:
-                    values_by_name[name].append(_as_number(name, value, count, scheduler))
-                elif value is not first_number:
-                    # Set for the first time; a scheduler that sets the same number does not change it.
-                    number = _as_number(name, value, count, scheduler)
-                    if number != first_number:
-                        values_by_name[name] = [first_number] * count + [number]
-    return scheduled_values
+    scheduler: Any, optimizer: torch.optim.Optimizer, numbers_before: list[dict[str, Any]], steps: int
+) -> list[dict[str, list[Any]]]:
+    """Return for each group, by name, what is set after 0, 1, 2, ... steps of the scheduler."""
+    values: list[dict[str, list[Any]]] = []
+    for before in numbers_before:
+        values.append({name: [] for name in before if name != "params"})
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # no optimizer steps here
+        for count in range(steps):
+            if count > 0:
+                _step(scheduler, count, steps)
+            for group, values_by_name in zip(optimizer.param_groups, values):
+                for name, values_of_name in values_by_name.items():
+                    values_of_name.append(group[name])
+    return values
 
 
-def _as_number(name: str, value: object, count: int, scheduler: _Scheduler) -> object:
-    """Return a finite float, or a tuple of them.
-
-    Args:
-        name: the hyperparameter's name.
-        value: what the scheduler set.
-        count: the number of steps that the scheduler has taken.
-        scheduler: the scheduler.
-
-    Raises:
-        TypeError: value is no Python number.
-        ValueError: it is not finite.
-    """
-    if isinstance(value, (tuple, list)):
-        return tuple(_as_number(f"{name}[{index}]", item, count, scheduler) for index, item in enumerate(value))
-    kind = type(scheduler).__name__
-    if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(
-            f"schedule: make's {kind} must set {name} to a Python number; got {_tree.brief(value)} after {count} "
-            "steps: take float(...) of it in the scheduler's function"
-        )
-    if not math.isfinite(value):
-        raise ValueError(f"schedule: make's {kind} must set {name} to a finite number; got {value} after {count} steps")
-    return float(value)
+def _step(scheduler: Any, count: int, steps: int) -> None:
+    """Take step number `count` of a scheduler; raise ValueError if it has none."""
+    try:
+        scheduler.step()
+    except Exception as error:
+        raise ValueError(
+            f"schedule: steps must be at most {count}, or make must return another scheduler: step number {count} of "
+            f"the {type(scheduler).__name__} raised {type(error).__name__}: {error}; got steps={steps}. If its step "
+            "needs an argument, give stateless the rate as a tensor of shape (), and fill_ it between steps"
+        ) from error
 
 
-def _with_tables(hyperparameter: object, first_number: object, name: str, values: list[Any], source: str) -> object:
+def _with_tables(hyperparameter: Any, before: Any, name: str, values: list[Any], source: str) -> object:
     """Return a table for a number that changes; for a tuple, one for each of its items that does.
 
     Args:
         hyperparameter: what `stateless` got.
-        first_number: its number before the scheduler was made, an example if it is a tensor or a schedule.
+        before: its number before the scheduler was made, an example if it is a tensor or a schedule.
         name: its name.
         values: what the scheduler sets, one for each step.
         source: the scheduler's class, for messages and the table's repr.
 
     Raises:
-        TypeError: the scheduler changes a tensor or a schedule.
+        TypeError: the scheduler changes a tensor or a schedule, or sets what is no number.
+        ValueError: a value is not finite.
     """
-    if isinstance(first_number, (tuple, list)):
-        items_before = hyperparameter if isinstance(hyperparameter, (tuple, list)) else first_number
-        values_of_items = [list(item_values) for item_values in zip(*values)]
+    if isinstance(before, (tuple, list)):
         items = []
-        for index, (item, first_item, item_values) in enumerate(
-            zip(items_before, first_number, values_of_items, strict=True)
-        ):
-            items.append(_with_tables(item, first_item, f"{name}[{index}]", item_values, source))
+        for index, item in enumerate(hyperparameter):
+            item_values = [value[index] for value in values]
+            items.append(_with_tables(item, before[index], f"{name}[{index}]", item_values, source))
         return tuple(items)
-    if all(value == first_number for value in values):
+    if all(value == before for value in values):
         return hyperparameter
     if is_dynamic(hyperparameter):
         raise TypeError(
             f"schedule: optimizer must have a number as {name}, because {source} sets it; got "
             f"{_tree.brief(hyperparameter)}: give stateless the number from which the scheduler starts"
         )
-    argument = hyperparameter if isinstance(hyperparameter, (int, float)) else None
-    return Table(values, source, argument or None)  # a class may have another formula for 0
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error.args[0]) if error.args else ""  # the text of a KeyError is quoted, with its lines joined
-    return text.split("\n")[0]
+    numbers = [real("schedule", f"{name} of {source}", value) for value in values]
+    for count, number in enumerate(numbers):
+        if not math.isfinite(number):
+            raise ValueError(f"schedule: {name} of {source} must be finite; got {number} after {count} steps")
+    return Table(numbers, source, hyperparameter or None)  # a class may have another formula for 0

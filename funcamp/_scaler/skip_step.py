@@ -37,22 +37,27 @@ def skip_step(state: ScalerState, *, new: Tree, old: Tree) -> Tree:
         {'w': tensor([0., 0.])}
     """
     state = check_state("skip_step", state)
-    _tree.same_structure("skip_step", ("new", "old"), (new, old))
+    return old_where("skip_step", state.found_inf != 0, new, old)
+
+
+def old_where(call: str, condition: Tensor, new: Tree, old: Tree) -> Tree:
+    """Return, leaf by leaf, the old value if a condition (bool, shape ()) holds, else the new one; see `skip_step`."""
+    _tree.same_structure(call, ("new", "old"), (new, old))
     flat_new, spec = _tree.flatten(new)
-    skips = state.found_inf != 0
     selected = []
     for index, (new_leaf, old_leaf) in enumerate(zip(flat_new, _tree.leaves(old))):
-        selected.append(_select(new, index, skips, new_leaf, old_leaf))
+        selected.append(_select(call, new, index, condition, new_leaf, old_leaf))
     return _tree.unflatten(selected, spec)
 
 
-def _select(tree: Tree, index: int, skips: Tensor, new: object, old: object) -> object:
-    """Return the old leaf if the step is skipped and the new one otherwise.
+def _select(call: str, tree: Tree, index: int, condition: Tensor, new: object, old: object) -> object:
+    """Return the old leaf if the condition holds and the new one otherwise.
 
     Args:
+        call: the call, for messages.
         tree: the new tree, for messages.
         index: the leaf's position in it.
-        skips: bool, shape ().
+        condition: bool, shape ().
         new: the leaf after the step.
         old: the leaf before the step.
 
@@ -62,13 +67,20 @@ def _select(tree: Tree, index: int, skips: Tensor, new: object, old: object) -> 
     if new is old:
         return new
     if isinstance(new, Tensor) and isinstance(old, Tensor):
-        _check_tensors(tree, index, skips, new, old)
+        if new.shape != old.shape or new.dtype != old.dtype or new.device != old.device:
+            raise ValueError(
+                f"{call}: new{_tree.path_of(tree, index)} must have the shape, dtype and device of old; "
+                f"got {_tree.describe(new)} against {_tree.describe(old)}"
+            )
+        if new.layout != torch.strided or old.layout != torch.strided:
+            raise TypeError(f"{call}: new{_tree.path_of(tree, index)} must be strided; got layout {new.layout}")
+        _tree.check_device(call, "new", tree, index, new, condition.device)
         if old.requires_grad and not new.requires_grad and not _upstream.transforms_active():
             old = old.detach()  # else the graph would grow with the steps
-        return torch.where(skips.to(new.device, non_blocking=True), old, new)
+        return torch.where(condition.to(new.device, non_blocking=True), old, new)
     if isinstance(new, Tensor) or isinstance(old, Tensor) or _is_array(new) or _is_array(old) or new != old:
         raise TypeError(
-            f"skip_step: new{_tree.path_of(tree, index)} must be a tensor in both trees, or an equal value; "
+            f"{call}: new{_tree.path_of(tree, index)} must be a tensor in both trees, or an equal value; "
             f"got {_tree.describe(new)} against {_tree.describe(old)} in old"
         )
     return new
@@ -77,15 +89,3 @@ def _select(tree: Tree, index: int, skips: Tensor, new: object, old: object) -> 
 def _is_array(leaf: object) -> bool:
     """Return whether a leaf is an array with dimensions, whose comparison gives an array and no bool."""
     return getattr(leaf, "shape", ()) != ()
-
-
-def _check_tensors(tree: Tree, index: int, skips: Tensor, new: Tensor, old: Tensor) -> None:
-    """Raise TypeError or ValueError if there is no selection between two tensors."""
-    if new.shape != old.shape or new.dtype != old.dtype or new.device != old.device:
-        raise ValueError(
-            f"skip_step: new{_tree.path_of(tree, index)} must have the shape, dtype and device of old; "
-            f"got {_tree.describe(new)} against {_tree.describe(old)}"
-        )
-    if new.layout != torch.strided or old.layout != torch.strided:
-        raise TypeError(f"skip_step: new{_tree.path_of(tree, index)} must be strided; got layout {new.layout}")
-    _tree.check_device("skip_step", "new", tree, index, new, skips.device)

@@ -12,10 +12,10 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._autograd.loss import Loss, check_function, loss
 from funcamp._check import integer
-from funcamp._optim.by_group import check_optimizer
+from funcamp._optim.average import check_decay
 from funcamp._optim.chain import check_nothing_is_clipped_last, group_functions_in
 from funcamp._optim.clip import check_limit
-from funcamp._optim.ema import check_decay
+from funcamp._optim.part import check_optimizer
 from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._step.options import Options
 from funcamp._step.parallel import Parallel

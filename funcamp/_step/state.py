@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._optim.average_part import Average
-from funcamp._optim.every_part import Every
+from funcamp._optim.average import Average
+from funcamp._optim.every import Every
 from funcamp._scaler.state import ScalerState
 from funcamp._storage.params import Params
 from funcamp._types import Tree

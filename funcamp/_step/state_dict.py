@@ -12,7 +12,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import boolean
-from funcamp._optim.average_part import Average
+from funcamp._optim.average import Average
 from funcamp._optim.chain import is_average_state
 from funcamp._optim.optimizer import OptState
 from funcamp._step.state import TrainState, check_train_state, states_of_parts

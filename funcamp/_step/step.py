@@ -13,9 +13,9 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.scaled_grad import loss_and_aux
 from funcamp._check import Fixed, boolean, one_batch
-from funcamp._optim.average_part import average
+from funcamp._optim.average import average
 from funcamp._optim.chain import chain, group_functions_in, single_parts_in
-from funcamp._optim.clip_parts import clip_by_norm, clip_by_value
+from funcamp._optim.clip import clip_by_norm, clip_by_value
 from funcamp._optim.part import Transform, Update
 from funcamp._scaler.config import ScalerConfig
 from funcamp._step.differentiate import LossArguments, call_loss

@@ -196,8 +196,6 @@ PRIVATE = {
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "jit computes float16 convolutions in float32 on every CPU",
     "torch.optim.optimizer._global_optimizer_post_hooks": "GradScaler.step reads found_inf on the host",
     "torch.optim.optimizer._global_optimizer_pre_hooks": "GradScaler.step reads found_inf on the host",
-    "torch.overrides._get_current_function_mode_stack": "stateless needs the CPU as the default device",
-    "torch.overrides._pop_mode_temporarily": "stateless needs the CPU as the default device",
     "torch.utils._python_dispatch.TorchDispatchMode": "jit does not work",
     "torch.utils._python_dispatch._disable_current_modes": "stateless is not made under FakeTensorMode, torch.compile",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "jit does not work",

@@ -374,17 +374,17 @@ def swapped(update: Update) -> Update:
         (
             chain(every(2, swapped), SGD),
             ValueError,
-            "the former gradients and the part's gradients must have one",
+            "every: new and old must have one tree structure",
         ),
         (
             chain(every(2, lambda update: update._replace(gradients={"b": None, "w": update.gradients["w"]})), SGD),
-            ValueError,
-            r"every: the part must keep the shapes and dtypes of gradients; at \['b'\] it has None",
+            TypeError,
+            r"every: new\[1\]\['b'\] must be a tensor in both trees",
         ),
         (
             chain(every(2, doubled), SGD),
             ValueError,
-            r"every: the part must keep the shapes and dtypes of gradients; at \['.'\] it has a torch.float64 tensor",
+            r"every: new\[1\]\['.'\] must have the shape, dtype and device of old; got a torch.float64 tensor",
         ),
     ],
 )

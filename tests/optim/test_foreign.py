@@ -166,13 +166,6 @@ class Decomposes(Base):
         p.sub_((vectors @ vectors.mT @ matrix).reshape(p.shape), alpha=group["lr"])
 
 
-class Masks(Base):
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        update = p.grad.clone()
-        update[p.grad * p > 0] = 0.0
-        p.sub_(update, alpha=group["lr"])
-
-
 class Averages(CountsInGroup):
     """Schedule-free: evaluates with other parameters than it trains with."""
 
@@ -202,7 +195,7 @@ class ChangesLate(Base):
 
 
 FOLLOWED = [
-    *(CountsInState, CountsInGroup, KeepsLists, SetsFlagFirst, BeginsOtherwise, AsksEach, Decomposes, Masks),
+    *(CountsInState, CountsInGroup, KeepsLists, SetsFlagFirst, BeginsOtherwise, AsksEach, Decomposes),
     Averages,
     ChangesLate,
 ]
@@ -298,17 +291,6 @@ def catches(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> Non
         p.sub_(p.grad, alpha=(1.0, 0.5)[group["k"] % 2])
 
 
-class CatchesOverflow(Base):
-    options: ClassVar[dict[str, Any]] = {"k": 1}
-
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        try:
-            rate = math.exp(group["k"])
-        except OverflowError:
-            rate = 1.0
-        p.sub_(p.grad, alpha=1 / rate)
-
-
 def grows(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
     state[f"grad {len(state)}"] = p.grad.clone()
 
@@ -320,6 +302,10 @@ def two_names(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> N
 
 def selects(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
     p.sub_(p.grad[p.grad > 0].sum())
+
+
+def masks(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    p[p.grad * p > 0] = 0.0
 
 
 def asks_too_much(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
@@ -344,22 +330,21 @@ def changes_text(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (NeedsClosure, "its step needs closure"),
-        (Wraps, "it wraps an optimizer as self.inner"),
+        (NeedsClosure, "missing 1 required positional argument: 'closure'"),
+        (Wraps, "it keeps an object as self.inner"),
         (KeepsObject, "it keeps an object as self.counter"),
         (SortsIntoGroups, "it sorts its parameters into groups"),
         (KeepsElsewhere, "comes to other numbers than in its own loop"),
         (moving(reads), r"reads a number that changes in training \(test_foreign.py"),
         (moving(catches), "reads a number that changes in training"),
-        (CatchesOverflow, "it may catch errors of Python's arithmetic"),
         (moving(grows), "must have the same entries"),
         (moving(two_names), "keeps one tensor under two names"),
         (moving(selects), "selects elements by their values"),
+        (moving(masks), "selects elements by their values; write torch.where"),
         (moving(asks_too_much), "in more than 16 ways"),
         (moving(lists), "pass foreach=False"),
         (moving(compares_complex), "with a complex"),
         (moving(changes_text), "its step changes 'phase'|must be a tensor or a number"),
-        (torch.optim.LBFGS, "its step needs closure"),
         (torch.optim.SparseAdam, "does not support dense gradients"),
     ],
     ids=name_of,

@@ -22,7 +22,7 @@ from tests.support.oracle import state_of
 DATABASE = optimizer_database()
 #: Classes that are no function of dense gradients.
 NEVER = {
-    "LBFGS": "its step needs closure",
+    "LBFGS": "missing 1 required positional argument: 'closure'",
     "SparseAdam": "does not support dense gradients",
 }
 #: Arguments that `stateless` refuses, as it runs the step its own way.

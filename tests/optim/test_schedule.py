@@ -426,17 +426,6 @@ def test_a_schedule_is_the_same_under_all_defaults_and_modes() -> None:
     assert repr(made) == expected
 
 
-class ReadsMetric(LRScheduler):
-    def get_lr(self) -> Any:
-        return self.base_lrs
-
-    def step(self, metric: float | None) -> None:  # type: ignore[override]
-        super().step()
-
-    def _initial_step(self) -> None:
-        pass
-
-
 def resumed(optimizer: optim.Optimizer) -> LRScheduler:
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
@@ -467,38 +456,27 @@ SGD = stateless(optim.SGD, lr=0.1)
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (3, TypeError, r"make must be a function that makes a scheduler .* lambda optimizer: Cosine.*; got 3$"),
-        (of_another(None), TypeError, r"make must be a function .* lambda optimizer: StepLR\(optimizer, ...\); got"),  # type: ignore[arg-type]
-        (lambda o: None, TypeError, "make must return a scheduler, one object with a method step .*; got None$"),
-        (lambda o: o, TypeError, "make must return a scheduler, one object with a method step"),
+        (3, TypeError, "make must be a function from torch's optimizer to its scheduler, .*; got 3$"),
+        (of_another(None), TypeError, "make must be a function from torch's optimizer"),  # type: ignore[arg-type]
+        (lambda o: None, TypeError, "make must return a scheduler of the optimizer .*; got None$"),
+        (lambda o: o, TypeError, "make must return a scheduler of the optimizer"),
         (lambda o: [StepLR(o, 1)], TypeError, "SequentialLR and ChainedScheduler combine several"),
-        (lambda o: StepLR, TypeError, "make must return a scheduler, one object"),
-        (ReduceLROnPlateau, TypeError, "a ReduceLROnPlateau, whose step needs metrics: give stateless lr=torch.tensor"),
-        (ReadsMetric, TypeError, "a ReadsMetric, whose step needs metric: give stateless lr="),
-        (CosineAnnealingLR, ValueError, "make must return .*; it raised TypeError: .* argument: 'T_max'$"),
-        (
-            lambda o: ExponentialLR(o, 0.9, last_epoch=7),
-            ValueError,
-            r"it raised KeyError: param 'initial_lr' is not specified [^\n]*: leave last_epoch out, because a resumed",
-        ),
+        (lambda o: StepLR, TypeError, "make must return a scheduler of the optimizer"),
+        (ReduceLROnPlateau, ValueError, "step number 1 of the ReduceLROnPlateau raised TypeError: .* fill_ it between"),
         (resumed, ValueError, "starts at step 0, .* a LambdaLR with last_epoch=501: leave last_epoch out"),
         (chain_of_resumed, ValueError, "starts at step 0, .* a ExponentialLR with last_epoch=8"),
-        (of_another, ValueError, r"got one of another optimizer: write lambda optimizer: StepLR\(optimizer, ...\)"),
+        (of_another, TypeError, "make must return a scheduler of the optimizer that it is given"),
         (
             lambda o: OneCycleLR(o, 0.1, total_steps=4),
             ValueError,
-            "steps must be at most 5, or .* its step number 5 raised ValueError: Tried to step 5 times.*; got steps=9",
+            "steps must be at most 5, or .* step number 5 of the OneCycleLR raised ValueError: .*; got steps=9",
         ),
-        (
-            returns_a_tensor,
-            TypeError,
-            r"make's LambdaLR must set lr to a Python number; got a torch.float32 tensor .* after 0 steps: take float",
-        ),
-        (sets_a_string, TypeError, "make's StepLR must set momentum to a Python number; got 'high'"),
+        (returns_a_tensor, TypeError, "lr of LambdaLR must be a Python number; got a torch.float32 tensor"),
+        (sets_a_string, TypeError, "momentum of StepLR must be a Python number; got 'high'"),
         (
             lambda o: LambdaLR(o, lambda count: math.inf if count == 3 else 1.0),
             ValueError,
-            "make's LambdaLR must set lr to a finite number; got inf after 3 steps",
+            "lr of LambdaLR must be finite; got inf after 3 steps",
         ),
     ],
 )
@@ -528,14 +506,9 @@ class Own:
 @pytest.mark.parametrize(
     ("optimizer", "message"),
     [
-        (optim.SGD, r"optimizer must be a pure optimizer"),
-        (
-            optim.SGD([torch.zeros(1)], lr=0.5),
-            r"optimizer must be a pure optimizer with init and update; got a SGD",
-        ),
-        (MAKE["StepLR"], "optimizer must be a pure optimizer"),
+        (optim.SGD([torch.zeros(1)], lr=0.5), "optimizer must be made by stateless, .*; got a SGD"),
         (Own(), "optimizer must be made by stateless, because a scheduler needs torch's parameter groups; got"),
-        (by_group({"a": SGD, "b": Own()}), "optimizer 'b' must be made by stateless"),
+        (by_group({"a": SGD, "b": Own()}), "b must be made by stateless"),
         (
             stateless(optim.SGD, lr=torch.tensor(0.1)),
             "a number as lr, because StepLR sets it; got a torch.float32 tensor",

@@ -45,11 +45,3 @@ def test_schedule_of_transformers_equals_torchs_loop(name: str) -> None:
     assert len({rate for (rate,) in rates(expected)}) > 3
     scheduled = schedule(stateless(torch.optim.AdamW, lr=0.03), make, steps=APPLIED)
     assert_same_rows(funcamps_loop(scheduled), expected)
-
-
-def test_a_metric_is_refused_with_what_to_do() -> None:
-    function = imported("transformers").get_reduce_on_plateau_schedule
-    with pytest.raises(
-        TypeError, match=r"a ReduceLROnPlateau, whose step needs metrics: give stateless lr=torch\.tensor"
-    ):
-        schedule(stateless(torch.optim.AdamW), function, steps=3)

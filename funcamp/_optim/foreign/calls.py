@@ -48,11 +48,11 @@ class Calls(TorchFunctionMode):
 
     Args:
         name: the class's, for errors.
-        answers: the answers to the first questions of this run.
+        answers: the answers to the first questions of this run; None if the values are known and decide.
         asks_divisors: whether a division by 0 is a question.
     """
 
-    def __init__(self, name: str, answers: tuple[bool, ...], *, asks_divisors: bool) -> None:
+    def __init__(self, name: str, answers: tuple[bool, ...] | None, *, asks_divisors: bool) -> None:
         super().__init__()
         self.asks_divisors = asks_divisors
         self.conditions: list[Tensor] = []
@@ -75,8 +75,10 @@ class Calls(TorchFunctionMode):
         for known, answer in self._known:
             if len(known) == len(numbers) and all(_is_same(*pair) for pair in zip(known, numbers)):
                 return answer
-        index = len(self.path)
-        answer = self._answers[index] if index < len(self._answers) else True
+        if self._answers is None:
+            answer = bool(condition)
+        else:
+            answer = self._answers[len(self.path)] if len(self.path) < len(self._answers) else True
         self.conditions.append(condition.reshape(()))
         self.path.append(answer)
         if numbers:
@@ -92,10 +94,8 @@ class Calls(TorchFunctionMode):
             return self.ask(_CONDITIONS[name](*args, **kwargs))
         if name in _READS:
             self.refuse("reads a tensor in Python")
-        if name in _OF_UNKNOWN_SIZE or (name == "__getitem__" and _selects(args[1])):
-            self.refuse("selects elements by their values")
-        if name == "__setitem__" and isinstance(args[1], Tensor) and args[1].dtype == torch.bool:
-            return _masked(*args)
+        if name in _OF_UNKNOWN_SIZE or (name in ("__getitem__", "__setitem__") and _selects(args[1])):
+            self.refuse("selects elements by their values; write torch.where")
         if name.removeprefix("linalg_") in _DECOMPOSITIONS and isinstance(args[0], Tensor) and args[0].dim() >= 2:
             args = (_finite(args[0]), *args[1:])
         if not _has_number(args) and not _has_number(kwargs.values()):
@@ -108,10 +108,7 @@ class Calls(TorchFunctionMode):
 def _with_numbers(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Return the result of a call with numbers among its arguments, rounded as torch rounds beside numbers."""
     if name in ("tensor", "as_tensor", "scalar_tensor"):
-        values = _map(value_of, args[0])
-        if isinstance(values, list):
-            values = torch.stack([torch.as_tensor(value) for value in values])
-        return values.to(kwargs.get("device"), kwargs.get("dtype") or torch.get_default_dtype(), copy=True)
+        return value_of(args[0]).to(kwargs.get("device"), kwargs.get("dtype") or torch.get_default_dtype(), copy=True)
     is_in_place = name.startswith("__i") or (name.endswith("_") and not name.startswith("_"))
     base = name.strip("_")
     if name.startswith("__i"):
@@ -120,8 +117,6 @@ def _with_numbers(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if factor and len(args) > 2 and not isinstance(args[1], Tensor) and factor not in kwargs:
         args, kwargs = (args[0], *args[2:]), {**kwargs, factor: args[1]}
     tensors = [item for item in _leaves((args, kwargs)) if isinstance(item, Tensor)]
-    if not tensors and base not in _FORMULAS:  # torch.sqrt(number)
-        return func(*_map(value_of, args), **_map(value_of, kwargs))
     dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
     dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
     if base in _FORMULAS and (factor is None or factor in kwargs):
@@ -174,25 +169,13 @@ def _beside_tensors(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], nu
     return result.squeeze(0).clone() if isinstance(result, Tensor) and result.dim() else result
 
 
-def _like(tensor: Any, bound: Any) -> Any:
-    if bound is None or not isinstance(tensor, Tensor):
-        return bound
-    return like(bound, tensor)
-
-
 def _bounds(tensor: Tensor, bounds: Any) -> Any:
-    return _map(lambda bound: _like(tensor, bound), bounds)
+    return _map(lambda bound: None if bound is None else like(bound, tensor), bounds)
 
 
 def _finite(matrix: Tensor) -> Tensor:
     identity = torch.eye(*matrix.shape[-2:], dtype=matrix.dtype, device=matrix.device)
     return torch.where(matrix.isfinite().all(), matrix, identity)
-
-
-def _masked(target: Tensor, mask: Tensor, value: Any) -> Tensor:
-    """Write a value where a mask of the first dimensions is True."""
-    mask = mask.reshape((*mask.shape, *[1] * (target.dim() - mask.dim())))
-    return target.copy_(torch.where(mask, _like(target, value_of(value)), target))
 
 
 def _selects(index: Any) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeAlias
 
@@ -43,25 +43,16 @@ class Form(NamedTuple):
 TENSOR = torch.empty((), device="meta")
 
 
-class Recorder(dict[str, Any]):
+class Recorder(UserDict[str, Any]):
     """A parameter's state or group that remembers the first value of each key."""
 
     def __init__(self, contents: Any = ()) -> None:
+        self.first: Contents = {}
         super().__init__(contents)
-        self.first = {name: cloned(value) for name, value in self.items() if name != "params"}
 
     def __setitem__(self, key: str, value: Any) -> None:
         self.first.setdefault(key, cloned(value))
         super().__setitem__(key, value)
-
-    def setdefault(self, key: str, value: Any = None) -> Any:
-        if key not in self:
-            self[key] = value
-        return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
 
 
 def record(optimizer: Any) -> None:
@@ -83,8 +74,6 @@ def instance(cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: 
     if len(optimizer.param_groups) != 1:
         raise refusal(cls, "it sorts its parameters into groups; make one for each, with by_group")
     for name, value in vars(optimizer).items():
-        if isinstance(value, torch.optim.Optimizer):
-            raise refusal(cls, f"it wraps an optimizer as self.{name}; use a part of a chain")
         if name not in _attributes_of_torch():
             check_constants(cls, f"self.{name}", value)
     optimizer._accelerator_graph_capture_health_check = lambda: None  # it would warn of capturable=False
@@ -113,11 +102,8 @@ def check_keys(cls: type, optimizer: Any) -> None:
 
 def step_of(optimizer: Any) -> Callable[[], Any]:
     """Return the step of an instance, without torch's wrapper for hooks and the profiler."""
-    if "step" in vars(optimizer):  # its constructor has chosen one
-        chosen: Callable[[], Any] = optimizer.step
-        return chosen
-    step = type(optimizer).step
-    return functools.partial(step.__wrapped__ if getattr(step, "hooked", False) else step, optimizer)
+    step = optimizer.step
+    return functools.partial(step.__wrapped__, optimizer) if getattr(step, "hooked", False) else step
 
 
 def shared_in(optimizer: Any) -> Contents:
@@ -172,10 +158,7 @@ def is_same(before: object, after: object) -> bool:
         return True
     if isinstance(before, (Tensor, Number)) or type(before) is not type(after):
         return False
-    try:
-        return bool(before == after)
-    except Exception:  # of the class's own objects
-        return False
+    return bool(before == after)
 
 
 def changed_names(before: Contents, after: Contents) -> set[str]:
@@ -194,15 +177,20 @@ def _is_equal(one: object, other: object) -> bool:
     return is_same(one, other)
 
 
-def form_of(per_param: list[Contents], shared: Contents) -> Form:
-    """Return the form of what an instance keeps."""
+def form_of(contents: Contents) -> Contents:
+    """Return what an instance keeps, as a `Form` has it."""
 
     def without_value(_: str, leaf: Any) -> Any:
         if isinstance(leaf, Number):
             return 0.0
         return TENSOR if isinstance(leaf, Tensor) else leaf
 
-    return Form([mapped(without_value, kept) for kept in per_param], mapped(without_value, shared))
+    return mapped(without_value, contents)
+
+
+def is_entry(leaf: object) -> bool:
+    """Return whether a leaf is a tensor or a number, which a state has; anything else is a constant."""
+    return isinstance(leaf, Tensor) or is_number(leaf)
 
 
 def filled(form: Contents, entries: dict[str, Tensor], run: Run) -> Contents:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import numbers
 import operator
 import sys
 import threading
@@ -90,11 +89,9 @@ def _comparison(compute: Callable[..., Any]) -> Callable[..., Any]:
     def method(self: Number, other: Any) -> Any:
         if isinstance(other, Tensor):
             return NotImplemented
-        if isinstance(other, (int, float, Number)):
-            return self.run.ask(compute(self.tensor, value_of(other)), compute, self, other)
-        if isinstance(other, numbers.Number) or hasattr(other, "__array__"):
+        if not isinstance(other, (int, float, Number)):
             self.run.refuse(f"compares a number that changes in training with a {type(other).__name__}")
-        return compute is operator.ne
+        return self.run.ask(compute(self.tensor, value_of(other)), compute, self, other)
 
     return method
 

@@ -7,10 +7,8 @@ from torch import Tensor, nn
 
 from funcamp._optim.foreign.instance import (
     Contents,
-    changed_names,
-    cloned,
     instance,
-    is_number,
+    is_entry,
     refusal,
     shared_in,
     step_of,
@@ -25,8 +23,10 @@ from funcamp._optim.torch_optim.rule import State
 from funcamp._trace.as_compiled import as_eager
 
 _STEPS = 8
-#: The most names of shared numbers that only some path changes.
-_MOST_NAMES = 16
+#: Its values are known, so these suffice to see every path.
+_STEPS_WITH_ALL_PATHS = (0, 1)
+#: One for each name of what a step changes for all parameters.
+_MOST_TRIALS = 24
 _SHAPES = ((2, 3), (2,), (48, 32), (2, 3), (32, 48), (2, 2, 2, 1))
 #: The parameters of a trial; fewer kinds for a class that refuses some.
 _TRIALS = ((*_SHAPES, ()), _SHAPES, ((2, 3), (3, 2), (2, 3)))
@@ -41,57 +41,36 @@ class ForeignOptimizer(OwnStep):
 
     def _prepare(self) -> None:
         super()._prepare()
+        failure: Exception | None = None
         with as_eager(), generators_put_back(), torch.compiler.set_stance("force_eager"):
-            self._try()
+            for shapes in _TRIALS:
+                for dtype in (torch.float64, torch.float32):
+                    try:
+                        return self._try([_numbers_like(shape, dtype, offset) for offset, shape in enumerate(shapes)])
+                    except RefusedError:
+                        raise
+                    except Exception as error:  # of the class's own code, which may refuse a shape or a dtype
+                        failure = failure or error
+        name = type(failure).__name__
+        raise refusal(self._cls, f"its step fails ({name}: {failure})") from failure
 
-    def _try(self) -> None:
+    def _try(self, params: list[Tensor]) -> None:
         """Find how the class steps, or raise with the reason why it cannot be used."""
-        first_failure: Exception | None = None
-        for shapes in _TRIALS:
-            for dtype in (torch.float64, torch.float32):
-                params = [_numbers_like(shape, dtype, offset) for offset, shape in enumerate(shapes)]
-                try:
-                    self._shared_names = self._changing(params)
-                    self._find_first_step(params)
-                except RefusedError:
-                    raise
-                except Exception as failure:  # of the class's own code, which may refuse a shape or a dtype
-                    first_failure = first_failure or failure
-                else:
-                    return
-        name = type(first_failure).__name__
-        raise refusal(self._cls, f"its step fails ({name}: {first_failure})") from first_failure
-
-    def _find_first_step(self, params: list[Tensor]) -> None:
-        """Find whether the first step goes on from the recorded state, or is a formula of its own."""
-        try:
-            self._compare_with_names(params)
-        except OtherNumbersError:
-            self._first_differs = True
-            self._compare_with_names(params)
-
-    def _compare_with_names(self, params: list[Tensor]) -> None:
-        for _ in range(_MOST_NAMES):
+        for _ in range(_MOST_TRIALS):
             self._forms.clear()
             try:
                 return self._compare(params)
-            except ChangesError as error:  # on another path than the loop takes
+            except ChangesError as error:
                 self._shared_names |= {error.name}
             except TooManyWaysError:
                 if self._is_separate:
                     raise
                 self._is_separate = True
+            except OtherNumbersError:
+                if self._first_differs:
+                    raise
+                self._first_differs = True
         raise refusal(self._cls, f"its step changes {', '.join(sorted(self._shared_names))}")
-
-    def _changing(self, params: list[Tensor]) -> frozenset[str]:
-        """Return the names of what three steps of the class's own loop change for all parameters."""
-        optimizer, leaves = self._loop(params)
-        changing: set[str] = set()
-        for number in range(3):
-            before = cloned(shared_in(optimizer))
-            _step(optimizer, leaves, self._grads(params, number))
-            changing |= changed_names(before, shared_in(optimizer))
-        return frozenset(changing)
 
     def _loop(self, params: list[Tensor]) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
         torch.manual_seed(0)
@@ -103,6 +82,7 @@ class ForeignOptimizer(OwnStep):
         optimizer, leaves = self._loop(params)
         torch.manual_seed(0)
         hyper = example_hyper(self)
+        self._reads_answers = False
         states, shared = self._first(params, hyper)
         current = params
         for number in range(_STEPS):
@@ -111,6 +91,7 @@ class ForeignOptimizer(OwnStep):
             _step(optimizer, leaves, grads)
             generator_after = torch.get_rng_state()
             torch.set_rng_state(generator_before)
+            self._reads_answers = number not in _STEPS_WITH_ALL_PATHS
             stepped = self._stepped(current, grads, states, OptState(torch.tensor(number), {}, shared), hyper)
             current, states, shared = stepped
             if number and not torch.equal(torch.get_rng_state(), generator_after):
@@ -120,6 +101,7 @@ class ForeignOptimizer(OwnStep):
             for leaf, entries in zip(leaves, states):
                 self._check_entries_near(number, entries, dict(optimizer.state.get(leaf, {})), leaf)
             self._check_entries_near(number, shared, shared_in(optimizer), leaves[0])
+        self._reads_answers = False
 
     def _check_near(self, number: int, found: Tensor, wanted: Tensor, start: Tensor) -> None:
         """Raise OtherNumbersError if parameters are not near, over their size or over the way that they went."""
@@ -132,7 +114,7 @@ class ForeignOptimizer(OwnStep):
     def _check_entries_near(self, number: int, found: State, kept: Contents, like: Tensor) -> None:
         """Raise OtherNumbersError if a state is another one: a count that is off by one may show late."""
         for name, leaf in leaves_of(kept).items():
-            if name not in found or not (isinstance(leaf, Tensor) or is_number(leaf)):
+            if name not in found or not is_entry(leaf):
                 continue
             wanted = tensor_of(leaf, like).to(found[name].dtype).reshape(found[name].shape)
             if not torch.allclose(found[name], wanted, rtol=1e-3, atol=1e-3 * _largest(wanted), equal_nan=True):

@@ -7,17 +7,15 @@ class's own loop.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
-from funcamp._optim.arguments import check_implementation, check_is_no_choice, check_names, refuse_closure
 from funcamp._optim.foreign.calls import Calls
-from funcamp._optim.foreign.caught_errors import asks_divisors
 from funcamp._optim.foreign.instance import (
-    TENSOR,
     Contents,
     Form,
     changed_names,
@@ -28,6 +26,7 @@ from funcamp._optim.foreign.instance import (
     filled,
     form_of,
     instance,
+    is_entry,
     is_number,
     is_same,
     leaves,
@@ -83,19 +82,14 @@ class OwnStep(StatelessOptimizer):
     """The own step of a class as a function."""
 
     def _prepare(self) -> None:
-        cls, hyperparameters = self._cls, self._hyperparameters
-        check_names(cls, hyperparameters, self._signature)
-        check_implementation(hyperparameters)
-        refuse_closure(cls)
-        for name in self._dynamic:
-            check_is_no_choice(name, hyperparameters[name], self._signature)
-        self._asks_divisors = asks_divisors(cls)
+        #: Whether it catches divisions by 0, which are then questions. No run shows it, but the source.
+        self._asks_divisors = any("ZeroDivisionError" in _source_of(base) for base in self._cls.__mro__)
         #: What the constructor gets: other numbers for tensors and schedules, so that a class which keeps such a number
         #: for itself, beside its group, differs from its own loop.
         self._instance_arguments = dict(self._arguments)
         for name in self._dynamic:
             self._instance_arguments[name] = map_items(
-                _other_number, name, self._arguments[name], hyperparameters[name]
+                _other_number, name, self._arguments[name], self._hyperparameters[name]
             )
         self._forms: dict[Any, Form] = {}
         #: The names of what a step changes for all parameters.
@@ -104,6 +98,8 @@ class OwnStep(StatelessOptimizer):
         self._first_differs = False
         #: Whether parameters step one by one, because each asks its own questions.
         self._is_separate = False
+        #: Whether values are known, so that one path suffices: while the class is tried.
+        self._reads_answers = False
 
     def _takes_groups(self) -> bool:
         return False
@@ -123,7 +119,7 @@ class OwnStep(StatelessOptimizer):
         positions = self._positions(flat, flat)
         states = states_at(positions, self._columns(expanded, flat, opt_state))
         present: list[Any] = [flat[index] for index in positions]
-        calls = Calls(self._cls.__name__, (), asks_divisors=False)
+        calls = self._calls(())
         optimizer, clones = self._filled_instance(present, states, opt_state.shared, calls)
         put_shared(optimizer, _numbers(self._hyper(opt_state.applied, present), calls))
         with torch.no_grad(), calls, math_of_numbers(calls):
@@ -138,7 +134,14 @@ class OwnStep(StatelessOptimizer):
 
     def _first(self, params: list[Tensor], hyper: Hyper) -> tuple[list[State], State]:
         """Return the first values that a step with a zero gradient gives to entries."""
-        calls = Calls(self._cls.__name__, (), asks_divisors=self._asks_divisors)
+        if not self._is_separate:
+            return self._first_of(params, hyper)
+        each = [self._first_of([param], hyper) for param in params]
+        return [states[0] for states, _ in each], each[-1][1]
+
+    def _first_of(self, params: list[Tensor], hyper: Hyper) -> tuple[list[State], State]:
+        """Return these values for parameters that step together."""
+        calls = self._calls(())
         with torch.no_grad(), calls:
             clones = [param.detach().clone() for param in params]
             for clone in clones:
@@ -159,7 +162,7 @@ class OwnStep(StatelessOptimizer):
         shared = {name: after.get(name, 0.0) for name in sorted(names)}  # 0.0: only another path makes it
         first_group = optimizer.param_groups[0].first
         first_shared = {name: before.get(name, first_group.get(name)) for name in shared}
-        self._forms[_kinds(params)] = form_of(kept, shared)
+        self._forms[_kinds(params)] = Form([form_of(contents) for contents in kept], form_of(shared))
         states = []
         for param, clone, contents in zip(params, clones, kept):
             first = getattr(optimizer.state.get(clone), "first", contents)
@@ -172,7 +175,7 @@ class OwnStep(StatelessOptimizer):
         if key not in self._forms:
             with without_modes(), _FakeTensorMode():
                 empty = [torch.zeros(param.shape, dtype=param.dtype) for param in params]
-                self._first(empty, example_hyper(self))
+                self._first_of(empty, example_hyper(self))
         return self._forms[key]
 
     # A step.
@@ -186,16 +189,15 @@ class OwnStep(StatelessOptimizer):
                 "step with funcamp.jit"
             )
         inputs = Inputs(params, grads, states, opt_state.shared, hyper)
-        later = self._all_paths(inputs)
-        if not self._first_differs:
-            return later
+        if not self._first_differs or (self._reads_answers and opt_state.applied > 0):
+            return self._all_paths(inputs)
         if any(grad is None for grad in grads):
             raise ValueError(
                 f"update: grads must all be tensors, because the first step of {self._cls.__name__} is another "
                 "formula; got None: give zeros, or leave the parameter out"
             )
         first = self._all_paths(inputs._replace(states=[{} for _ in params], shared=None))
-        return _selected(opt_state.applied == 0, first, later)
+        return _selected(opt_state.applied == 0, first, self._all_paths(inputs))
 
     def _all_paths(self, inputs: Inputs) -> Stepped:
         """Take the step along every path, of all parameters together or of each by itself."""
@@ -206,14 +208,16 @@ class OwnStep(StatelessOptimizer):
 
     def _paths(self, inputs: Inputs, answers: tuple[bool, ...], runs: list[Calls]) -> Stepped:
         """Run every path that begins with some answers, and select the one that the values take."""
-        calls = Calls(self._cls.__name__, answers, asks_divisors=self._asks_divisors)
+        calls = self._calls(answers)
         runs.append(calls)
-        if len(runs) > _MOST_WAYS:
+        result = self._run(inputs, calls)
+        if self._reads_answers:
+            return result
+        if len(runs) + len(calls.path) - len(answers) > _MOST_WAYS:  # each new question is one more run at least
             raise TooManyWaysError(
                 f"stateless: {self._cls.__name__} cannot be made pure: its step branches on numbers that change in "
                 f"training in more than {_MOST_WAYS} ways"
             )
-        result = self._run(inputs, calls)
         for index in reversed(range(len(answers), len(calls.path))):
             try:
                 other = self._paths(inputs, (*calls.path[:index], not calls.path[index]), runs)
@@ -222,6 +226,10 @@ class OwnStep(StatelessOptimizer):
             yes, no = (result, other) if calls.path[index] else (other, result)
             result = _selected(calls.conditions[index], yes, no)
         return result
+
+    def _calls(self, answers: tuple[bool, ...]) -> Calls:
+        given = None if self._reads_answers else answers
+        return Calls(self._cls.__name__, given, asks_divisors=self._asks_divisors)
 
     def _filled_instance(
         self, params: list[Tensor], states: list[State], shared: State | None, calls: Calls
@@ -279,12 +287,11 @@ class OwnStep(StatelessOptimizer):
             raise refusal(self._cls, f"its state must have the same entries after every step; odd is {odd}")
         entries: State = {}
         for name, leaf in found.items():
-            is_entry = name in before if before else expected[name] is TENSOR or is_number(expected[name])
-            if not is_entry:
+            if not is_entry(expected[name]):
                 if not is_same(expected[name], leaf):
                     raise refusal(self._cls, f"its step changes {name!r} to {leaf!r}")
                 continue
-            if not (isinstance(leaf, Tensor) or is_number(leaf)):
+            if not is_entry(leaf):
                 raise refusal(self._cls, f"its state entry {name!r} must be a tensor or a number after every step")
             tensor = tensor_of(leaf, like)
             if is_number(expected[name]) and tensor.numel() == 1:
@@ -307,6 +314,14 @@ class OwnStep(StatelessOptimizer):
                 raise ChangesError(
                     container, str(refusal(self._cls, f"its step changes {name}, which is not followed"))
                 )
+
+
+def _source_of(cls: type) -> str:
+    """Return the source of a class; the empty string if there is none."""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return ""
 
 
 def example_hyper(optimizer: StatelessOptimizer) -> Hyper:
@@ -339,13 +354,11 @@ def _entries_before(first: Contents, last: Contents, like: Tensor) -> State:
     """Return the entries before the first step, from the first values of what there is after it."""
     first_leaves, entries = leaves(first), {}
     for name, leaf in leaves(last).items():
-        if not (isinstance(leaf, Tensor) or is_number(leaf)):
-            continue
-        value = first_leaves.get(name)
-        tensor = after = tensor_of(leaf, like)
-        if isinstance(value, Tensor) or is_number(value):
-            tensor = tensor_of(value, like)
-        entries[name] = tensor if tensor.shape == after.shape else after
+        if is_entry(leaf):
+            value = first_leaves.get(name)
+            after = tensor_of(leaf, like)
+            first_tensor = tensor_of(value, like) if is_entry(value) else after
+            entries[name] = first_tensor if first_tensor.shape == after.shape else after
     return entries
 
 

@@ -2,34 +2,36 @@
 
 from __future__ import annotations
 
-import torch
+from torch import optim
 
-from funcamp._optim.torch_optim.adadelta import ADADELTA
-from funcamp._optim.torch_optim.adafactor import ADAFACTOR
-from funcamp._optim.torch_optim.adagrad import ADAGRAD
-from funcamp._optim.torch_optim.adam import ADAM, ADAMW
-from funcamp._optim.torch_optim.adamax import ADAMAX
-from funcamp._optim.torch_optim.asgd import ASGD
-from funcamp._optim.torch_optim.muon import MUON
-from funcamp._optim.torch_optim.nadam import NADAM
-from funcamp._optim.torch_optim.radam import RADAM
-from funcamp._optim.torch_optim.rmsprop import RMSPROP
-from funcamp._optim.torch_optim.rprop import RPROP
+from funcamp._optim.torch_optim import (
+    adadelta,
+    adafactor,
+    adagrad,
+    adam,
+    adamax,
+    asgd,
+    muon,
+    nadam,
+    radam,
+    rmsprop,
+    rprop,
+    sgd,
+)
 from funcamp._optim.torch_optim.rule import UpdateRule
-from funcamp._optim.torch_optim.sgd import SGD
 
-RULES: dict[type[torch.optim.Optimizer], UpdateRule] = {
-    torch.optim.Adadelta: ADADELTA,
-    torch.optim.Adafactor: ADAFACTOR,
-    torch.optim.Adagrad: ADAGRAD,
-    torch.optim.Adam: ADAM,
-    torch.optim.AdamW: ADAMW,
-    torch.optim.Adamax: ADAMAX,
-    torch.optim.ASGD: ASGD,
-    torch.optim.Muon: MUON,
-    torch.optim.NAdam: NADAM,
-    torch.optim.RAdam: RADAM,
-    torch.optim.RMSprop: RMSPROP,
-    torch.optim.Rprop: RPROP,
-    torch.optim.SGD: SGD,
+RULES: dict[type[optim.Optimizer], UpdateRule] = {
+    optim.Adadelta: adadelta.ADADELTA,
+    optim.Adafactor: adafactor.ADAFACTOR,
+    optim.Adagrad: adagrad.ADAGRAD,
+    optim.Adam: adam.ADAM,
+    optim.AdamW: adam.ADAMW,
+    optim.Adamax: adamax.ADAMAX,
+    optim.ASGD: asgd.ASGD,
+    optim.Muon: muon.MUON,
+    optim.NAdam: nadam.NADAM,
+    optim.RAdam: radam.RADAM,
+    optim.RMSprop: rmsprop.RMSPROP,
+    optim.Rprop: rprop.RPROP,
+    optim.SGD: sgd.SGD,
 }

@@ -13,7 +13,7 @@ def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tens
     square_avg = average_of_squares(state["square_avg"], grad, h.rho)
     delta = plus(state["acc_delta"], h.eps).sqrt() / plus(square_avg, h.eps).sqrt() * grad
     acc_delta = average_of_squares(state["acc_delta"], delta, h.rho)
-    new_state = {"step": state["step"] + 1, "square_avg": square_avg, "acc_delta": acc_delta}
+    new_state = {"square_avg": square_avg, "acc_delta": acc_delta}
     return add(param, delta, -h.lr), new_state
 
 

@@ -19,7 +19,7 @@ def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tens
     grad = with_l2(grad, param, h)
     rate = h.lr / (1 + (count(state) - 1) * h.lr_decay)
     total = torch.addcmul(state["sum"], grad, grad)
-    return addcdiv(param, grad, plus(total.sqrt(), h.eps), -rate), {"step": state["step"] + 1, "sum": total}
+    return addcdiv(param, grad, plus(total.sqrt(), h.eps), -rate), {"sum": total}
 
 
 ADAGRAD = UpdateRule(_init, _step, ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize"))

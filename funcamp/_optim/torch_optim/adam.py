@@ -22,7 +22,7 @@ def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tens
     param, grad = with_decay(param, grad, h)
     exp_avg = lerp(state["exp_avg"], grad, 1 - beta1)
     exp_avg_sq = average_of_squares(state["exp_avg_sq"], grad, beta2)
-    new_state = {"step": state["step"] + 1, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    new_state = {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
     if h.amsgrad:
         exp_avg_sq = torch.maximum(state["max_exp_avg_sq"], exp_avg_sq)
         new_state["max_exp_avg_sq"] = exp_avg_sq

@@ -15,7 +15,7 @@ def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tens
     exp_avg = lerp(state["exp_avg"], grad, 1 - beta1)
     exp_inf = torch.maximum(times(state["exp_inf"], beta2), plus(grad.abs(), h.eps))
     rate = h.lr / (1 - beta1 ** count(state))
-    new_state = {"step": state["step"] + 1, "exp_avg": exp_avg, "exp_inf": exp_inf}
+    new_state = {"exp_avg": exp_avg, "exp_inf": exp_inf}
     return addcdiv(param, exp_avg, exp_inf, -rate), new_state
 
 

@@ -21,7 +21,6 @@ def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tens
     next_eta = h.lr / (1 + h.lambd * h.lr * step) ** h.alpha
     next_mu = 1 / torch.clamp(step - h.t0, min=1)
     return param, {
-        "step": state["step"] + 1,
         "ax": ax,
         "eta": next_eta.to(state["eta"].dtype),
         "mu": next_mu.to(mu.dtype),

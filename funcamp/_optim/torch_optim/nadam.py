@@ -35,7 +35,6 @@ def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tens
     param = addcdiv(param, grad, denominator, -h.lr * (1.0 - mu) / (1.0 - product))
     param = addcdiv(param, exp_avg, denominator, -h.lr * next_mu / (1.0 - product * next_mu))
     return param, {
-        "step": state["step"] + 1,
         "exp_avg": exp_avg,
         "exp_avg_sq": exp_avg_sq,
         "mu_product": mu_product,

@@ -24,7 +24,7 @@ def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tens
     inverse_root = times(torch.ones_like(exp_avg_sq), correction**0.5) / plus(exp_avg_sq.sqrt(), h.eps)
     adaptive = times(plain * inverse_root, rectified)
     param = param - torch.where(length > 5.0, adaptive, plain)
-    return param, {"step": state["step"] + 1, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    return param, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
 RADAM = UpdateRule(

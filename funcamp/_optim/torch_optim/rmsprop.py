@@ -21,7 +21,7 @@ def _init(param: Tensor, h: Arguments) -> State:
 def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
     grad = with_l2(grad, param, h)
     square_avg = average_of_squares(state["square_avg"], grad, h.alpha)
-    new_state = {"step": state["step"] + 1, "square_avg": square_avg}
+    new_state = {"square_avg": square_avg}
     variance = square_avg
     if h.centered:
         grad_avg = lerp(state["grad_avg"], grad, 1 - h.alpha)

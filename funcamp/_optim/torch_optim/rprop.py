@@ -24,7 +24,7 @@ def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tens
     step_size = clamp(state["step_size"] * factor, smallest, largest)
     grad = torch.where(factor == shrinking, torch.zeros_like(grad), grad)
     param = torch.addcmul(param, grad.sign(), step_size, value=-1)
-    return param, {"step": state["step"] + 1, "prev": grad, "step_size": step_size}
+    return param, {"prev": grad, "step_size": step_size}
 
 
 RPROP = UpdateRule(_init, _step, ("lr", "etas", "step_sizes", "maximize"))

@@ -2,7 +2,8 @@
 
 A rule is two functions of one tensor: `init`, the state before the first step, and `step`. They write into nothing. The
 class's arguments are `h`, by torch's names: each a bool, a text, a float, or a float64 tensor of shape (); betas is a
-tuple of such. `step` gets the gradient of what is minimized; a complex parameter comes as its real view.
+tuple of such. `step` gets the gradient of what is minimized; a complex parameter comes as its real view. An entry
+`step` is counted by the caller.
 
 A new rule: copy `adamax.py`, and add the class to `RULES` in `__init__.py`.
 """

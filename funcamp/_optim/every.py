@@ -21,6 +21,7 @@ from funcamp._optim.part import (
     is_function,
     learning_rate_of,
 )
+from funcamp._scaler.skip_step import old_where
 from funcamp._types import Tree
 
 
@@ -45,9 +46,8 @@ class Delayed:
 
     def init(self, params: Tree) -> Every:
         """Return the part's state and a count of 0."""
-        present = [leaf for leaf in _tree.leaves(params) if leaf is not None]
-        device = present[0].device if present else None
-        updates = torch.zeros((), dtype=torch.int64, device=device)
+        present = _tree.tensors_in(params)
+        updates = torch.zeros((), dtype=torch.int64, device=present[0].device if present else None)
         part_state = () if is_function(self.part) else self.part.init(params)
         return Every(updates, part_state)
 
@@ -56,11 +56,10 @@ class Delayed:
         check_state(self, state, Every)
         part_update, part_state = apply_part(self.part, update, state.state)
         updates = state.updates + 1
-        is_due = updates % self.interval == 0
-        params = _select(is_due, "params", part_update.params, update.params)
-        gradients = _select(is_due, "gradients", part_update.gradients, update.gradients)
-        new_state = Every(updates, _select(is_due, "state", part_state, state.state))
-        return update._replace(params=params, gradients=gradients), new_state
+        new = (part_update.params, part_update.gradients, part_state)
+        old = (update.params, update.gradients, state.state)
+        params, gradients, part_state = old_where("every", updates % self.interval != 0, new, old)
+        return update._replace(params=params, gradients=gradients), Every(updates, part_state)
 
     def learning_rate(self, state: Every) -> Tree:
         """Return the part's learning rate; `()` if it has none."""
@@ -69,30 +68,6 @@ class Delayed:
     def evaluation_params(self, params: Tree, state: Every) -> Tree:
         """Return the parameters with which the part evaluates."""
         return evaluation_params_of(self.part, params, state.state)
-
-
-def _select(condition: Tensor, name: str, new: Tree, old: Tree) -> Tree:
-    """Return the new tree if the condition holds, else the old one; the old one itself if the new one is the same.
-
-    Raises:
-        ValueError: they differ in structure, in a None, or in a shape or dtype.
-    """
-    if new is old:
-        return old
-    _tree.same_structure("every", (f"the former {name}", f"the part's {name}"), (old, new))
-    new_leaves, spec = _tree.flatten(new)
-    selected: list[Tensor | None] = []
-    for index, (new_leaf, old_leaf) in enumerate(zip(new_leaves, _tree.leaves(old))):
-        if new_leaf is old_leaf:
-            selected.append(new_leaf)
-            continue
-        if new_leaf is None or old_leaf is None or (new_leaf.shape, new_leaf.dtype) != (old_leaf.shape, old_leaf.dtype):
-            raise ValueError(
-                f"every: the part must keep the shapes and dtypes of {name}; at {_tree.path_of(new, index)} it has "
-                f"{_tree.describe(new_leaf)} for {_tree.describe(old_leaf)}"
-            )
-        selected.append(torch.where(condition, new_leaf, old_leaf))
-    return _tree.unflatten(selected, spec)
 
 
 def every(interval: int, part: Any) -> Transform:

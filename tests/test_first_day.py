@@ -115,14 +115,14 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "parameters by name": (lambda: stateless(torch.optim.AdamW, params=MODEL.parameters()), TypeError, "parameters must not be given, as they are in the state; got <generator"),
     "rate by position": (lambda: stateless(torch.optim.AdamW, 0.1), TypeError, r"stateless: hyperparameters must be given by name, .*; got 0.1: write stateless\(torch.optim.AdamW, lr=...\)"),  # type: ignore[arg-type]
     "instance": (lambda: stateless(ADAM), TypeError, r"stateless: optimizer must be a subclass of torch.optim.Optimizer; got an Adam: write stateless"),  # type: ignore[arg-type]
-    "learning_rate": (lambda: stateless(torch.optim.AdamW, learning_rate=0.1), TypeError, "AdamW has no hyperparameter learning_rate; got learning_rate=0.1"),
+    "learning_rate": (lambda: stateless(torch.optim.AdamW, learning_rate=0.1), TypeError, "AdamW has no hyperparameter learning_rate; got learning_rate=0.1: it has lr, betas, eps"),
     "name": (lambda: stateless("adamw"), TypeError, r"stateless: optimizer must be a subclass of torch.optim.Optimizer; got 'adamw': write stateless"),  # type: ignore[arg-type]
     "partial": (lambda: stateless(functools.partial(torch.optim.SGD, lr=0.1)), TypeError, r"got functools.partial.*: write stateless"),  # type: ignore[arg-type]
     "rate text": (lambda: stateless(torch.optim.AdamW, lr="1e-3"), TypeError, r"AdamW refuses its hyperparameters: .*; got lr='1e-3'"),
-    "scheduler": (lambda: stateless(torch.optim.SGD, lr=COSINE), TypeError, r"stateless: SGD refuses its hyperparameters: .*; got lr=.*CosineAnnealingLR"),
-    "scheduler class": (lambda: stateless(torch.optim.SGD, lr=SCHEDULE.CosineAnnealingLR), TypeError, r"stateless: SGD refuses its hyperparameters: .*; got lr=.*CosineAnnealingLR"),
-    "LambdaLR": (lambda: SCHEDULE.LambdaLR(SGD, lambda n: 1.0), AttributeError, "'StatelessOptimizer' object has no attribute 'param_groups'"),
-    "step of stateless": (lambda: SGD.step(), AttributeError, "'StatelessOptimizer' object has no attribute 'step'"),  # type: ignore[attr-defined]
+    "scheduler": (lambda: stateless(torch.optim.SGD, lr=COSINE), TypeError, r"stateless: lr must be a number, a tensor or a schedule; got .*CosineAnnealingLR.*: write funcamp.schedule"),
+    "scheduler class": (lambda: stateless(torch.optim.SGD, lr=SCHEDULE.CosineAnnealingLR), TypeError, r"stateless: lr must be a number, a tensor or a schedule; got .*CosineAnnealingLR.*: write funcamp.schedule"),
+    "LambdaLR": (lambda: SCHEDULE.LambdaLR(SGD, lambda n: 1.0), AttributeError, "has no 'param_groups': it is no torch.optim.Optimizer; call update, and funcamp.schedule for a scheduler of torch"),
+    "step of stateless": (lambda: SGD.step(), AttributeError, "has no 'step': it is no torch.optim.Optimizer; call update"),  # type: ignore[attr-defined]
     # checkpoints
     "module's dict": (lambda: STEP.load_state_dict(MODEL_DICT, START), ValueError, r"it has unknown '0.bias'.*: .*from_torch\(step.init\(\), optimizer=..., scaler=...\)"),
     "module's dict, not strict": (lambda: STEP.load_state_dict(MODEL_DICT, START, strict=False), ValueError, r"at least one parameter of like.*: .*from_torch"),

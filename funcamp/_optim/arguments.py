@@ -33,13 +33,21 @@ def check_hyperparameters(cls: type[torch.optim.Optimizer], hyperparameters: Kwa
         if name == "params":
             raise no_parameters(value)
         if name == "self" or not (takes_any_name or name in accepted):
-            raise TypeError(f"stateless: {cls.__name__} has no hyperparameter {name}; got {name}={_tree.brief(value)}")
+            names = ", ".join(name for name in accepted if name not in ("self", "params"))
+            got = f"{name}={_tree.brief(value)}"
+            raise TypeError(f"stateless: {cls.__name__} has no hyperparameter {name}; got {got}: it has {names}")
         if name in _IMPLEMENTATIONS and (is_dynamic(value) or value):
             raise ValueError(
                 f"stateless: {name} must be False or None (torch.compile fuses the step; no gradient flows through it);"
                 f" got {name}={value!r}"
             )
         check_tensors("stateless", name, value)
+        scheduler = torch.optim.lr_scheduler.LRScheduler
+        if isinstance(value, scheduler) or (isinstance(value, type) and issubclass(value, scheduler)):
+            raise TypeError(
+                f"stateless: {name} must be a number, a tensor or a schedule; got {_tree.brief(value)}: write "
+                "funcamp.schedule(stateless(...), lambda optimizer: ..., steps=...)"
+            )
         default = accepted[name].default if name in accepted else None
         if is_dynamic(value) and isinstance(default, (bool, str)):
             raise TypeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -81,6 +81,14 @@ class StatelessOptimizer(Fixed):
         arguments = "".join(f", {name}={value!r}" for name, value in self._hyperparameters.items())
         storage = "flat" if self._takes_groups() else "per tensor"
         return f"stateless({self._cls.__module__}.{self._cls.__qualname__}{arguments}) [{storage}]"
+
+    if not TYPE_CHECKING:  # a type checker refuses unknown names itself
+
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(
+                f"an optimizer of funcamp has no {name!r}: it is no torch.optim.Optimizer; call update, and "
+                "funcamp.schedule for a scheduler of torch"
+            )
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._cls, self._hyperparameters)

@@ -147,7 +147,7 @@ def train(model: Any, lines: dict[str, list[bytes]], steps: int, resume: bool, o
     now = saved.get("now", {"epoch": 0, "batch": 0, "step": 0, "rows": [], "best": math.inf, "waited": 0})
     freeze(model, now["epoch"])
     step = make_step(model)
-    run, state = wrap(step), step.init()
+    run, state = wrap(step), step.init(flat=False)  # each parameter has its own count: most are trained later
     if resume:
         state = step.load_state_dict(saved["state"], like=state)
         torch.set_rng_state(saved["random"])  # for dropout
@@ -157,7 +157,7 @@ def train(model: Any, lines: dict[str, list[bytes]], steps: int, resume: bool, o
             model.load_state_dict(step.loss_fn.state_dict(state.params))
             freeze(model, UNFREEZE)
             new = make_step(model)
-            state = new.load_state_dict(step.state_dict(state), like=new.init(), strict=False)
+            state = new.load_state_dict(step.state_dict(state), like=new.init(flat=False), strict=False)
             step, run = new, wrap(new)
         for batch in batches(lines["train"], now["epoch"], now["batch"]):
             state, _ = run(state, to_device(batch, device))

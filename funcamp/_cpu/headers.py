@@ -13,6 +13,7 @@ import functools
 import inspect
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from funcamp import _upstream
 from funcamp._jit.passes.program import Pass
@@ -23,22 +24,21 @@ def ahead() -> Iterator[None]:
     """Context manager: a thread queries the compiler with Inductor's current options; exit waits for it."""
     import torch._inductor.compile_fx  # noqa: F401  import all of it now: two threads must not import one package
 
+    cpp = _upstream.find("torch._inductor.codecache.CppWrapperCodeCache")
+    python = _upstream.find("torch._inductor.codecache.CppPythonBindingsCodeCache")
     with ThreadPoolExecutor(1, "funcamp-ahead") as thread:  # raises none of its errors: Inductor hits the same
         # Inductor's options are per context; before torch 2.12 per process.
         context = contextvars.copy_context()
         thread.submit(_upstream.find("torch._inductor.cpu_vec_isa.pick_vec_isa"))
-        thread.submit(context.run, _query_headers)
+        thread.submit(context.run, _query_headers, cpp, python)
         yield
 
 
-def _query_headers() -> None:
+def _query_headers(cpp: Any, python: Any) -> None:
     from torch._inductor import config
 
-    # Each compiles the headers at once, and code only when its result is called.
-    if config.cpp_wrapper:
-        load = _upstream.find("torch._inductor.codecache.CppWrapperCodeCache").load_async
-    else:
-        load = _upstream.find("torch._inductor.codecache.CppPythonBindingsCodeCache").load_async
+    # Compiles the headers at once, and code only when its result is called.
+    load = (cpp if config.cpp_wrapper else python).load_async
     apart = config.cpp_wrapper and config.cpp_wrapper_build_separate
     if apart and "needs_vec_isa" in inspect.signature(load).parameters:  # 2.12 or later
         load = functools.partial(load, needs_vec_isa=False, kernel_needs_vec_isa=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -256,16 +255,19 @@ def test_a_signal_is_handled_between_two_steps() -> None:
     batch = torch.randn(1, 200, 200).expand(many, 200, 200) / 20
     run = jit(step, unroll=many)
     state, _ = run(torch.zeros(()), batch)
-    main = threading.get_ident()
 
-    def interrupt() -> None:
-        while state == many:  # until the first step of the call has written it
-            pass
-        signal.pthread_kill(main, signal.SIGINT)
+    def interrupt(*_: object) -> None:
+        if state > many:  # not before the first step of the call has written it
+            raise KeyboardInterrupt
 
-    threading.Thread(target=interrupt, daemon=True).start()  # if the call fails, it waits for ever
-    with pytest.raises(KeyboardInterrupt):
-        run(state, batch)
+    handler_before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.01, 0.01)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run(state, batch)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, handler_before)
     assert many < state < 2 * many
 
 

@@ -11,7 +11,7 @@ from funcamp import _tree
 from funcamp._check import Fixed
 from funcamp._optim.hyperparameters import ANOTHER
 from funcamp._optim.optimizer import OptState
-from funcamp._optim.part import check_optimizer, evaluation_params_of, learning_rate_of
+from funcamp._optim.part import check_optimizer, evaluation_params_of, is_rate, learning_rate_of
 from funcamp._storage.params import Params, matrix_or_vector
 from funcamp._types import Tree
 
@@ -56,8 +56,13 @@ class GroupedOptimizer(Fixed):
         return params, states
 
     def learning_rate(self, opt_state: Tree) -> dict[str, Tree]:
-        """Return the learning rates of the next step, by label; see `StatelessOptimizer.learning_rate`."""
-        return {label: learning_rate_of(optimizer, opt_state[label]) for label, optimizer in self.optimizers.items()}
+        """Return the learning rates of the next step, of the labels whose optimizer has one."""
+        rates: dict[str, Tree] = {}
+        for label, optimizer in self.optimizers.items():
+            rate = learning_rate_of(optimizer, opt_state[label])
+            if is_rate(rate):
+                rates[label] = rate
+        return rates
 
     def evaluation_params(self, params: Tree, opt_state: Tree) -> Tree:
         """Return the parameters to evaluate with, of every optimizer; see `StatelessOptimizer.evaluation_params`."""

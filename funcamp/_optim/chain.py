@@ -20,6 +20,7 @@ from funcamp._optim.part import (
     check_part,
     evaluation_params_of,
     is_function,
+    is_rate,
     learning_rate_of,
 )
 from funcamp._types import Tree
@@ -64,8 +65,7 @@ class Chain(Fixed):
         """Return the learning rate of the next step, of the first part that has one; `()` if none has."""
         for part, state in zip(self._with_state, self._unpacked(opt_state)):
             rate = learning_rate_of(part, state)
-            has_rate = not (isinstance(rate, tuple) and len(rate) == 0)
-            if has_rate:
+            if is_rate(rate):
                 return rate
         return ()
 

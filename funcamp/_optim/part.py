@@ -95,6 +95,11 @@ def learning_rate_of(part: object, state: Tree) -> Tree:
     return () if learning_rate is None else learning_rate(state)
 
 
+def is_rate(rate: Tree) -> bool:
+    """Return whether there is a learning rate; `()` says that there is none."""
+    return not (isinstance(rate, tuple) and len(rate) == 0)
+
+
 def evaluation_params_of(part: object, params: Tree, state: Tree) -> Tree:
     """Return the parameters with which a part evaluates: the same if it has no others."""
     evaluation_params = getattr(part, "evaluation_params", None)

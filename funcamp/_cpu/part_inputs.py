@@ -50,6 +50,8 @@ def part_inputs(program: Program) -> Program:
     graph = program.module.graph
     aliases = Aliases(graph)
     last_writes = _last_writes(graph)
+    # Offsets of as_strided count from the flat tensor.
+    strided = {aliases.root[node] for node in graph.nodes if node.target in _STRIDED}
     flats: list[_Flat] = []
     examples = list(program.examples)
     for input_number, node in enumerate(graph.find_nodes(op="placeholder")):
@@ -57,12 +59,11 @@ def part_inputs(program: Program) -> Program:
         all_sizes = {tuple(split.args[1]) for split in splits}
         if len(all_sizes) != 1 or not _is_small_vector(examples[input_number]):
             continue
-        # A part would show an earlier write, and offsets of as_strided count from the flat tensor.
+        # A part would show an earlier write.
         is_written_early = any(writer not in last_writes for writer in aliases.writers.get(node, ()))
-        is_strided = any(other.target in _STRIDED and aliases.root[other] is node for other in graph.nodes)
         part_nodes = [part for split in splits for part in split.users if _is_vector(part)]
         part_numbers = sorted({_part_number(part) for part in part_nodes})
-        if is_written_early or is_strided or len(part_numbers) < MANY:
+        if is_written_early or node in strided or len(part_numbers) < MANY:
             continue
         flat = _Flat(input_number, list(all_sizes.pop()), part_numbers)
         with program.mode:

@@ -56,6 +56,13 @@ def check_hyperparameters(cls: type[torch.optim.Optimizer], hyperparameters: Kwa
             )
 
 
+def torch_group(cls: type[torch.optim.Optimizer], arguments: Kwargs) -> Kwargs:
+    """Return the parameter group of a torch optimizer with these arguments: with its defaults, for some parameter."""
+    any_parameter = torch.zeros(2, 2, requires_grad=True)  # a matrix, because Muon takes nothing else
+    group: Kwargs = cls([any_parameter], **arguments).param_groups[0]
+    return group
+
+
 def group_of(cls: type[torch.optim.Optimizer], rule: UpdateRule, hyperparameters: Kwargs, arguments: Kwargs) -> Kwargs:
     """Return the parameter group of a class of torch.optim: all its arguments, with its defaults.
 
@@ -77,7 +84,7 @@ def group_of(cls: type[torch.optim.Optimizer], rule: UpdateRule, hyperparameters
         if is_dynamic(value) and name in rule.constants:
             raise TypeError(f"stateless: {name} must be a constant; got {_tree.brief(value)}")
     try:
-        group: Kwargs = cls([torch.zeros(2, 2, requires_grad=True)], **arguments).param_groups[0]
+        group = torch_group(cls, arguments)
     except (TypeError, ValueError) as error:
         got = ", ".join(f"{name}={_tree.brief(value)}" for name, value in hyperparameters.items())
         raise type(error)(f"stateless: {cls.__name__} refuses its hyperparameters: {error}; got {got}") from error

@@ -11,6 +11,7 @@ import torch
 
 from funcamp import _tree
 from funcamp._check import integer, real
+from funcamp._optim.arguments import torch_group
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.hyperparameters import is_dynamic
 from funcamp._optim.modes import without_modes
@@ -128,11 +129,8 @@ def _scheduled(optimizers: _Optimizers, make: _Make, steps: int) -> _Optimizers:
 def _torch_optimizer(optimizers: list[StatelessOptimizer]) -> torch.optim.Optimizer:
     """Return a torch optimizer with a group for each of some optimizers of one class; its step does nothing."""
     cls = optimizers[0]._cls
-    groups = []
-    for optimizer in optimizers:
-        # From an instance: a group that lacks a hyperparameter would get that of the first optimizer.
-        (group,) = cls([torch.zeros(2, 2, requires_grad=True)], **optimizer._arguments).param_groups
-        groups.append(group)
+    # Complete ones: a group that lacks a hyperparameter would get that of the first optimizer.
+    groups = [torch_group(cls, optimizer._arguments) for optimizer in optimizers]
     made: torch.optim.Optimizer = cls(groups, **optimizers[0]._arguments)
     return made
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
+from funcamp._optim.arguments import WITHOUT_EFFECT, torch_group
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.chain import only_optimizer_of
 from funcamp._optim.optimizer import StatelessOptimizer
@@ -27,7 +28,7 @@ from funcamp._step.state_dict import export, gather, restore
 from funcamp._types import StateDict
 
 #: Entries of a torch group that do not affect the result: how the class runs, and what a scheduler stores there.
-_WITHOUT_EFFECT = ("params", "param_names", "foreach", "fused", "capturable", "differentiable", "initial_lr")
+_WITHOUT_EFFECT = (*WITHOUT_EFFECT, "param_names", "initial_lr")
 #: The constants of a configuration that torch's scaler has, too.
 _SCALER_CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
 
@@ -53,6 +54,11 @@ class TorchGroup(NamedTuple):
     """The prefix of its entries among the exported names."""
     names: list[str]
     """The names of its parameters, in torch's order."""
+
+    @property
+    def is_of_torch(self) -> bool:
+        """Return whether the class is torch.optim's, so that torch's format holds its state."""
+        return self.optimizer._cls in RULES
 
     def key(self, entry: str, name: str) -> str:
         """Return the exported name of an optimizer entry of a parameter."""
@@ -110,7 +116,7 @@ def _made_by_stateless(call: str, optimizer: object) -> StatelessOptimizer:
 def _check_classes(call: str, groups: Iterable[TorchGroup]) -> None:
     """Raise TypeError for a class that is not torch.optim's, whose state torch's format may not hold."""
     for group in groups:
-        if group.optimizer._cls not in RULES:
+        if not group.is_of_torch:
             raise TypeError(
                 f"{call}: the step's optimizer must be of a class of torch.optim; got {group.optimizer!r}: save and "
                 "load with step.state_dict and step.load_state_dict; a module's values are "
@@ -123,8 +129,7 @@ def hyperparameters_of(optimizer: StatelessOptimizer, applied: Tensor) -> dict[s
     arguments: dict[str, Any] = {}
     for name, value in (optimizer._hyperparameters | optimizer._hyper(applied, [applied])).items():
         arguments[name] = _as_number(value)
-    any_parameter = torch.zeros(2, 2, requires_grad=True)  # a matrix, because Muon takes nothing else
-    (group,) = optimizer._cls([any_parameter], **arguments).param_groups
+    group = torch_group(optimizer._cls, arguments)
     return {name: value for name, value in group.items() if name != "params"}
 
 
@@ -248,9 +253,9 @@ def _read_optimizer(
         raise TypeError(f"{call}: optimizer must be the state_dict() of a torch.optim.Optimizer; got {got}")
     names = _names_by_number(call, state_dict, groups, saved, names_are_given=names_are_given)
     groups_by_name = {name: group for group in groups for name in group.names}
-    for torch_group in state_dict["param_groups"]:
+    for saved_group in state_dict["param_groups"]:
         checked: set[str] = set()
-        for number in torch_group["params"]:
+        for number in saved_group["params"]:
             name = names[number]
             if name not in groups_by_name:
                 raise ValueError(f"{call}: names must be of the step's parameters; got {name!r}")
@@ -259,7 +264,7 @@ def _read_optimizer(
             group = groups_by_name[name]
             # Once for all parameters of two groups, because the check makes an optimizer of torch's class.
             if group.prefix not in checked:
-                _check_hyperparameters(call, group, torch_group, name, saved)
+                _check_hyperparameters(call, group.optimizer, saved_group, name)
                 checked.add(group.prefix)
             _read_parameter(call, group, name, state_dict["state"].get(number, {}), saved)
 
@@ -280,11 +285,11 @@ def _names_by_number(
     Raises:
         ValueError: the numbers of parameters or of groups differ, so that the order is not known.
     """
-    torch_groups = state_dict["param_groups"]
-    numbers = [number for torch_group in torch_groups for number in torch_group["params"]]
-    saved_names = [name for torch_group in torch_groups for name in torch_group.get("param_names", ())]
+    saved_groups = state_dict["param_groups"]
+    numbers = [number for saved_group in saved_groups for number in saved_group["params"]]
+    saved_names = [name for saved_group in saved_groups for name in saved_group.get("param_names", ())]
     names = [name for group in groups for name in group.names]
-    is_known_order = names_are_given or len(torch_groups) == len(groups)  # several groups have another order
+    is_known_order = names_are_given or len(saved_groups) == len(groups)  # several groups have another order
     if not names_are_given and saved_names:
         names, is_known_order = saved_names, True
     elif not names_are_given and len(names) != len(numbers):
@@ -293,7 +298,7 @@ def _names_by_number(
     if len(names) != len(numbers) or not is_known_order:
         raise ValueError(
             f"{call}: names must be given, the names of all parameters in the order in which torch's optimizer was "
-            f"given them; it has {len(numbers)} in {len(torch_groups)} groups, the step {len(names)} in {len(groups)}"
+            f"given them; it has {len(numbers)} in {len(saved_groups)} groups, the step {len(names)} in {len(groups)}"
         )
     return dict(zip(numbers, names))
 
@@ -327,15 +332,15 @@ def _read_parameter(
 
 
 def _check_hyperparameters(
-    call: str, group: TorchGroup, torch_group: Mapping[str, object], name: str, saved: Mapping[str, Tensor]
+    call: str, optimizer: StatelessOptimizer, saved_group: Mapping[str, object], name: str
 ) -> None:
-    """Raise ValueError if torch's group has another number than the step would continue with."""
+    """Raise ValueError if a saved group has another number than the step would continue with."""
     # Dynamic ones are tensors and schedules: the step goes on with its own.
-    ignored = (*_WITHOUT_EFFECT, *group.optimizer._dynamic)
-    for key, own_value in hyperparameters_of(group.optimizer, saved[f"{group.prefix}applied"]).items():
-        if key not in torch_group or key in ignored:
+    ignored = (*_WITHOUT_EFFECT, *optimizer._dynamic)
+    for key, own_value in torch_group(optimizer._cls, optimizer._arguments).items():
+        if key not in saved_group or key in ignored:
             continue
-        value = _as_number(torch_group[key])
+        value = _as_number(saved_group[key])
         if value != _as_number(own_value):
             raise ValueError(
                 f"{call}: optimizer must have the step's {key}, {own_value!r}; got {value!r} for {name!r}: make the "

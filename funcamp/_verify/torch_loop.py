@@ -11,7 +11,6 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.chain import Chain
-from funcamp._optim.torch_optim import RULES
 from funcamp._step.state import TrainState
 from funcamp._step.step import TrainStep
 from funcamp._step.torch_state import TorchGroup, groups_of, hyperparameters_of
@@ -34,7 +33,7 @@ def why_not(step: TrainStep, state: TrainState) -> str:
         groups = groups_of("verify", step, state, None)
     except TypeError:
         return "the optimizer is not made by stateless"
-    if int(state.step) and any(group.optimizer._cls not in RULES for group in groups):
+    if int(state.step) and not all(group.is_of_torch for group in groups):
         return "the state, of a class that is not torch.optim's, is not the first one"
     return ""
 

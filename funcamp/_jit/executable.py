@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from funcamp import _tree
 from funcamp._jit.compile import check_compiler, compile_graph, one_by_one_instead, target_of
@@ -17,11 +17,11 @@ from funcamp._jit.donation import Layouts, OwnedState, arranged, layouts_for
 from funcamp._jit.kinds import check_like
 from funcamp._jit.packed_metrics import with_packed_metrics
 from funcamp._jit.passes.program import Flat, Steps, Target
+from funcamp._jit.python_values import PythonValues
 from funcamp._jit.session import CompileSession, keeping_generators
 from funcamp._jit.state_memory import StateMemory
 from funcamp._jit.unroll import check_steps
-from funcamp._jit.written_inputs import WrittenInputs, writes_state, written_inputs
-from funcamp._trace.carried_state import CarriedState
+from funcamp._jit.written_inputs import check_writes
 from funcamp._trace.description import description_of
 from funcamp._trace.interface import Outputs
 from funcamp._trace.open_shapes import is_open
@@ -68,12 +68,8 @@ class Executable(NamedTuple):
     """The tensors that it reads besides its arguments."""
     outside_state: list[Tensor]
     """Those of them whose memory no state may have."""
-    written: WrittenInputs | None
-    """The inputs that it writes, besides giving the state its new values; None for most."""
     description: Hashable
     """What it computes: an equal one is the same program."""
-    has_branches: bool
-    """Whether it has inner graphs, such as the branches of torch.cond."""
 
 
 class CompiledLater:
@@ -112,7 +108,8 @@ def make_executable(
     options: Options,
     memory: StateMemory,
     arguments: Arguments,
-    carried: CarriedState,
+    values: PythonValues,
+    roots: Mapping[str, object],
     session: CompileSession,
     *,
     known: Iterable[Executable],
@@ -128,7 +125,8 @@ def make_executable(
         options: those of `jit`.
         memory: where the state is.
         arguments: of the call that it is made for.
-        carried: the state that the step's Python keeps from call to call.
+        values: what is looked at in Python at every call.
+        roots: the objects that the step's Python reaches, by name.
         session: the surroundings.
         known: the programs for the same batch and other values in Python.
         before_compile: called before a program that is not known is compiled; may raise.
@@ -149,28 +147,24 @@ def make_executable(
     layouts = layouts_for(inputs)
     inputs = arranged(inputs, layouts, memory.current.memory)
     inputs_of_one_step = inputs if options.unroll is None else [tensor[0] for tensor in inputs]
-    graph = trace_step(
+    graph, own_places = trace_step(
         step,
         options,
         memory.current,
         memory.kinds,
         arguments.batch,
         inputs_of_one_step,
-        carried,
+        roots,
         in_cuda_graph=graphs is not None,
     )
+    values.look_at(roots, own_places, graph.captured)
     description = _description_of(graph)
     for executable in known:
         if executable.description == description:
             return executable
     before_compile()
-    has_branches = any(isinstance(inner, fx.GraphModule) for inner in graph.module.children())
-    written = written_inputs(graph)
-    if written is not None:
-        is_current = memory.current.tree is arguments.state
-        memory.check_written(written, arguments.state, arguments.batch, is_current=is_current)
     outside_state = graph.captured
-    if writes_state(graph, written):
+    if check_writes(graph):
         memory.move_away_from(outside_state)
     else:
         # An evaluation may read a module whose memory is the state's, and follow it.
@@ -178,9 +172,9 @@ def make_executable(
     run = _compiled(graph, options, memory.current, session, compile_at_once=compile_at_once or graphs is not None)
     if graphs is not None:
         # Not `state_leaves`: the state may have been moved away since.
-        run = Captured(graphs, run, memory.current.leaves, inputs, written)
+        run = Captured(graphs, run, memory.current.leaves, inputs)
         memory.pin()
-    return Executable(run, graph.outputs, layouts, graph.captured, outside_state, written, description, has_branches)
+    return Executable(run, graph.outputs, layouts, graph.captured, outside_state, description)
 
 
 def _description_of(graph: Graph) -> Hashable:
@@ -200,10 +194,10 @@ def trace_step(
     state_kinds: Tree,
     batch: Tree,
     tensors: list[Tensor],
-    carried: CarriedState,
+    roots: Mapping[str, object],
     *,
     in_cuda_graph: bool = False,
-) -> Graph:
+) -> tuple[Graph, set[tuple[int, Hashable]]]:
     """Run a step once without values, and return its operations.
 
     Args:
@@ -213,7 +207,7 @@ def trace_step(
         state_kinds: the kinds of its leaves, which the next state must have too.
         batch: the batch.
         tensors: its tensors, of one step.
-        carried: the state that the step's Python keeps from call to call.
+        roots: the objects that the step's Python reaches, by name.
         in_cuda_graph: whether it becomes a CUDA graph.
 
     Raises:
@@ -242,17 +236,17 @@ def trace_step(
         return [leaf.detach().clone() for leaf in next_leaves], metrics
 
     try:
-        graph = trace(
+        graph, own_places = trace(
             on_tensors,
             [*owned.leaves, *tensors],
             {leaf.device.type for leaf in owned.leaves},
             in_cuda_graph=in_cuda_graph,
-            carried=carried,
+            roots=roots,
             state_count=state_count,
         )
     except HostError as error:
         raise RuntimeError(f"jit: step must {error}") from None
-    return graph if options.unroll is not None else with_packed_metrics(graph)
+    return graph if options.unroll is not None else with_packed_metrics(graph), own_places
 
 
 def _tensor_replacer(batch: Tree) -> Callable[[list[Tensor]], Tree]:

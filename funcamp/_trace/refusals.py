@@ -57,6 +57,21 @@ def refuse_offset(func: Operation, args: Args, kwargs: Kwargs, slice_storages: S
         )
 
 
+#: Operations of torch whose kernels call others that autocast casts, which a trace does not see.
+_WITH_INNER_CASTS = (
+    _aten._trilinear.default,
+    _aten.linalg_pinv.atol_rtol_tensor,
+    _aten.affine_grid_generator.default,
+    _aten._euclidean_dist.default,
+)
+
+
+def refuse_inner_casts(func: Operation) -> None:
+    """Raise HostError for an operation inside of which autocast casts in eager code."""
+    if func in _WITH_INNER_CASTS and any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        raise HostError(f"not call {func} under autocast; {line_in_stack()} does: disable autocast around it")
+
+
 def refuse_packing(func: Operation) -> None:
     """Raise HostError for `pack_padded_sequence`: what it returns has the sequences' lengths as its shape."""
     if func is _aten._pack_padded_sequence.default:

@@ -12,7 +12,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -22,15 +22,13 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from funcamp import _tree, _upstream
 from funcamp._trace.as_compiled import as_compiled
-from funcamp._trace.carried_state import CarriedState
 from funcamp._trace.host_constants import compute_host
-from funcamp._trace.host_draws import HostDraws
-from funcamp._trace.inner_casts import InnerCasts, watch_autocast
 from funcamp._trace.interface import Input, Outputs
+from funcamp._trace.settle import settled
 from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.tensor_subclass import Wrapper, unwrap_all, wrap, wrapper_of
 from funcamp._trace.trace_errors import explain
-from funcamp._trace.tracing import HostError, NodeOf, current
+from funcamp._trace.tracing import HostError, current
 from funcamp._trace.user_line import asks_whether_compiled
 from funcamp._trace.watch import TORCH_DATA, TraceWatch
 from funcamp._types import Tree
@@ -87,9 +85,9 @@ def trace(
     home: Set[str],
     *,
     in_cuda_graph: bool = False,
-    carried: CarriedState | None = None,
+    roots: Mapping[str, object] | None = None,
     state_count: int = 0,
-) -> Graph:
+) -> tuple[Graph, set[tuple[int, Hashable]]]:
     """Trace fn for arguments like these.
 
     Args:
@@ -98,7 +96,7 @@ def trace(
         args: distinct tensors without aliases.
         home: the types of device that it must not leave.
         in_cuda_graph: whether it becomes a CUDA graph, which keeps shapes, and what the host has, as it was captured.
-        carried: the state that its Python keeps from call to call.
+        roots: the objects that its Python reaches, by name.
         state_count: the number of args, the first ones, that are the state.
 
     Raises:
@@ -106,19 +104,8 @@ def trace(
         RuntimeError: fn accumulates gradients in a tensor that is not an argument.
         Exception: any error of fn.
     """
-    carried = CarriedState({}) if carried is None else carried
-    trace_once = functools.partial(_trace_once, fn, args, home, in_cuda_graph, carried.record, state_count)
-    host_draws = HostDraws()
-    with host_draws.watched():
-        graph = carried.trace(lambda: _trace_as_compiled_or_eager(trace_once))
-    drawn = host_draws.find_draws()
-    if drawn is not None:
-        generators, line = drawn
-        raise HostError(
-            f"not draw from {generators}, as the program would repeat the numbers at every step; {line} does: draw "
-            "from torch's generator, or pass the numbers in the batch, as tensors"
-        )
-    return graph
+    trace_once = functools.partial(_trace_once, fn, args, home, in_cuda_graph, state_count)
+    return settled(lambda: _trace_as_compiled_or_eager(trace_once), roots or {})
 
 
 def _trace_as_compiled_or_eager(trace_once: Callable[..., Graph]) -> Graph:
@@ -143,14 +130,12 @@ def _trace_once(
     args: list[Tensor],
     home: Set[str],
     in_cuda_graph: bool,
-    record_state: Callable[[NodeOf], None],
     state_count: int,
     is_compiling: bool = True,
 ) -> Graph:
     """Trace by one run of the function, while torch.compiler.is_compiling() is True if `is_compiling`.
 
-    The other arguments are those of `trace`, and `record_state`, which is called inside the trace after fn with the
-    function that returns the node of a tensor.
+    The other arguments are those of `trace`.
     """
     for name in _NEEDED_NAMES:
         _upstream.check(name)
@@ -164,7 +149,7 @@ def _trace_once(
     arguments, inputs = _unwrap_arguments(args, state_count)
     with fake_mode:  # new tensors, because it is unknown what later arguments share with each other
         examples = [_new_like(argument) for argument in arguments]
-    plain_function = _PlainFunction(fn, [wrapper_of(arg) for arg in args], watch, record_state)
+    plain_function = _PlainFunction(fn, [wrapper_of(arg) for arg in args], watch)
     try:
         with (
             as_compiled(is_compiling),
@@ -227,7 +212,6 @@ class _PlainFunction:
         fn: the step.
         argument_wrappers: the wrappers of its arguments.
         watch: what watches it.
-        record_state: called after it, with the function that returns the node of a tensor.
     """
 
     results: _Results
@@ -238,19 +222,16 @@ class _PlainFunction:
         fn: Traceable,
         argument_wrappers: list[Wrapper | None],
         watch: TraceWatch,
-        record_state: Callable[[NodeOf], None],
     ) -> None:
         self.argument_wrappers = argument_wrappers
         self._fn = fn
         self._watch = watch
-        self._record_state = record_state
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         """Run the function on the plain tensors of its arguments, and return those of its results."""
         with self._watch.on():
             handles = iter([self._watch.handle_of(tensor) for tensor in tensors])
             next_state, metrics = self._fn([wrap(wrapper, handles) for wrapper in self.argument_wrappers])
-            self._record_state(self._watch.node_of)
             _refuse_open_numbers(metrics)
             results = [*next_state, *_tree.tensors_in(metrics)]
             self.results = _Results(
@@ -314,10 +295,8 @@ def _record_operations(fn: Callable[..., list[Tensor]], examples: list[Tensor]) 
         # make_fx disables the cache: a weight that is used twice would be cast twice, and its gradients would be summed
         # in float32 instead of the low precision.
         torch.set_autocast_cache_enabled(cache_enabled)
-        with InnerCasts():
-            return fn(*tensors)
+        return fn(*tensors)
 
-    watch_autocast()
     with _separate_autocast_cache():
         # "real" means as they are: the examples are fake already.
         return make_fx(run, tracing_mode="real")(*examples)

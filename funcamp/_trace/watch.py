@@ -27,6 +27,7 @@ from funcamp._trace.refusals import (
     fake_tensors_of,
     refuse_capture,
     refuse_draw_on_host,
+    refuse_inner_casts,
     refuse_move,
     refuse_offset,
     refuse_packing,
@@ -119,6 +120,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         refuse_python_branches(func, args)
         refuse_offset(func, args, kwargs, self._slice_storages)
         refuse_packing(func)
+        refuse_inner_casts(func)
         args, kwargs = self._with_fakes(func, args, kwargs)
         func = of_known_shape(func, args)
         if func is _ITEM and self._is_anomaly_check(args[0]):

@@ -30,7 +30,6 @@ from funcamp._autograd.scaled_grad import Engine, pair
 from funcamp._autograd.tensor_swap import Holder, TensorSwap
 from funcamp._autograd.ties import check_ties, find_ties
 from funcamp._storage.params import expand
-from funcamp._trace.python_reads import own_flags
 from funcamp._trace.python_state import survey
 from funcamp._types import Tree
 
@@ -315,15 +314,14 @@ class ModuleLoss(Loss):
 
         Sets the flags without calling `train` or `eval`, because a class may do more there, such as merging weights.
         """
-        with own_flags():
-            flags = [(module, module.training) for module in self.holder.modules()]
-            try:
-                for module, _ in flags:
-                    module.training = False
-                yield
-            finally:
-                for module, flag in flags:
-                    module.training = flag
+        flags = [(module, module.training) for module in self.holder.modules()]
+        try:
+            for module, _ in flags:
+                module.training = False
+            yield
+        finally:
+            for module, flag in flags:
+                module.training = flag
 
     # The module's memory.
 

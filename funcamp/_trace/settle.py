@@ -1,7 +1,7 @@
 """Run a step's Python twice: a program does not run it, so both runs must record the same operations.
 
-This finds what Python keeps from call to call, wherever it keeps it: a count, an iterator, a cache that grows, a file, a
-generator of random numbers. A table that is made in the first run needs a third one, which must be as the second.
+This finds what Python keeps from call to call, wherever it keeps it: a count, an iterator, a cache that grows, a file,
+a generator of random numbers. A table that is made in the first run needs a third one, which must be as the second.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ def settled(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_kno
                 graph = trace_once()
             after = _values_at(roots)
             changes = _changes(before, after)
-            _refuse_replaced(graph, former, changes)
+            _refuse_replaced(graph, former, before, changes)
             if is_known(graph) or (former is not None and _is_same(former, graph)):
                 _log_left(changes, graph.kept_tensors)
                 return Settled(graph, {change.place.identity for change in changes})
@@ -108,7 +108,7 @@ def _changes(before: _Values, after: _Values) -> list[_Change]:
     return changes
 
 
-def _refuse_replaced(graph: Graph, former: Graph | None, changes: Iterable[_Change]) -> None:
+def _refuse_replaced(graph: Graph, former: Graph | None, before: _Values, changes: Iterable[_Change]) -> None:
     """Raise HostError if a run has replaced a tensor that it reads, or reads one that the run before has kept."""
     read_ids = _ids_of_read(graph)
     for change in changes:
@@ -121,12 +121,12 @@ def _refuse_replaced(graph: Graph, former: Graph | None, changes: Iterable[_Chan
         if id(tensor) in read_ids:
             raise HostError(
                 f"not keep a tensor in Python from call to call that follows from its arguments; "
-                f"{_path_of(tensor, changes)} is {_tree.describe(tensor)} after the first call: {_FIX}"
+                f"{_path_of(tensor, before)} is {_tree.describe(tensor)} after the first call: {_FIX}"
             )
 
 
-def _path_of(tensor: Tensor, changes: Iterable[_Change]) -> str:
-    return next((change.place.path for change in changes if change.before is tensor), "an attribute or a variable")
+def _path_of(tensor: Tensor, values: _Values) -> str:
+    return next((place.path for place, value in values.values() if value is tensor), "an attribute or a variable")
 
 
 def _ids_of_read(graph: Graph) -> set[int]:

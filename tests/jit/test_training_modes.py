@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from funcamp import jit, make_train_step, module_loss, stateless
-
-recorded_reads = None
 from tests.support.helpers import assert_same, clone
 
 X, Y = torch.randn(16, 4), torch.randn(16, 1)

@@ -102,8 +102,10 @@ def _changes(before: _Values, after: _Values) -> list[_Change]:
     changes: list[_Change] = []
     for identity, (place, value) in after.items():
         _, former = before.get(identity, (place, MISSING))
-        is_equal = type(former) is type(value) and isinstance(value, _EQUAL_IF_EQUAL) and former == value
-        if former is not value and not is_equal:
+        is_of_one_type = type(former) is type(value)
+        is_equal = is_of_one_type and isinstance(value, _EQUAL_IF_EQUAL) and former == value
+        has_places = is_of_one_type and isinstance(value, (list, dict))  # what is in them is listed by itself
+        if former is not value and not is_equal and not has_places:
             changes.append(_Change(place, former, value))
     return changes
 

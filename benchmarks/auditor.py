@@ -1,8 +1,8 @@
-"""How much longer does a training loop take while the auditor watches it?
+"""How much longer does a training loop take under `python -m funcamp report`?
 
-Three ways to run torch's AMP loop in float16, interleaved in one process: as it is; under the auditor; and under all
-that `python -m funcamp report` runs, with its recorder, which has recorded its pass. In loops of small operations the
-Python around each operation is most of the time, in loops of large ones the operations are.
+Three ways to run torch's AMP loop in float16, interleaved in one process: as it is; with the auditor, which looks for
+mistakes; and with all that the command runs, which also records the first step operation by operation. In loops of
+small operations the Python around each operation is most of the time, in loops of large ones the operations are.
 
     python benchmarks/auditor.py [--rounds 9] [--sizes "4 layers of 64 units"] [--out DIR]
 """
@@ -18,11 +18,9 @@ import torch
 from _timing import Report, Variant, about, arguments, check_on_cpu, chosen, measured, torch_variant
 from torch import nn
 
-from funcamp._audit.audit import Auditor
-from funcamp.numerics.report.recorder import Recorder
-
-#: Steps in a call, which a watcher begins and ends once.
-STEPS = 20
+from funcamp.report.audit import Auditor
+from funcamp.report.mode import Mode
+from funcamp.report.numbers.recorder import Recorder
 
 
 class Size(NamedTuple):
@@ -31,13 +29,13 @@ class Size(NamedTuple):
     layers: int
     units: int
     rows: int
-    calls: int
-    """Calls in one timing."""
+    steps: int
+    """Steps in a call, of which the command records one. It watches 100 by default."""
 
 
 SIZES = {
-    "4 layers of 64 units": Size(layers=4, units=64, rows=32, calls=3),
-    "6 layers of 1,024 units": Size(layers=6, units=1024, rows=32, calls=1),
+    "4 layers of 64 units": Size(layers=4, units=64, rows=32, steps=100),
+    "6 layers of 1,024 units": Size(layers=6, units=1024, rows=32, steps=20),
 }
 
 
@@ -52,7 +50,7 @@ def loop(size: Size) -> Callable[[], None]:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
 
     def steps() -> None:
-        for _ in range(STEPS):
+        for _ in range(size.steps):
             optimizer.zero_grad()
             with torch.autocast("cpu", torch.float16):
                 loss = nn.functional.mse_loss(model(x), y)
@@ -63,29 +61,26 @@ def loop(size: Size) -> Callable[[], None]:
     return steps
 
 
-def watched(size: Size, *watchers: Callable[[], Recorder | Auditor]) -> Variant:
-    """The loop under new watchers in each call."""
+def watched(size: Size, *, audited: bool, recorded: bool) -> Variant:
+    """The loop under a new auditor in each call, and a recorder of the first backward pass."""
     steps = loop(size)
 
     def call() -> None:
+        mode = Mode()
         with contextlib.ExitStack() as stack:
-            for make_watcher in watchers:
-                stack.enter_context(make_watcher().watching())
+            if recorded:
+                stack.enter_context(Recorder(mode, passes=1).watching())
+            if audited:
+                stack.enter_context(Auditor().watching(mode))
             steps()
 
     return torch_variant(call, "cpu")
 
 
-def recorder() -> Recorder:
-    """The recorder of the command, which records the first backward pass."""
-    return Recorder(None, first=1, passes=1)
-
-
-#: The watchers of a run, the outermost first.
-VARIANTS: dict[str, tuple[Callable[[], Recorder | Auditor], ...]] = {
-    "as it is": (),
-    "under the auditor": (Auditor,),
-    "under the command": (recorder, Auditor),
+VARIANTS = {
+    "as it is": {"audited": False, "recorded": False},
+    "with the auditor": {"audited": True, "recorded": False},
+    "under the command": {"audited": True, "recorded": True},
 }
 
 
@@ -101,13 +96,13 @@ def main() -> None:
         "time over as it is": "ratio",
         "quartiles": "ratio_quartiles",
     }
-    facts = about("cpu", rounds=args.rounds, steps=STEPS)
-    report = Report(args.out, "auditor-cpu", "A loop under the auditor", facts, columns)
+    facts = about("cpu", rounds=args.rounds)
+    report = Report(args.out, "auditor-cpu", "A loop under the report", facts, columns)
     for name, size in chosen(parser, args, SIZES).items():
-        makers = {label: functools.partial(watched, size, *watchers) for label, watchers in VARIANTS.items()}
-        for row in measured(name, makers, size.calls, args.rounds, "cpu"):
+        makers = {label: functools.partial(watched, size, **watchers) for label, watchers in VARIANTS.items()}
+        for row in measured(name, makers, 1, args.rounds, "cpu"):
             if "median_ms" in row:
-                row["step_ms"] = round(row["median_ms"] / STEPS, 3)
+                row["step_ms"] = round(row["median_ms"] / size.steps, 3)
             report.add([row])
 
 

@@ -19,7 +19,8 @@ from _timing import Report, Variant, about, arguments, chosen, measured, torch_v
 from _variants import UNSCALED, funcamp_step
 from torch import Tensor
 
-from funcamp import float8
+from funcamp import float8, module_loss
+from funcamp._autograd.module_loss import ModuleLoss
 
 #: A product has batch rows, width numbers in and vocabulary numbers out.
 GPU_SIZES = {
@@ -33,11 +34,10 @@ CPU_SIZES = {
     "64 x 64 x 64": Size("product", 0, 64, 64, vocabulary=64),
     "1 block of width 64, 32 tokens": Size("gpt", 1, 64, 1, 32, 64, steps=2),
 }
-POLICIES = {
-    "bfloat16": "bfloat16",
-    "float8, current": "float8",
-    "float8, current by row": "float8,float8=current|granularity=row|power_of_two=True",
-    "float8, delayed": "float8,float8=delayed|history=16",
+CONFIGS = {
+    "bfloat16": None,
+    "float8": float8.Float8Config(),
+    "float8 by row": float8.Float8Config("row", power_of_two=True),
 }
 
 
@@ -47,26 +47,31 @@ def product(size: Size, device: str, kind: str) -> Variant:
     x = torch.randn(size.batch, size.width, device=device, dtype=torch.bfloat16)
     weight = torch.randn(size.vocabulary, size.width, device=device) * size.width**-0.5
     grad = torch.randn(size.batch, size.vocabulary, device=device, dtype=torch.bfloat16)
-    config = float8.Float8Config.parse(POLICIES[kind].partition("float8=")[2] or "current")
-    state = float8.init(config, 1, device=device) if config.scaling == "delayed" else None
+    config = CONFIGS[kind]
 
-    def forward(x: Tensor, weight: Tensor, amax: Tensor) -> Tensor:
-        if kind == "bfloat16":
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        if config is None:
             return F.linear(x, weight.to(x.dtype))
-        if state is None:
-            return float8.scaled_mm(x, weight, config)
-        return float8.scaled_mm(x, weight, config, scale=state.scale[0], amax=amax)[0]
+        return float8.scaled_mm(x, weight, config)
 
     @functools.partial(torch.compile, fullgraph=True)
     def both(x: Tensor, weight: Tensor, grad: Tensor) -> Any:
-        return torch.func.vjp(forward, x, weight, torch.zeros(3, device=x.device))[1](grad)
+        return torch.func.vjp(forward, x, weight)[1](grad)
 
     return torch_variant(lambda: both(x, weight, grad), device)
 
 
 def step(size: Size, device: str, kind: str) -> Variant:
     """A training step without loss scaling."""
-    call: Callable[[], Any] = funcamp_step(size, device, torch.bfloat16, config=UNSCALED, policy=POLICIES[kind])
+    config = CONFIGS[kind]
+
+    def in_float8(loss_fn: ModuleLoss) -> ModuleLoss:
+        if config is None:
+            return loss_fn
+        float8.convert(loss_fn.model, config)
+        return module_loss(loss_fn.model, loss_fn.criterion)
+
+    call: Callable[[], Any] = funcamp_step(size, device, torch.bfloat16, config=UNSCALED, change=in_float8)
     return torch_variant(call, device)
 
 
@@ -87,7 +92,7 @@ def main() -> None:
     report = Report(args.out, f"float8-speed-{args.device}", "Float8 against bfloat16", facts, columns)
     for name, size in chosen(parser, args, GPU_SIZES if args.device == "cuda" else CPU_SIZES).items():
         make = product if size.kind == "product" else step
-        makers = {kind: functools.partial(make, size, args.device, kind) for kind in POLICIES}
+        makers = {kind: functools.partial(make, size, args.device, kind) for kind in CONFIGS}
         report.add(measured(name, makers, size.steps, args.rounds, args.device))
 
 

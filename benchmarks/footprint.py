@@ -28,9 +28,7 @@ from _variants import funcamp_step, torch_loop
 from torch.utils import _pytree
 
 import funcamp
-from funcamp._autograd.tape import Tape
 from funcamp._step.differentiate import SharedByMicroBatches, differentiate_loss
-from funcamp._step.products import PlainProducts
 
 LOW = torch.bfloat16
 LARGE = CPU_SIZES["MLP 38 M"]
@@ -129,18 +127,12 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
         funcamp.module_loss(model, cross_entropy), funcamp.stateless(torch.optim.AdamW), policy="bfloat16"
     )
     state = step.init()
-    nothing = Tape(())
-    inputs = step._inputs("step", state.params)
-    cast = inputs.cast(state.params)
-    plain = PlainProducts().prepare(state, inputs, cast)
-    shared = SharedByMicroBatches(
-        step.loss_fn, step._options.policy, state.scaler, inputs, cast, plain, (nothing, nothing), "autograd"
-    )
+    shared = SharedByMicroBatches(step.loss_fn, step._options.policy, state.scaler, state.params, (), "autograd")
     result = differentiate_loss(shared, state.buffers, (x, y), lambda loss: loss)
     flat = {
         "parameters": size(state.params),
         "moments": size(state.opt_state),
-        "copies": size(cast.casts),
+        "copies": 0.0,
         "gradients": size(result.gradients),
     }
     return {"eager": eager, "funcamp, flat": flat}, count

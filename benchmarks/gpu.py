@@ -36,7 +36,6 @@ PEERS = (
 OTHERS = (
     "forward and backward captured, GradScaler outside",
     "funcamp.GradScaler, the loop captured",
-    "funcamp.GradScaler, the loop compiled and captured",
     "funcamp.jit",
     "funcamp.jit, a tensor a parameter",
     "funcamp.jit, exact=True",

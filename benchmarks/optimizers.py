@@ -63,9 +63,9 @@ RATES = (None, 1e-3, 1e-2, 1e-1, 1e-4)
 """Learning rates to try, the class's own first, until parameters move and stay finite."""
 
 COMPILED = (
-    *("optimi AdamW", "timm Lion", "timm Lamb", "prodigyopt Prodigy", "adabelief_pytorch AdaBelief"),
+    *("optimi AdamW", "timm Lion", "timm Lamb", "prodigyopt Prodigy"),
     *(f"pytorch_optimizer {name}" for name in ("Muon", "NorMuon", "AdEMAMix", "RAdam", "AdaFactor", "StableAdamW")),
-    *("pytorch_optimizer ScheduleFreeAdamW", "pytorch_optimizer Lookahead", "torch_optimizer Ranger"),
+    *("pytorch_optimizer ScheduleFreeAdamW", "schedulefree AdamWScheduleFree"),
     *("own CountsInGroup", "own KahanAdamW", "own MuonAdamW"),
 )
 """What is compiled if nothing else is asked for."""

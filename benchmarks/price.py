@@ -21,7 +21,7 @@ from _variants import LR, funcamp_step
 from torch import Tensor
 
 import funcamp
-from funcamp._storage.inputs import inputs_of
+from funcamp._storage.inputs import gradients_as_stored
 from funcamp._types import name_of
 
 
@@ -31,7 +31,7 @@ def unscaled(size: Size, device: str, dtype: torch.dtype) -> Callable[[], Any]:
     loss_fn = funcamp.module_loss(model, cross_entropy)
     adamw = funcamp.stateless(torch.optim.AdamW, lr=LR)
     start = funcamp.make_train_step(loss_fn, adamw, policy=name_of(dtype)).init()
-    inputs = inputs_of("price", start.params, funcamp.Policy.parse(name_of(dtype)), loss_fn)
+    layout = start.params.layout
 
     def step(state: Any, batch: tuple[Tensor, Tensor]) -> tuple[Any, Tensor]:
         params, opt_state, buffers = state
@@ -39,11 +39,11 @@ def unscaled(size: Size, device: str, dtype: torch.dtype) -> Callable[[], Any]:
         def loss_of(values: list[Tensor]) -> Any:
             with torch.autocast(device, dtype):
                 if loss_fn.has_buffers:
-                    return loss_fn(inputs.tree(values), buffers, batch)
-                return loss_fn(inputs.tree(values), batch), buffers
+                    return loss_fn(layout.tree(values), buffers, batch)
+                return loss_fn(layout.tree(values), batch), buffers
 
-        grads, (loss, after) = torch.func.grad_and_value(loss_of, has_aux=True)(inputs.values(inputs.cast(params)))
-        params, opt_state = adamw.update(params, inputs.gradients(grads), opt_state)
+        grads, (loss, after) = torch.func.grad_and_value(loss_of, has_aux=True)(params.values())
+        params, opt_state = adamw.update(params, gradients_as_stored(grads, layout), opt_state)
         return (params, opt_state, after), loss
 
     run = funcamp.jit(step)

@@ -29,7 +29,7 @@ FORMULAS = """\
         time = 2 (8-1)/8 B / nvlink + 2 (nodes-1)/nodes (B/8) / network + latency
         latency = 2 log2(8) hop_nvlink + 2 log2(nodes) hop_network
     reduce-scatter and all-gather take half of that each, so cutting the state over ranks moves the same bytes.
-    gradients: 2 bytes a parameter (the compute copies'); DDP under autocast 4 (the float32 parameters').
+    gradients: 2 bytes a parameter with DataParallel(dtype=torch.bfloat16); 4 (float32) without it, and under DDP.
     small: vectors, loss and buffers share one all-reduce, of latency alone; cut over ranks one more, for flag and
         norm, that the optimizer waits for.
     compute: 6 FLOPs a parameter and token, at a share of the peak that large models reach.

@@ -37,7 +37,7 @@ def load_checkpoint(file: Path, args: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(f"train_gpt: --resume needs a checkpoint; there is none at {file}") from None
     except KeyError as error:
         raise SystemExit(f"train_gpt: {file} is no checkpoint of this program; it lacks {error}") from None
-    except ValueError as error:
+    except Exception as error:  # torch.load raises many kinds
         raise SystemExit(f"train_gpt: {file} is no checkpoint of this program\n{error}") from None
     for name in MUST_AGREE:
         if given[name] != getattr(args, name):

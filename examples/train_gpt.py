@@ -27,7 +27,6 @@ from _gpt import GPT, batch_at, load_bytes
 from _processes import check_processes, join, launched, leave, part_of
 from _report import Progress, load_checkpoint, plot, save_checkpoint
 from torch import Tensor
-from torch.func import functional_call
 
 import funcamp
 from funcamp import distributed
@@ -83,15 +82,14 @@ def evaluate(step: funcamp.TrainStep, state: funcamp.TrainState, text: Tensor, a
     return float(sum(losses) / len(losses))
 
 
-def generate(model: GPT, params: dict[str, Tensor], prompt: bytes, length: int, seed: int, device: str) -> str:
+def generate(model: Any, prompt: bytes, length: int, seed: int, device: str) -> str:
     """Sample bytes after a prompt."""
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
-    with torch.no_grad(), torch.autocast(device, torch.float16):
-        for _ in range(length):
-            window = torch.tensor([tokens[-model.context :]], device=device)
-            logits = functional_call(model, params, (window,))[0, -1].float().cpu()
-            tokens.append(int(torch.multinomial(torch.softmax(logits / 0.8, 0), 1, generator=generator)))
+    for _ in range(length):
+        window = torch.tensor([tokens[-model.context :]], device=device)
+        logits = model(window)[0, -1].float().cpu()
+        tokens.append(int(torch.multinomial(torch.softmax(logits / 0.8, 0), 1, generator=generator)))
     return bytes(tokens).decode("utf-8", "replace")
 
 
@@ -222,7 +220,8 @@ def train(
     if stops:
         print(f"stopped; go on with --resume --out {args.out}")
     else:
-        print("sample\n" + generate(model, state.params.tree(), b"def ", 200, args.seed, args.device))
+        with step.evaluating(state) as trained, step.autocast(state):
+            print("sample\n" + generate(trained, b"def ", 200, args.seed, args.device))
     return {
         "held_out_first": history["held_out"][0][1],
         "held_out_last": history["held_out"][-1][1],
@@ -234,4 +233,5 @@ def train(
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # so that a file has each line at once
     main()

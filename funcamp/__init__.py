@@ -91,7 +91,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import funcamp.numerics and funcamp.distributed when they are first used."""
-    if name in ("distributed", "numerics"):
+    """Import funcamp.distributed, funcamp.numerics and funcamp.report when they are first used."""
+    if name in ("distributed", "numerics", "report"):
         return importlib.import_module(f"funcamp.{name}")
     raise AttributeError(f"module 'funcamp' has no attribute {name!r}")

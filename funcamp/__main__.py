@@ -8,7 +8,7 @@ import sys
 import torch
 
 from funcamp._doctor import examine, report
-from funcamp.numerics.report import command
+from funcamp.report import command
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -36,7 +36,7 @@ from funcamp import (
     unscale_and_check,
     update,
 )
-from funcamp._optim.stateless import OptState
+from funcamp._optim.optimizer import OptState
 from funcamp._storage.params import cut
 from funcamp.distributed.collectives import Ranks
 from funcamp.rules.fairseq import Fairseq
@@ -85,7 +85,6 @@ SILENT = make_train_step(LOSS, SGD, observe={"f": lambda grads: None})
 
 ADAMW = torch.optim.AdamW([torch.ones(1, requires_grad=True)], lr=3e-4, betas=(0.9, 0.95))
 TWO: list[dict[str, Any]] = [{"params": [W], "lr": 1.0}, {"params": [W.clone()]}]
-GROUPS = torch.optim.SGD(TWO, lr=0.5, momentum=0.9)
 
 
 def loss_of(value: Any) -> Callable[..., Any]:
@@ -199,32 +198,23 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "state_dict names": (lambda: ravel({"a.b": W, "a": {"b": W + 1}}).state_dict(), ValueError, "unique dotted name; got 'a.b' twice"),
     "policy dtype": (lambda: Policy(torch.int8), ValueError, "compute_dtype must be one of float16.*got torch.int8"),
     "policy no dtype": (lambda: Policy("float16"), TypeError, "compute_dtype must be a torch.dtype; got 'float16'"),  # type: ignore[arg-type]
-    "policy autocast": (lambda: Policy(autocast=1), TypeError, "Policy: autocast must be True or False; got 1"),  # type: ignore[arg-type]
-    "policy glob": (lambda: Policy(keep=("a,b",)), ValueError, "keep must hold globs.*got 'a,b'"),
-    "policy string": (lambda: Policy(keep="a"), TypeError, "keep must be a tuple of strings; got 'a'"),  # type: ignore[arg-type]
-    "parse dtype": (lambda: Policy.parse("fp4"), ValueError, "text must begin with a dtype.*got 'fp4'"),
-    "parse empty": (lambda: Policy.parse(""), ValueError, "text must begin with a dtype"),
-    "parse option": (lambda: Policy.parse("float16,lr=1"), ValueError, "got 'lr=1'"),
-    "parse twice": (lambda: Policy.parse("float16,keep=a,keep=b"), ValueError, "once each; got 'keep=b'"),
-    "parse autocast": (lambda: Policy.parse("float16,autocast=off"), ValueError, "got 'autocast=off'"),
     "by_group empty": (lambda: by_group({}), TypeError, "optimizers must be a mapping.*got {}"),
-    "by_group class": (lambda: by_group({"a": torch.optim.SGD}), TypeError, r"optimizers\['a'\] must have init and update"),
+    "by_group class": (lambda: by_group({"a": torch.optim.SGD}), TypeError, r"optimizers\['a'\] must be a pure optimizer with init and update"),
     "by_group label": (lambda: by_group({"matrix": SGD}).init({"w": W}), ValueError, r"one of \['matrix'\]; got 'vector'"),
     "by_group state": (lambda: by_group({"vector": SGD}).update(W, W, {}), TypeError, "opt_state must hold a state for each"),
     "module_loss model": (lambda: module_loss(W, W), TypeError, "model must be a torch.nn.Module"),  # type: ignore[arg-type]
     "module_loss criterion": (lambda: module_loss(torch.nn.Linear(1, 1), 3), TypeError, "criterion must be callable; got 3"),  # type: ignore[arg-type]
     # the step
     "step loss_fn": (lambda: make_train_step(3, SGD), TypeError, "loss_fn must be callable; got 3"),  # type: ignore[arg-type]
-    "step optimizer": (lambda: make_train_step(LOSS, torch.optim.SGD), TypeError, "optimizer must have init and update"),
+    "step optimizer": (lambda: make_train_step(LOSS, torch.optim.SGD), TypeError, "optimizer must be a pure optimizer with init and update"),
     "step config": (lambda: make_train_step(LOSS, SGD, 3), TypeError, "config must be a ScalerConfig"),  # type: ignore[arg-type]
     "step policy": (lambda: make_train_step(LOSS, SGD, policy=16), TypeError, "policy must be a Policy.*a torch.dtype or None; got 16"),  # type: ignore[arg-type]
     "step policy dtype": (lambda: make_train_step(LOSS, SGD, policy=torch.int8), ValueError, "compute_dtype must be one of float16.*got torch.int8"),
-    "step policy true": (lambda: make_train_step(LOSS, SGD, policy="16-true"), ValueError, "text must begin with a dtype, .*; got '16-true'"),
+    "step policy true": (lambda: make_train_step(LOSS, SGD, policy="16-true"), ValueError, "make_train_step: policy must be one of float16, bfloat16, float32; got '16-true'"),
     "step module": (lambda: make_train_step(torch.nn.Linear(1, 1), SGD), TypeError, r"write module_loss\(model, criterion\).*got the module Linear itself"),
-    "step torch optimizer": (lambda: make_train_step(LOSS, ADAMW), TypeError, r"write stateless\(torch.optim.AdamW, lr=0.0003, betas=\(0.9, 0.95\)\); got one of class AdamW$"),
-    "step torch groups": (lambda: make_train_step(LOSS, GROUPS), TypeError, r"write stateless\(torch.optim.SGD, lr=1.0, momentum=0.9\), one for each of its groups in by_group"),
+    "step torch optimizer": (lambda: make_train_step(LOSS, ADAMW), TypeError, r"optimizer must be a pure optimizer with init and update; got an AdamW: write stateless\(torch.optim.AdamW, lr=...\)"),
     "step class": (lambda: make_train_step(LOSS, torch.optim.AdamW), TypeError, r"write stateless\(torch.optim.AdamW, lr=...\)"),
-    "by_group optimizer": (lambda: by_group({"a": ADAMW}), TypeError, r"optimizers\['a'\] must be a pure optimizer.*write stateless\(torch.optim.AdamW, lr=0.0003"),
+    "by_group optimizer": (lambda: by_group({"a": ADAMW}), TypeError, r"optimizers\['a'\] must be a pure optimizer.*write stateless\(torch.optim.AdamW, lr=...\)"),
     "step max_norm": (lambda: make_train_step(LOSS, SGD, max_norm=0.0), ValueError, "max_norm must be positive; got 0.0"),
     "step limits": (lambda: make_train_step(LOSS, SGD, max_norm=1.0, max_value=1.0), ValueError, "must not both be given"),
     "step accumulate": (lambda: make_train_step(LOSS, SGD, accumulate=0), ValueError, "accumulate must be 1 or more; got 0"),
@@ -261,7 +251,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "init nothing": (lambda: STEP.init(), TypeError, "params must be given.*got None"),
     "init empty": (lambda: STEP.init({}), ValueError, "params must hold a tensor; got {}"),
     "module_loss criterion class": (lambda: module_loss(LINEAR, torch.nn.MSELoss), TypeError, r"criterion must be a function or an object; got the class MSELoss: pass MSELoss\(\)"),
-    "loss that calls backward": (lambda: BACKWARD(BACKWARD.init(), (W, W)), RuntimeError, "step: the step differentiates the loss: return it without calling backward"),
+    "loss that calls backward": (lambda: BACKWARD(BACKWARD.init(), (W, W)), RuntimeError, r"step: the loss must not call backward\(\)"),
     "init module": (lambda: STEP.init(LINEAR), TypeError, r"init: params must be a pytree of tensors.*; got Linear: .* init\(\)"),
     "init generator": (lambda: STEP.init(LINEAR.parameters()), TypeError, "init: params must be a pytree of tensors.*; got generator"),
     "init integer": (lambda: STEP.init({"w": W.int()}), TypeError, r"init: params\['w'\] must be a strided floating"),

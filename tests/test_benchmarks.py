@@ -337,7 +337,9 @@ class _Doubling(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 assert param.grad is not None
-                factor = group["factor"] if _is_called_by("_optim/instance.py") and param.shape == (8, 12) else 1.0
+                factor = (
+                    group["factor"] if _is_called_by("_optim/foreign/own_step.py") and param.shape == (8, 12) else 1.0
+                )
                 param.sub_(param.grad, alpha=group["lr"] * factor)
 
 

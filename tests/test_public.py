@@ -42,8 +42,8 @@ LAYERS = [
     "presets",
     "distributed",
     "float8",
-    "_audit",
     "numerics",
+    "report",
     "_verify",
     "_doctor",
 ]
@@ -90,8 +90,8 @@ def test_a_room_imports_only_from_those_before_it() -> None:
             assert not later, f"{file.relative_to(ROOT)} imports from {', '.join(sorted(later))}"
 
 
-#: The files of the core that ask `_layers.layer` for one: for `loss(probes=)`, and for a policy with float8.
-ASKING = {"_autograd/loss.py", "_step/products.py", "_storage/policy.py"}
+#: The file of the core that asks `_layers.layer` for one: for `loss(probes=)`.
+ASKING = {"_autograd/loss.py"}
 
 
 def test_the_core_finds_layers_in_one_place() -> None:

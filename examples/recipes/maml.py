@@ -59,7 +59,7 @@ def train(
 
     sgd = funcamp.stateless(torch.optim.SGD, lr=LR, momentum=0.9)
     loss_fn = funcamp.loss(tasks, has_scaler=True, has_aux=True)
-    step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16,keep=*")  # the inner step moves the parameters
+    step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16")
     run, state, history = wrap(step), step.init(dict(model.named_parameters())), []
     for index in range(steps):
         state, metrics = run(state, batch(index, device))

@@ -2,7 +2,7 @@
 
     python examples/recipes/reinforce.py
 
-Watch what goes between them: the actor gets the learner's float16 weights (`compute_params`, again after every step),
+Watch what goes between them: the actor gets the learner's weights (`compute_params`, again after every step),
 and later calls do not change what a call returned, so eight transitions can be collected. Only the state is consumed.
 """
 

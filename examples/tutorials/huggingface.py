@@ -61,13 +61,11 @@ def learning_rate(applied: Tensor) -> Tensor:
     return LR * torch.minimum((applied + 1) / WARM_UP, (STEPS - applied) / (STEPS - WARM_UP)).clamp(0, 1)
 
 
-def evaluate(model: nn.Module, texts: list[bytes]) -> tuple[float, float]:
+def evaluate(step: funcamp.TrainStep, state: funcamp.TrainState, texts: list[bytes]) -> tuple[float, float]:
     """Return loss and accuracy on snippets that were not trained on: plain PyTorch, in float32."""
-    model.eval()
     batches = [batch(texts, 10_000 + number) for number in range(8)]
-    with torch.no_grad():
+    with step.evaluating(state) as model:  # in eval mode, without gradients
         outputs = [model(**one) for one in batches]
-    model.train()
     right = [output.logits.argmax(1) == one["labels"] for output, one in zip(outputs, batches)]
     return torch.stack([output.loss for output in outputs]).mean().item(), torch.cat(right).float().mean().item()
 
@@ -90,8 +88,7 @@ def main(
         state = step.load_state_dict(saved["state"], like=state)
         torch.set_rng_state(saved["rng"])  # for dropout
         first = saved["next"]
-        model.load_state_dict(loss_fn.state_dict(state.params))
-    before, _ = evaluate(model, test_texts)
+    before, _ = evaluate(step, state, test_texts)
     reader = funcamp.MetricReader()
     for number in range(first, steps):
         state, metrics = run(state, batch(train_texts, number))
@@ -101,8 +98,8 @@ def main(
                 print(f"step {n:3d}  loss {row.loss:.3f}  lr {row.lr:.2e}  scale {row.scale:g}  skipped {row.skipped}")
     funcamp.save({"state": step.state_dict(state), "rng": torch.get_rng_state(), "next": steps}, file)
 
+    after, accuracy = evaluate(step, state, test_texts)
     model.load_state_dict(loss_fn.state_dict(state.params))  # an ordinary Hugging Face model, with the trained weights
-    after, accuracy = evaluate(model, test_texts)
     skipped, scale = int(state.skipped), state.scaler.scale.item()
     return {"loss_before": before, "loss_after": after, "accuracy": accuracy, "skipped": skipped, "scale": scale}
 

@@ -68,22 +68,19 @@ def main(
         lr.fill_(LR if epoch < DROP else LR / 10)
         for number in range(STEPS):
             state, metrics = run(state, images(epoch * STEPS + number))
-        history.append({"epoch": epoch, "lr": metrics.lr.item()} | validate(model, loss_fn, step, state))
+        history.append({"epoch": epoch, "lr": metrics.lr.item()} | validate(step, state))
         print("  ".join(f"{name} {value:.4g}" for name, value in history[-1].items()))
         funcamp.save({"state": step.state_dict(state), "rng": torch.get_rng_state(), "epochs": epoch + 1}, file)
     return history
 
 
-def validate(model: nn.Module, loss_fn: Any, step: funcamp.TrainStep, state: funcamp.TrainState) -> dict[str, float]:
+def validate(step: funcamp.TrainStep, state: funcamp.TrainState) -> dict[str, float]:
     """Return the loss, and the accuracy of the parameters and of their average (EMA), on images of other seeds."""
     batches = [images(1_000_000 + number, size=64) for number in range(4)]
     found = {"loss": torch.stack([step.loss(state, one) for one in batches]).mean().item()}
-    for name, params in {"accuracy": state.params, "accuracy_ema": state.ema}.items():
-        model.load_state_dict(loss_fn.state_dict(params, state.buffers))
-        model.eval()
-        with torch.no_grad():
+    for name, average in {"accuracy": False, "accuracy_ema": True}.items():
+        with step.evaluating(state, average=average) as model:
             right = [model(x).argmax(1) == labels for x, labels in batches]
-        model.train()
         found[name] = torch.cat(right).float().mean().item()
     return found
 

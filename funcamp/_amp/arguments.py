@@ -76,11 +76,9 @@ def check_saved(state_dict: object, config: ScalerConfig) -> SavedScaler:
         raise RuntimeError(
             "The source state dict is empty, possibly because it was saved from a disabled instance of GradScaler."
         )
-    for name in ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker"):
-        if name not in state_dict:
-            raise KeyError(
-                f"{call}: state_dict must have {name!r}, as scaler.state_dict() has; got {_tree.brief(state_dict)}"
-            )
+    if "scale" not in state_dict:  # another object's; if only a part is missing, torch's error names it
+        got = _tree.brief(state_dict)
+        raise KeyError(f"{call}: state_dict must have 'scale', as scaler.state_dict() has; got {got}")
     scale = saved_scale(call, state_dict["scale"])
     constants = {name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
     growth_tracker = saved_count(call, "_growth_tracker", state_dict["_growth_tracker"])

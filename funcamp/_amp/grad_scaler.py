@@ -242,9 +242,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
-        flags: list[Tensor] = []
-        for noted in self._per_optimizer_states.values():
-            flags += noted["found_inf_per_device"].values()
+        flags = self._flags_of_step()
         if flags:
             self._found_inf = combine_flags(flags, scale.device)
         if new_scale is not None:
@@ -256,8 +254,18 @@ class GradScaler(torch.amp.GradScaler):
             apply_rule(state, self._counters, self._config)
         self._per_optimizer_states.clear()
 
+    def _flags_of_step(self) -> list[Tensor]:
+        """Return the flags of all optimizers and devices since the last update."""
+        flags: list[Tensor] = []
+        for noted in self._per_optimizer_states.values():
+            flags += noted["found_inf_per_device"].values()
+        return flags
+
     def metrics(self) -> ScalerState:
-        """Return copies of the scale, the growth tracker and the last update's found_inf, as a state. No sync."""
+        """Return copies of the scale, the growth tracker and found_inf, as a state. No sync.
+
+        found_inf is this step's after `unscale_` or `step`, and the last step's after `update`.
+        """
         if not self._enabled or self._scale is None or self._growth_tracker is None:
             scale, tracker = (self._init_scale, self._init_growth_tracker) if self._enabled else (1.0, 0)
             return ScalerState(
@@ -265,7 +273,11 @@ class GradScaler(torch.amp.GradScaler):
                 torch.tensor(tracker, dtype=torch.int32),
                 torch.tensor(0.0, dtype=torch.float32),
             )
-        found_inf = torch.zeros_like(self._scale) if self._found_inf is None else self._found_inf.clone()
+        flags = self._flags_of_step()
+        if flags:
+            found_inf = combine_flags(flags, self._scale.device).clone()
+        else:
+            found_inf = torch.zeros_like(self._scale) if self._found_inf is None else self._found_inf.clone()
         return ScalerState(self._scale.clone(), self._growth_tracker.clone(), found_inf)
 
     def set_growth_factor(self, new_factor: float) -> None:

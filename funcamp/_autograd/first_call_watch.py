@@ -2,8 +2,8 @@
 
 A step calls the module with other tensors than the module's own. If the module or the criterion keeps references to
 the module's own parameters and buffers (in a list, a dict, a closure, as an alias), these have the values from before
-`init` at every step. A write into the tensors passed is neither undone by a skipped step nor seen by an optimizer that
-reads the full precision. The first call runs under a mode of torch that sees what it calls. Later calls run without it.
+`init` at every step. A write into the tensors passed is not undone by a skipped step. The first call runs under a mode
+of torch that sees what it calls. Later calls run without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from funcamp import _upstream
-from funcamp._autograd.low_copies import LowCopies
 from funcamp._autograd.named_storages import NamedStorages, share_memory
 from funcamp._autograd.scaled_grad import nodes
 from funcamp._trace.schema import aliased, reads_no_value
@@ -76,7 +75,6 @@ class FirstCallWatch:
         """The views, so that no other tensor gets their id."""
         self._empty_ids = {id(value): name for name, value in buffers.items() if not value.numel()}
         """The names of buffers without elements, by id."""
-        self._low_copies = LowCopies(own, parameters)
 
     def mode(self, *, in_trace: bool) -> contextlib.AbstractContextManager[object]:
         """Return the context manager that watches.
@@ -84,11 +82,7 @@ class FirstCallWatch:
         A trace dispatches every operation to Python anyway. In eager code that would choose other kernels (torch takes
         other ways through its composite operations if there is a dispatch mode), so there functions are watched.
         """
-        modes = contextlib.ExitStack()
-        modes.enter_context(_DispatchWatch(self) if in_trace else _FunctionWatch(self))
-        if self._low_copies.exist:
-            modes.enter_context(self._low_copies)
-        return modes
+        return _DispatchWatch(self) if in_trace else _FunctionWatch(self)
 
     def check_graph(self, returned: Tree, arguments: Tree) -> None:
         """Raise ValueError if what a compiled module returned depends on an own tensor through autograd.

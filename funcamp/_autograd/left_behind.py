@@ -1,142 +1,105 @@
-"""Warn once if a module is evaluated or saved outside of a step after steps have changed the state and not it."""
+"""Warn if a module is read after steps have moved a state on and not the module that the state began with."""
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Mapping
 
 import torch
 from torch import nn
 
 from funcamp._autograd.module_walk import TensorSlot
 
-#: What to do if the module is called outside of a step, if it is saved, and if the step of another module calls it.
-_FIX_OUTSIDE = (
-    "validate with step.loss(state, batch), or call "
-    "model.load_state_dict(loss_fn.state_dict(state.params, state.buffers)) first"
-)
-_FIX_SAVING = (
-    "save step.state_dict(state), or what torch's loop would save, step.to_torch(state), or call "
-    "model.load_state_dict(loss_fn.state_dict(state.params, state.buffers)) first"
-)
-_FIX_IN_OTHER_STEP = (
-    "pass its parameters to this step in the batch, step.compute_params(state), and call it by functional_call"
-)
+#: Its method `__exit__` does nothing, whatever it is called with: copies have it in the place of the hook.
+_NULL = contextlib.nullcontext()
 
 
-class _ThisThread(threading.local):
-    #: What the current step trains: a module, or a loss without a module. None outside of a step.
-    trained: object | None = None
-
-
-_this_thread = _ThisThread()
-
-
-@contextlib.contextmanager
-def in_step_of(trained: object) -> Iterator[None]:
-    """Context manager: this thread takes a step that trains this module, or this loss if it has no module."""
-    trained_by_outer_step = _this_thread.trained
-    _this_thread.trained = trained
-    try:
-        yield
-    finally:
-        _this_thread.trained = trained_by_outer_step
+def hooks_in_copies(module: nn.Module) -> dict[int, object]:
+    """Return what `copy.deepcopy` takes for the hooks, by their id, in a copy that has the same tensors."""
+    hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
+    return {id(hook): _NULL.__exit__ for hook in hooks if isinstance(hook, LeftBehind)}
 
 
 class LeftBehind:
-    """The hooks before a forward pass and a `state_dict()` of a module that `init` made a state of.
+    """The hook of a module before a forward pass and a `state_dict()`, which also sees a copy and a pickle.
 
-    It is silent while a module that shares the state's memory follows a donated step, which counts as a write into its
-    parameters, and after the caller has written other values into them. A copy of the module does not get it.
-
-    Args:
-        module: the module.
-        slot: where it has one of its trainable parameters.
+    The module is behind from a step until the caller writes into its parameters, as a donated step does if the two
+    share memory. It warns once in that time, however often it is read.
     """
 
-    def __init__(self, module: nn.Module, slot: TensorSlot) -> None:
-        parameter = slot.tensor()
-        assert parameter is not None
-        self._slot = slot
+    def __init__(self, module: nn.Module) -> None:
+        self._class_name = type(module).__name__
+        module.register_forward_pre_hook(self)
+        module.register_state_dict_pre_hook(self)  # type: ignore[no-untyped-call]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> LeftBehind:
+        """Return the hook of a module: one for all of its losses."""
+        own_hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, cls)]
+        return own_hooks[0] if own_hooks else cls(module)
+
+    def state_was_made(self, parameter: TensorSlot, buffers: Mapping[str, TensorSlot], *, shares_memory: bool) -> None:
+        """Note that a state begins with the values of the module.
+
+        Args:
+            parameter: where the module has a trainable parameter. Whoever writes new weights writes this one.
+            buffers: where it has the buffers that the step has in the state, by name.
+            shares_memory: whether the state begins in the memory of the module.
+        """
         self._parameter = parameter
-        self._version = parameter._version
-        self.a_step_was_taken = False
-        self._before_forward = module.register_forward_pre_hook(self)
-        self._before_saving = module.register_state_dict_pre_hook(self.saved)  # type: ignore[no-untyped-call]
-        self._is_over = False
-        """Whether it has warned, or the module has the caller's values."""
-        module.register_load_state_dict_post_hook(self.loaded)  # type: ignore[no-untyped-call]
+        self._buffers = buffers
+        self._is_behind = False
+        self._has_warned = False
+        self._parameter_mark = None if shares_memory else parameter.mark()
+        self._buffer_marks = self._marks_of_buffers()
 
-    def __call__(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
-        """Warn if a step was taken and nothing was written into the module since `init`."""
-        if torch.compiler.is_dynamo_compiling() or not self.a_step_was_taken:
-            return
-        if module is _this_thread.trained or self._has_other_values():
-            return
-        # The criterion of another step may call it: a generator's its discriminator.
-        in_other_step = _this_thread.trained is not None
-        if not in_other_step and _is_trained_itself(module):
-            return
-        self.remove()
-        self._warn(module, _FIX_IN_OTHER_STEP if in_other_step else _FIX_OUTSIDE)
+    def state_moves(self) -> None:
+        """Note that a step moves the state on; warn if the caller has written a buffer that only the module has."""
+        parameter_mark, buffer_marks = self._parameter.mark(), self._marks_of_buffers()
+        if parameter_mark != self._parameter_mark:
+            self._has_warned = False  # new values were written into the module: the state's, or those of a donated step
+        elif buffer_marks != self._buffer_marks:
+            changes = zip(self._buffers, self._buffer_marks, buffer_marks)
+            self._warn_of_buffer(next(name for name, before, now in changes if now != before))
+        self._is_behind = True
+        self._parameter_mark = parameter_mark
+        self._buffer_marks = buffer_marks
 
-    def saved(self, module: nn.Module, *_: object) -> None:
-        """Warn as for a forward pass, before the caller gets a `state_dict()` of the module."""
-        if torch.compiler.is_dynamo_compiling() or not self.a_step_was_taken or self._is_over:
+    def __call__(self, module: nn.Module, *arguments: object) -> None:
+        """Warn before a forward pass, of which a hook gets one argument, and before a `state_dict()`."""
+        is_forward = len(arguments) == 1
+        # In these modes the forward pass may be that of another loop, which trains the module itself.
+        may_be_trained = module.training and torch.is_grad_enabled() and self._parameter.requires_grad()
+        if torch.compiler.is_dynamo_compiling() or (is_forward and may_be_trained):
             return
-        if _this_thread.trained is None and not self._has_other_values():
-            self._is_over = True
-            self._before_forward.remove()  # not that of saving, over which torch iterates now
-            self._warn(module, _FIX_SAVING)
-
-    def _warn(self, module: nn.Module, fix: str) -> None:
-        """Warn, unless the caller has put other values into the module, which the version counts."""
-        if self._parameter._version == self._version:
-            warnings.warn(
-                f"module_loss: {type(module).__name__} has the values that it had at init, as the steps changed the "
-                f"state and not the module: {fix}",
-                stacklevel=3,
-            )
+        self._warn()
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _OfACopy, ()
+        """Warn before a copy or a pickle, which gets a function of Python that does nothing in place of the hook."""
+        self._warn()
+        return getattr, (_NULL, "__exit__")
 
-    def _has_other_values(self) -> bool:
-        """Return whether the module is part of a model whose step has put its values there."""
-        return self._slot.tensor() is not self._parameter
+    def _warn(self) -> None:
+        """Warn if the module is behind. In a step, or with a state's values, it has another parameter in this place."""
+        if not self._is_behind or self._has_warned or self._parameter.mark() != self._parameter_mark:
+            return
+        self._has_warned = True
+        warnings.warn(
+            f"module_loss: {self._class_name} has older values than the state, as the steps changed the state and not "
+            "the module: evaluate, copy and save it in `with step.evaluating(state) as model:`, or write the state's "
+            "values into it after the last step, model.load_state_dict(loss_fn.state_dict(state.params, "
+            "state.buffers)); another step gets them in its batch, step.compute_params(state)",
+            stacklevel=3,
+        )
 
-    def remove(self) -> None:
-        """Take the hooks off the module. That of `load_state_dict` stays: torch may be iterating over its kind."""
-        self._is_over = True
-        self._before_forward.remove()
-        self._before_saving.remove()
+    def _marks_of_buffers(self) -> list[object]:
+        return [slot.mark() for slot in self._buffers.values()]
 
-    def loaded(self, *_: object) -> None:
-        """Follow `load_state_dict`, after which the module has the caller's values."""
-        self.remove()
-
-
-def _is_trained_itself(module: nn.Module) -> bool:
-    """Return whether another loop may train the module that is called."""
-    return torch.compiler.is_compiling() or (module.training and torch.is_grad_enabled())
-
-
-# The names of this class and of its methods are in files of saved modules.
-class _OfACopy:
-    """Stands for the hook in a copied, saved or unpickled module, and does nothing."""
-
-    a_step_was_taken = False
-
-    def __call__(self, *_: object) -> None:
-        pass
-
-    def saved(self, *_: object) -> None:
-        pass
-
-    def remove(self) -> None:
-        pass
-
-    def loaded(self, *_: object) -> None:
-        pass
+    def _warn_of_buffer(self, name: str) -> None:
+        warnings.warn(
+            f"module_loss: buffer {name!r} of {self._class_name} was written after init, which changes nothing for the "
+            f"step, whose buffers are in the state: write state.buffers[{name!r}].fill_(...) between steps, or keep a "
+            "number that you change in a tensor that is no buffer, self.beta = torch.tensor(1.0), or in the batch",
+            stacklevel=5,
+        )

@@ -10,9 +10,8 @@ import torch
 from torch import Size, Tensor, nn
 
 from funcamp import _tree
-from funcamp._autograd.left_behind import in_step_of
 from funcamp._autograd.scaled_grad import Engine, check_engine, put_leaves_in_graphs
-from funcamp._autograd.tape import Tape, Taps
+from funcamp._autograd.tape import Taps
 from funcamp._check import boolean
 from funcamp._layers import layer
 from funcamp._types import Tree
@@ -39,6 +38,8 @@ class Loss:
         self.has_scaler = has_scaler
         self.taps = taps
         self.engine = engine
+        self.graph_is_checked = False
+        """Whether the graph of a call was looked at."""
         put_leaves_in_graphs()
 
     def __repr__(self) -> str:
@@ -54,18 +55,8 @@ class Loss:
         return None
 
     @property
-    def cast_names(self) -> frozenset[str] | None:
-        """Return the names of a module's parameters that autocast would cast; None for any other loss."""
-        return None
-
-    @property
-    def linear_names(self) -> frozenset[str]:
-        """Return the names of the weights of a module's linear layers."""
-        return frozenset()
-
-    @property
-    def hooked_names(self) -> frozenset[str]:
-        """Return the names of a module's parameters with a hook."""
+    def uncast_names(self) -> frozenset[str]:
+        """Return the stored names of a module's parameters that autocast does not cast."""
         return frozenset()
 
     @property
@@ -73,9 +64,9 @@ class Loss:
         """Return the names of the taps."""
         return () if self.taps is None else self.taps.names
 
-    def tape(self, device: torch.device) -> Tape:
-        """Return the tape of the taps; without taps one without records."""
-        return Tape(()) if self.taps is None else self.taps.tape(device)
+    def tape(self, device: torch.device) -> Tree:
+        """Return the tape of the taps, empty records by name; `()` without taps."""
+        return () if self.taps is None else self.taps.tape(device)
 
     def collected(self, records: Tree) -> Mapping[str, Any]:
         """Return the records of the tape for the metrics."""
@@ -101,10 +92,6 @@ class Loss:
         """Return the initial buffers."""
         return {}
 
-    def all_names(self, params: Tree) -> list[str]:
-        """Return the names of all parameters, including those that are not trained."""
-        return _tree.names(params)
-
     def python_parts(self) -> dict[str, object]:
         """Return the objects that may keep state besides the loss's arguments, by name."""
         return {"loss": self.function}
@@ -112,16 +99,26 @@ class Loss:
     def check_accumulation(self) -> None:
         """Raise if the loss cannot be differentiated by micro-batches."""
 
-    def state_was_made(self) -> None:
-        """Note that a state begins with the initial parameters."""
+    def state_was_made(self, *, shares_memory: bool) -> None:
+        """Note that a state begins with the initial parameters, and whether in their memory."""
 
-    def taking_step(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: a state moves on."""
-        return in_step_of(self)
+    def begin_step(self) -> None:
+        """Note that the Python of a step runs."""
 
-    def evaluating(self) -> contextlib.AbstractContextManager[None]:
+    def state_moves(self) -> None:
+        """Note that a step moves a state on, also if a program takes it."""
+
+    def eval_mode(self) -> contextlib.AbstractContextManager[None]:
         """Context manager: dropout and similar layers are off, if the loss knows its module."""
         return contextlib.nullcontext()
+
+    def with_values(
+        self,
+        params: Tree,  # noqa: ARG002
+        buffers: dict[str, Tensor],  # noqa: ARG002
+    ) -> contextlib.AbstractContextManager[nn.Module]:
+        """Context manager: the module has these values."""
+        raise TypeError(f"evaluating: the step must have a loss of module_loss, whose module it yields; got {self!r}")
 
 
 def loss(

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from torch import nn
+from torch import Size, nn
 
-from funcamp._autograd.module_walk import BUFFER, Kind, kinds_of
+from funcamp._autograd.module_walk import BUFFER, Kind, kinds_of, tensors_of
 
 
 class ModuleForm:
@@ -23,12 +23,9 @@ class ModuleForm:
     def __init__(self, model: nn.Module) -> None:
         self.kinds: dict[str, Kind] = kinds_of(model)
         """What each parameter and buffer is, by name."""
+        self._shapes = _trained_shapes(model)
         self._model = model
         self.accept()
-
-    def names(self) -> list[str]:
-        """Return the names of all parameters, including frozen ones."""
-        return [name for name, kind in self.kinds.items() if kind != BUFFER]
 
     def check(self) -> None:
         """Raise ValueError if the module has another form."""
@@ -52,8 +49,9 @@ class ModuleForm:
         self._fingerprint = _fingerprint(self._modules)
 
     def _compare(self, current: dict[str, Kind]) -> None:
-        """Raise ValueError, for the first name that differs, if these are not the kinds that there were."""
+        """Raise ValueError, for the first name that differs, if these are not the kinds and shapes that there were."""
         if current == self.kinds:
+            self._compare_shapes()
             return
         for name in {**self.kinds, **current}:
             before = self.kinds.get(name, "not in it")
@@ -63,6 +61,22 @@ class ModuleForm:
                     f"module_loss: model must stay as it was when the loss was made; {name!r} was {before} and is "
                     f"{now}: make the loss again, module_loss(model, ...), and the step of it"
                 )
+
+    def _compare_shapes(self) -> None:
+        """Raise ValueError if a trained parameter has another shape, as one of another layer of the same name has."""
+        tensors = tensors_of(self._model)
+        for name, shape in self._shapes.items():
+            if name in tensors and tensors[name].shape != shape:
+                raise ValueError(
+                    f"module_loss: model must stay as it was when the loss was made; {name!r} had the shape "
+                    f"{tuple(shape)} and has {tuple(tensors[name].shape)}: make the loss again, "
+                    "module_loss(model, ...), and the step of it"
+                )
+
+
+def _trained_shapes(model: nn.Module) -> dict[str, Size]:
+    """Return the shape of every trainable parameter by name."""
+    return {name: tensor.shape for name, tensor in tensors_of(model).items() if tensor.requires_grad}
 
 
 def _fingerprint(modules: Iterable[nn.Module]) -> list[object]:
@@ -81,6 +95,7 @@ def _fingerprint(modules: Iterable[nn.Module]) -> list[object]:
         if parameters:
             marks += parameters.keys()  # a module of TorchScript iterates otherwise
             marks += [None if parameter is None else parameter.requires_grad for parameter in parameters.values()]
+            marks += [None if parameter is None else parameter.shape for parameter in parameters.values()]
             # Which of them are one tensor.
             marks += [first_places.setdefault(id(parameter), len(first_places)) for parameter in parameters.values()]
         buffers = module._buffers

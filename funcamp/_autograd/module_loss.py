@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -17,19 +17,24 @@ from torch import Tensor, nn
 
 from funcamp import _tree
 from funcamp._autograd.first_calls import FirstCalls
-from funcamp._autograd.left_behind import LeftBehind, in_step_of
+from funcamp._autograd.left_behind import LeftBehind
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_batch import arguments_of, check_fit, loss_in
 from funcamp._autograd.module_checks import check_arguments, check_identities, trainable_tensors_of
 from funcamp._autograd.module_form import ModuleForm
-from funcamp._autograd.module_memory import check_memory_can_be_shared, share_buffers, share_params, state_dict_with
+from funcamp._autograd.module_memory import (
+    check_memory_can_be_shared,
+    share_buffers,
+    share_params,
+    tensors_replaced,
+)
 from funcamp._autograd.module_tensors import describe
 from funcamp._autograd.named_storages import NamedStorages
 from funcamp._autograd.passed_values import with_hooks
 from funcamp._autograd.scaled_grad import Engine, pair
 from funcamp._autograd.tensor_swap import Holder, TensorSwap
 from funcamp._autograd.ties import check_ties, find_ties
-from funcamp._storage.params import expand
+from funcamp._storage.params import clone, expand
 from funcamp._trace.python_state import survey
 from funcamp._types import Tree
 
@@ -59,7 +64,7 @@ class ModuleLoss(Loss):
         self.made_of = model
         """The module that the loss was made of. `model` is the one that it calls: the same, or a copy with taps."""
         self.criterion = criterion
-        self.tensors = describe(model, [slot.value for slot in criterion_slots])
+        self.tensors = describe(model)
         self.has_buffers = bool(self.tensors.buffer_names)
         self._form = ModuleForm(model)
         self._left_behind: LeftBehind | None = None
@@ -93,19 +98,9 @@ class ModuleLoss(Loss):
         return self.tensors.names
 
     @property
-    def cast_names(self) -> frozenset[str]:
-        """The names of the parameters that torch.autocast would cast."""
-        return self.tensors.cast_names
-
-    @property
-    def linear_names(self) -> frozenset[str]:
-        """The names of the weights that only a linear layer's own forward multiplies by."""
-        return self.tensors.linear_names
-
-    @property
-    def hooked_names(self) -> frozenset[str]:
-        """The names of the parameters with a hook."""
-        return self.tensors.hooked_names
+    def uncast_names(self) -> frozenset[str]:
+        """The stored names of the parameters that autocast does not cast, such as those of embeddings."""
+        return self.tensors.uncast_names
 
     def __repr__(self) -> str:
         criterion = "" if self.criterion is None else f", {self.criterion!r}"
@@ -255,10 +250,6 @@ class ModuleLoss(Loss):
         """Return the buffers as they are: a call copies them."""
         return buffers
 
-    def all_names(self, params: Tree) -> list[str]:  # noqa: ARG002
-        """Return the names of all parameters, including frozen ones."""
-        return self._form.names()
-
     def why_empty(self) -> str:
         """Return why there are no parameters, for an error message."""
         has_parameters = next(self.made_of.parameters(), None) is not None
@@ -285,20 +276,26 @@ class ModuleLoss(Loss):
                     "use register_hook, or accumulate=1"
                 )
 
-    def state_was_made(self) -> None:
-        """Watch for a call of the module outside of steps, which move the state on and not the module."""
-        if self._left_behind is not None:
-            self._left_behind.remove()
-            self._left_behind = None
+    def state_was_made(self, *, shares_memory: bool) -> None:
+        """Watch for reads of the module outside of steps, which move the state on and not the module."""
         first_name = next(iter(self.tensors.names), None)
         # torch gives a scripted module no hooks.
-        if first_name is not None and not isinstance(self.made_of, torch.jit.ScriptModule):
-            self._left_behind = LeftBehind(self.made_of, self.tensors.slots.by_name[first_name])
+        if first_name is None or isinstance(self.made_of, torch.jit.ScriptModule):
+            return
+        slots = self.tensors.slots.by_name
+        # BatchNorm writes these in a forward pass that has nothing to do with the step.
+        statistics = ("running_mean", "running_var", "num_batches_tracked")
+        buffers = {name: slots[name] for name in self.tensors.buffer_names if slots[name].key not in statistics}
+        self._left_behind = LeftBehind.of(self.made_of)
+        self._left_behind.state_was_made(slots[first_name], buffers, shares_memory=shares_memory)
 
-    def taking_step(self) -> contextlib.AbstractContextManager[None]:
-        """Context manager: the state moves on. Says once that the module is in eval mode."""
+    def state_moves(self) -> None:
+        """Note that a step moves a state on, also if a program takes it."""
         if self._left_behind is not None:
-            self._left_behind.a_step_was_taken = True
+            self._left_behind.state_moves()
+
+    def begin_step(self) -> None:
+        """Note that the Python of a step runs. Says once that the module is in eval mode."""
         if not self._has_logged_eval_mode and not self.holder.model.training:
             self._has_logged_eval_mode = True
             _log.warning(
@@ -306,10 +303,10 @@ class ModuleLoss(Loss):
                 "statistics: call model.train() first, unless you want this",
                 type(self.made_of).__name__,
             )
-        return in_step_of(self.made_of)
+        self.state_moves()
 
     @contextlib.contextmanager
-    def evaluating(self) -> Iterator[None]:
+    def eval_mode(self) -> Iterator[None]:
         """Context manager: every submodule in eval mode; the flags are restored afterwards.
 
         Sets the flags without calling `train` or `eval`, because a class may do more there, such as merging weights.
@@ -364,15 +361,29 @@ class ModuleLoss(Loss):
         Raises:
             KeyError: a parameter or buffer is missing.
         """
+        with self._swap.lock():
+            self._check_form()
+            if buffers is None:
+                buffers = self.tensors.own_buffers()
+            with tensors_replaced(self.tensors.slots.by_name, self._values(params, buffers)):
+                entries = self.made_of.state_dict()
+        # Copies; what a module has registered as extra state may be no tensor.
+        return {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in entries.items()}
+
+    @contextlib.contextmanager
+    def with_values(self, params: Tree, buffers: dict[str, Tensor]) -> Iterator[nn.Module]:
+        """Context manager: the module, in eval mode, has copies of these values; then it is as it was before."""
+        with self._swap.lock(), self.eval_mode():
+            self._check_form()
+            values = self._values(clone(expand(params)), clone(buffers))
+            with tensors_replaced(self.tensors.slots.by_name, values):
+                yield self.made_of
+
+    def _values(self, params: Tree, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return values by all of the module's names, of which tied tensors have several."""
         params_by_name = expand(params)
-        values: dict[str, Tensor] = {}
-        for name, stored_name in self.tensors.names.items():
-            values[name] = params_by_name[stored_name]
-        if buffers is not None:
-            for name, stored_name in self.tensors.buffer_names.items():
-                values[name] = buffers[stored_name]
-        with in_step_of(self.made_of):  # `LeftBehind` is silent there
-            return state_dict_with(self.made_of, values)
+        stored = {stored_name: params_by_name[stored_name] for stored_name in self.tensors.names.values()}
+        return self.tensors.values_by_name(stored, buffers)
 
 
 def module_loss(

@@ -1,15 +1,15 @@
-"""How a module shares the memory of a state's tensors, and what its `state_dict` is with a state's values."""
+"""How a module shares the memory of a state's tensors, and how it has a state's values for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
 from funcamp._autograd.module_tensors import ModuleTensors
-from funcamp._autograd.module_walk import tensors_of
+from funcamp._autograd.module_walk import TensorSlot
 from funcamp._memory import rebind
-from funcamp._types import StateDict
 
 
 def check_memory_can_be_shared(tensors: ModuleTensors) -> None:
@@ -54,15 +54,34 @@ def share_buffers(modules: nn.Module, tensors: ModuleTensors, values: Mapping[st
                 rebind(parameter, new_buffers_by_id[id(parameter)])
 
 
-def state_dict_with(model: nn.Module, values: Mapping[str, Tensor]) -> StateDict:
-    """Return copies of the entries of a model's `state_dict`, with these values in place of the tensors they name."""
-    # By id, because `tensors_of` names the tensors of a shared module once, and a `state_dict` several times.
-    values_by_id = {id(tensor): values[name] for name, tensor in tensors_of(model).items() if name in values}
-    entries: StateDict = {}
-    for name, entry in model.state_dict(keep_vars=True).items():
-        if isinstance(entry, Tensor):
-            value = values_by_id.get(id(entry), entry)
-            entries[name] = value.detach().clone()
-        else:
-            entries[name] = entry
-    return entries
+@contextlib.contextmanager
+def tensors_replaced(slots: Mapping[str, TensorSlot], values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Context manager: a module has these values in the place of its tensors, which it has again afterwards.
+
+    Args:
+        slots: where the module has its parameters and buffers, by name.
+        values: by the same names. Parameters become parameters, tied ones one.
+    """
+    own_tensors: list[tuple[TensorSlot, Tensor | None]] = []
+    replacements: dict[int, Tensor] = {}
+    try:
+        for name, value in values.items():
+            slot = slots[name]
+            own = slot.owner[slot.key]
+            own_tensors.append((slot, own))
+            if id(own) not in replacements:
+                replacements[id(own)] = _like(own, value)
+            slot.owner[slot.key] = replacements[id(own)]
+        yield
+    finally:
+        for slot, own in own_tensors:
+            slot.owner[slot.key] = own
+
+
+def _like(own: Tensor | None, value: Tensor) -> Tensor:
+    """Return a value as a tensor of the kind and with the attributes of a module's own tensor."""
+    like = value.detach()
+    if isinstance(own, nn.Parameter):
+        like = nn.Parameter(like, requires_grad=own.requires_grad)
+    like.__dict__.update({} if own is None else own.__dict__)
+    return like

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from torch import Size, Tensor, nn
 
-from funcamp._autograd.cast_names import cast_by_autocast, read_by_linear_layers
-from funcamp._autograd.module_walk import TensorSlots, names_among, tensors_of
-from funcamp._autograd.passed_values import has_hooks
+from funcamp._autograd.module_walk import TensorSlots
 from funcamp._autograd.ties import find_ties
 
 
@@ -23,12 +21,8 @@ class ModuleTensors:
     """The same for buffers, and for frozen parameters that share memory with a buffer."""
     frozen_names: frozenset[str]
     """The names of these frozen parameters."""
-    cast_names: frozenset[str]
-    """The names of the parameters that torch.autocast would cast, without those that the criterion reaches."""
-    linear_names: frozenset[str]
-    """The names of the weights that only a linear layer's own forward multiplies by."""
-    hooked_names: frozenset[str]
-    """The names of the parameters with a hook, which gets the gradient in the parameter's own precision."""
+    uncast_names: frozenset[str]
+    """The stored names of the parameters that autocast does not cast, such as those of embeddings."""
     slots: TensorSlots
     """Where the module has the parameters and buffers of `names` and `buffer_names`."""
 
@@ -53,7 +47,7 @@ class ModuleTensors:
         """Return the tensors for the module by its names, in which a tied one has several.
 
         Args:
-            params: by stored name; a tied parameter may have a value for each of its names, in two precisions.
+            params: by stored name.
             buffers: by stored name.
         """
         values = dict(params)
@@ -87,31 +81,37 @@ class ModuleTensors:
         return {name: tensor.shape for name, tensor in self.in_module().items()}
 
 
-def describe(model: nn.Module, reached: Iterable[object]) -> ModuleTensors:
+def describe(model: nn.Module) -> ModuleTensors:
     """Return what a loss has to know of the tensors of its module.
-
-    Args:
-        model: the module.
-        reached: the objects that the criterion reaches. A penalty there reads a parameter in full precision, and its
-            gradient must not be rounded, so such a parameter is not cast.
 
     Raises:
         ValueError: two parameters or buffers share memory without being one tensor.
     """
     ties = find_ties(model)
-    tensors = tensors_of(model)
-    hooked_names = frozenset(name for name in ties.names if has_hooks(tensors[name]))
     return ModuleTensors(
         names=ties.names,
         buffer_names=ties.buffer_names,
         frozen_names=ties.frozen_names,
-        cast_names=cast_by_autocast(model) - names_among(model, reached),
-        linear_names=read_by_linear_layers(model) - hooked_names,
-        hooked_names=hooked_names,
+        uncast_names=_uncast_names(model, ties.names),
         slots=TensorSlots(model, ties.names.keys() | ties.buffer_names.keys()),
         tied_names=_names_stored_under_another(ties.names),
         tied_buffer_names=_names_stored_under_another(ties.buffer_names),
     )
+
+
+def _uncast_names(model: nn.Module, names: Mapping[str, str]) -> frozenset[str]:
+    """Return the stored names of parameters that autocast does not cast, also if another layer has them too.
+
+    These are the parameters of embeddings, and those of a module with further layers, such as its positions.
+    """
+    layers = dict(model.named_modules(remove_duplicate=False))
+    stored_names: set[str] = set()
+    for name, stored_name in names.items():
+        layer = layers[name.rpartition(".")[0]]
+        has_layers = bool(layer._modules) and not isinstance(layer, nn.MultiheadAttention)
+        if has_layers or isinstance(layer, (nn.Embedding, nn.EmbeddingBag)):
+            stored_names.add(stored_name)
+    return frozenset(stored_names)
 
 
 def _names_stored_under_another(names: Mapping[str, str]) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
 from typing import Literal, NamedTuple
 
@@ -28,6 +27,16 @@ class TensorSlot(NamedTuple):
         """Return the tensor that is there now."""
         # Not owner.get(key): the dicts of a scripted module have no such method.
         return self.owner[self.key] if self.key in self.owner else None  # noqa: SIM401
+
+    def mark(self) -> object:
+        """Return what changes if another tensor comes here, or if the tensor is written."""
+        tensor = self.tensor()
+        return None if tensor is None else (id(tensor), tensor._version)
+
+    def requires_grad(self) -> bool:
+        """Return whether there is a tensor here that requires a gradient."""
+        tensor = self.tensor()
+        return tensor is not None and tensor.requires_grad
 
 
 def join(prefix: str, key: str) -> str:
@@ -57,12 +66,6 @@ def kinds_of(model: nn.Module) -> dict[str, Kind]:
             if buffer is not None:
                 kinds[join(prefix, key)] = BUFFER
     return kinds
-
-
-def names_among(model: nn.Module, objects: Iterable[object]) -> frozenset[str]:
-    """Return the names of the model's tensors that are among these objects."""
-    object_ids = set(map(id, objects))
-    return frozenset(name for name, tensor in tensors_of(model).items() if id(tensor) in object_ids)
 
 
 def plain_attributes(model: nn.Module) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ def with_hooks(values: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str
     """Return values with the hooks of the module's own parameters on their gradients.
 
     A hook is registered on a view that only this call has: the value itself may be a tensor of the caller, who would
-    get a further hook at each call. The hook gets the gradient in the dtype of the module's own parameter.
+    get a further hook at each call.
     """
     # At every call, because a caller may register or remove a hook between any two.
     hooked = [name for name, tensor in own.items() if has_hooks(tensor)]
@@ -45,14 +45,13 @@ def with_hooks(values: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str
 
 
 def _hooked_view(name: str, value: Tensor, parameter: Tensor) -> Tensor:
-    """Return a view of a value, whose gradient passes the hooks of a parameter in the parameter's dtype."""
-    is_in_other_precision = value.dtype != parameter.dtype
-    view = value.to(parameter.dtype) if is_in_other_precision else value.view_as(value)
+    """Return a view of a value, whose gradient passes the hooks of a parameter."""
+    view = value.view_as(value)
     for hook in (parameter._backward_hooks or {}).values():
         view.register_hook(hook)  # type: ignore[no-untyped-call]
     for hook in (parameter._post_accumulate_grad_hooks or {}).values():
         view.register_hook(_as_gradient_hook(hook, view.detach(), name))  # type: ignore[no-untyped-call]
-    return view.to(value.dtype) if is_in_other_precision else view
+    return view
 
 
 def _as_gradient_hook(hook: Callable[[Tensor], None], value: Tensor, name: str) -> Callable[[Tensor], Tensor]:

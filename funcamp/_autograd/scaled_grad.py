@@ -21,6 +21,12 @@ from funcamp._types import Tree
 from funcamp._upstream.advice import advise
 from funcamp._upstream.autograd_function import keep_functions_whole, whole_functions
 
+#: What a loss with a backward pass inside has to become.
+BACKWARD_IN_LOSS = (
+    "the loss must not call backward(), neither in the forward pass nor in a gradient hook (as losses that cache "
+    "gradients do), because the step differentiates it, once: return the loss without a backward pass of its own, take "
+    "torch.autograd.grad for a gradient inside it, and split a batch that is too large by accumulate="
+)
 #: What differentiates: torch.func.grad, or torch.autograd.grad with respect to detached parameters.
 Engine = Literal["func", "autograd"]
 #: Gradients of the inputs of a loss; None for one that the loss does not use.
@@ -38,6 +44,9 @@ def scaled_grad_and_value(
 
     grads = d(scale * loss)/d(params) * f32(1 / f64(scale)); found_inf as in `unscale_and_check`. The loss is returned
     as loss_fn returned it. Pure; safe under torch.compile and vmap; no sync.
+
+    The returned state has the flag: pass it to `skip_step` and `update`. If you drop it, a gradient that is not finite
+    is applied.
 
     Start from `{name: p.detach().clone() for name, p in module.named_parameters()}`. The module's own parameters
     require a gradient. Then engine None is "func", and the results require a gradient too, as meta-learning needs it;
@@ -112,7 +121,6 @@ def differentiate(
     *,
     weigh: Callable[[Tensor], Tensor] = lambda loss: loss,
     run_backward: RunBackward | None = None,
-    low: tuple[torch.dtype, ...] = (),
 ) -> Differentiated:
     """Return the scaled gradients of weigh(loss) for every input, and the loss and aux as returned.
 
@@ -125,7 +133,6 @@ def differentiate(
         engine: what differentiates.
         weigh: a function of the loss that is scaled in its place, such as its share of a sum over micro-batches.
         run_backward: runs the backward pass; None to run it as it is.
-        low: the dtypes of compute copies among the inputs, for the advice in errors.
     """
 
     def scaled_loss(values: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tree]]:
@@ -146,7 +153,7 @@ def differentiate(
                 return _by_func(scaled_loss, inputs)
             return _by_autograd(call, scaled_loss, inputs, run_backward)
     except (RuntimeError, ZeroDivisionError) as error:
-        advise(call, error, low, uses_func=engine == "func")
+        advise(call, error, uses_func=engine == "func")
         raise
 
 
@@ -223,17 +230,18 @@ def _by_autograd(
             return torch.autograd.grad(scaled, leaves, allow_unused=True)
 
         begin_backward()
-        if not is_traced_by_dynamo:
-            for leaf in leaves:
-                leaf.grad = None  # of a backward() in the forward pass, which is not scaled
+        if not is_traced_by_dynamo and any(leaf.grad is not None for leaf in leaves):
+            raise RuntimeError(f"{call}: {BACKWARD_IN_LOSS}; got a backward() in the forward pass")
         gradients: _Gradients = backward() if run_backward is None else run_backward(leaves, aux, backward)
     if not is_traced_by_dynamo:
         gradients = [_with_accumulated(gradient, leaf.grad) for gradient, leaf in zip(gradients, leaves)]
         _advise_if_passed_over(call, scaled, gradients)
     if all(gradient is None for gradient in gradients):
+        fix = "take them from the argument, or write module_loss(model, criterion), which puts them into the module"
+        if run_backward is not None:  # a loss of `module_loss`
+            fix = "compute it from the output of the model, without detach() on the way"
         raise ValueError(
-            f"{call}: loss_fn must return a loss that depends on the parameters it is given; it uses none: take "
-            "them from the argument, or write module_loss(model, criterion), which puts them into the module"
+            f"{call}: loss_fn must return a loss that depends on the parameters it is given; it uses none: {fix}"
         )
     results = [_result(gradient, value) for gradient, value in zip(gradients, inputs)]
     aux_leaves, aux_spec = _tree.flatten(aux)
@@ -279,6 +287,21 @@ def nodes(grad_fn: Node | None, without: Iterable[Node | None] = ()) -> Iterator
         seen.add(node)
         waiting += [function for function, _ in node.next_functions]
         yield node
+
+
+def refuse_hooks_beside(call: str, loss: Tensor, inputs: Iterable[Tensor]) -> None:
+    """Raise RuntimeError if a loss depends on a tensor that is no input and has a hook, which no backward pass runs.
+
+    Losses that cache gradients return `loss.detach().requires_grad_()` with a hook that calls `backward()`. A step
+    differentiates with respect to its inputs, so torch does not come to this tensor.
+    """
+    input_ids = set(map(id, inputs))
+    for node in nodes(loss.grad_fn):
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, Tensor) and id(leaf) not in input_ids and leaf._backward_hooks:
+            raise RuntimeError(f"{call}: {BACKWARD_IN_LOSS}; got a gradient hook on {_tree.describe(leaf)}")
+    if loss.grad_fn is None and loss.requires_grad and id(loss) not in input_ids and loss._backward_hooks:
+        raise RuntimeError(f"{call}: {BACKWARD_IN_LOSS}; got a gradient hook on the loss itself")
 
 
 def put_leaves_in_graphs() -> None:

@@ -122,7 +122,7 @@ class TensorSwap:
             for name in (*self._tensors.names, *self._tensors.buffer_names):
                 if name in values:
                     passed[f"made_of.{name}"] = values[name]
-        # Without torch's tying, which would replace the two precisions of a tied tensor by one.
+        # Without torch's tying: `values` has the tensor of each of its names.
         returned: _Returned = functional_call(self.holder, passed, (call,), tie_weights=False)
         for name in values:
             values[name] = passed[f"model.{name}"]

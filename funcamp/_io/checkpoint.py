@@ -55,7 +55,7 @@ def save(saved: StateDict, path: str | os.PathLike[str]) -> None:
 
 
 def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cpu") -> StateDict:
-    """Read a checkpoint written by `save` or torch.save: torch.load(weights_only=True), which runs no code from it.
+    """Read a checkpoint of `save` or torch.save by torch.load(weights_only=True), which runs no code.
 
     Syncs: reads every tensor.
 

@@ -194,7 +194,7 @@ def _compiled(program: Program, without: frozenset[str], headers: Callable[[], o
     """Return a function from the inputs of a program to its results."""
     backend = program.target.backend
     if backend == "inductor":
-        with corrected(exact=program.target.exact, without=without), deep_recursion():
+        with corrected(without), deep_recursion():
             compiled = _by_inductor(program, without, headers)
     elif backend == "eager":
         compiled = one_by_one(program.module)

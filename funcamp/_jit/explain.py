@@ -43,7 +43,7 @@ def changes(target: Target) -> Iterator[Change]:
         if option.where(target):
             yield Change("option", option.names[0], option.why)
     for bug in BUGS:
-        if bug.concerns(exact=target.exact):
+        if bug.defect.present:
             yield Change("torch", bug.name, bug.why)
 
 

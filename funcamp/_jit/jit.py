@@ -56,8 +56,8 @@ def jit(
         capture: on CUDA, capture into a graph; the first call warms up on clones. No effect on other devices.
         unroll: number of steps in a call. Every tensor of the batch has that size in its first dimension, and metrics
             are stacked. One graph on CUDA. None for one step without that dimension.
-        exact: keep the low precision's rounding between fused operations, and eager mode's random numbers: a compiled
-            step then overflows when the eager one does. Slower. (On torch 2.11 not the random numbers of a step with
+        exact: sum in float16 where torch's own kernels do, and draw eager mode's random numbers: a compiled step then
+            overflows when the eager one does. Slower. (On torch 2.11 not the random numbers of a step with
             both dropout and `torch.rand`, because Inductor swaps their order.)
         backend: torch.compile's: "inductor", or "eager" to run the traced operations one by one, without a compiler.
         compile_after: number of calls with a second or later batch signature before it is compiled too. Until then the

@@ -66,6 +66,7 @@ class JitStep(Fixed):
         """The tensors that its programs read besides their arguments."""
         #: The checks that a TrainStep makes of its arguments; it returns the state.
         self._check_call = getattr(step, "check_call", None)
+        self._state_moves = getattr(getattr(step, "loss_fn", None), "state_moves", None)
         self._python_values = PythonValues(_python_parts(step))
         self._traces_in_vain = 0
         """How often a value in Python changed, and the trace was that of a known program."""
@@ -215,6 +216,8 @@ class JitStep(Fixed):
         assert owned is not None
 
         # Run the program.
+        if self._state_moves is not None:
+            self._state_moves()
         if executable is None:
             arguments = Arguments(state, batch, tensors)
             executable, results, inputs = self._first_run(key_of(frame, leaves), memory, arguments)

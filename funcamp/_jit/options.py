@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from funcamp._jit.passes.program import Program, Target
@@ -18,6 +19,8 @@ LONG = 1500
 #: Number of elements of a tensor above which a program is bound by memory and products, not by the number of kernels.
 #: Inductor would join a kernel of 4 million elements and a tiny one, too; that was not measured to gain.
 LARGE = 2**22
+
+_ROUNDED = (torch.float16, torch.bfloat16)
 
 
 class Option(NamedTuple):
@@ -39,6 +42,14 @@ def _is_long(program: Program) -> bool:
 
 def _has_attention(program: Program) -> bool:
     return any("attention" in str(node.target) for node in program.module.graph.nodes if node.op == "call_function")
+
+
+def _has_16_bits(program: Program) -> bool:
+    for graph in program.graphs():
+        values = [node.meta.get("val") for node in graph.nodes]
+        if any(value.dtype in _ROUNDED for value in values if isinstance(value, Tensor)):
+            return True
+    return False
 
 
 def _is_small(program: Program) -> bool:
@@ -82,9 +93,19 @@ OPTIONS: tuple[Option, ...] = (
         where=lambda target: target.is_distributed,
     ),
     Option(
-        names=("emulate_precision_casts", "fallback_random"),
-        values=(True, True),
-        why="exact=True: fused operations round in between, and draw eager mode's random numbers",
+        names=("emulate_precision_casts",),
+        values=(True,),
+        # Else the next operation in the loop reads the value before rounding, and all others the rounded one. The
+        # backward pass of a maximum then finds no element that equals it. Float32 programs are as without it, except
+        # that Triton would not fuse multiplications and additions.
+        why="fused operations round in between as eager ones do, so that all operations read one value of a tensor",
+        where=lambda _: True,
+        of_program=_has_16_bits,
+    ),
+    Option(
+        names=("fallback_random",),
+        values=(True,),
+        why="exact=True: a program draws eager mode's random numbers",
         where=lambda target: target.exact,
     ),
     Option(

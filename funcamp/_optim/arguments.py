@@ -3,20 +3,60 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 
-from funcamp import _tree, _upstream
-from funcamp._optim.hyperparameters import Signature, example_of, is_dynamic
-from funcamp._optim.instance import instance_of
-from funcamp._optim.wrong_arguments import refuse_parameters, refuse_schedulers
+from funcamp import _tree
+from funcamp._optim.hyperparameters import Signature, check_value, example_of, is_dynamic
+from funcamp._optim.torch_optim.rule import UpdateRule
 from funcamp._types import Kwargs
 
+#: A call in place of a wrong one, for errors.
+EXAMPLE = "stateless(torch.optim.AdamW, lr=...)"
+#: torch's names of hyperparameters that other libraries call otherwise.
+_TORCHS_NAMES = {"learning_rate": "lr", "decay": "weight_decay", "epsilon": "eps"}
+#: Entries of a group that do not change the numbers of a step: they choose how torch computes it.
+WITHOUT_EFFECT = ("params", "foreach", "fused", "capturable", "differentiable")
 
-def is_torchs(cls: type) -> bool:
-    """Return whether a class is one of torch.optim."""
-    return f"{cls.__module__}.".startswith("torch.optim.")
+
+def check_arguments(
+    cls: type[torch.optim.Optimizer], rule: UpdateRule, hyperparameters: Kwargs, arguments: Kwargs
+) -> Kwargs:
+    """Return the parameter group of a class of torch.optim: all its arguments, with its defaults.
+
+    Args:
+        cls: the class.
+        rule: its update rule.
+        hyperparameters: what the user gave.
+        arguments: the same with numbers in place of tensors and schedules.
+
+    Raises:
+        TypeError: an argument is not the class's, or the rule does not know it, or a tensor or a schedule is given for
+            what is no number.
+        ValueError: the class or the rule refuses a value.
+    """
+    accepted = inspect.signature(cls.__init__).parameters
+    check_names(cls, hyperparameters, accepted)
+    check_implementation(hyperparameters)
+    for name, value in hyperparameters.items():
+        if name not in (*rule.arguments, *WITHOUT_EFFECT):
+            raise TypeError(
+                f"stateless: {cls.__name__} must be given without {name}, which torch has and funcamp has not"
+            )
+        if is_dynamic(value):
+            if name in rule.constants:
+                raise TypeError(f"stateless: {name} must be a constant; got {_tree.brief(value)}")
+            check_is_no_choice(name, value, accepted)
+    try:
+        group: Kwargs = cls([torch.zeros(2, 2, requires_grad=True)], **arguments).param_groups[0]
+    except (TypeError, ValueError) as error:
+        got = ", ".join(f"{name}={_tree.brief(value)}" for name, value in hyperparameters.items())
+        raise type(error)(f"stateless: {cls.__name__} refuses its hyperparameters: {error}; got {got}") from error
+    for name, value in hyperparameters.items():  # of a newer torch, perhaps
+        if isinstance(value, str) and value not in rule.texts:
+            raise ValueError(f"stateless: {name} must be one of {rule.texts}; got {value!r}")
+    return group
 
 
 def impure(cls: type, why: str) -> TypeError:
@@ -24,25 +64,31 @@ def impure(cls: type, why: str) -> TypeError:
     return TypeError(f"stateless: {cls.__name__} cannot be made pure: {why}")
 
 
-def is_own_refusal(error: Exception) -> bool:
-    """Return whether an error's text is for the user as it is; others are a class's own and get a reason."""
-    return isinstance(error, _upstream.MissingNameError) or str(error).startswith("stateless:")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's text."""
-    return str(error).splitlines()[0] if str(error) else ""
-
-
 def check_names(cls: type[torch.optim.Optimizer], hyperparameters: Mapping[str, object], accepted: Signature) -> None:
     """Raise TypeError for what is no hyperparameter of the class, and for torch's parameters and schedulers."""
     takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     for name, value in hyperparameters.items():
         if name == "params":
-            refuse_parameters(cls, value)
-        refuse_schedulers(name, value)
-        if name in ("self", "params") or not (takes_any_name or name in accepted):
-            raise TypeError(f"stateless: {cls.__name__} has no hyperparameter {name}; got {name}={value!r}")
+            raise no_parameters(value)
+        check_value("stateless", name, value)
+        scheduler = torch.optim.lr_scheduler.LRScheduler
+        if isinstance(value, scheduler) or (isinstance(value, type) and issubclass(value, scheduler)):
+            raise TypeError(
+                f"stateless: {name} must be a number, a tensor or a schedule; got {_tree.brief(value)}: write "
+                "funcamp.schedule(stateless(...), lambda optimizer: ..., steps=...)"
+            )
+        if name == "self" or not (takes_any_name or name in accepted):
+            torchs = _TORCHS_NAMES.get(name)
+            fix = f": write {torchs}={value!r}" if torchs in accepted else ""
+            raise TypeError(f"stateless: {cls.__name__} has no hyperparameter {name}; got {name}={value!r}{fix}")
+
+
+def no_parameters(value: object) -> TypeError:
+    """Return the error for parameters, or for a hyperparameter without its name."""
+    return TypeError(
+        "stateless: hyperparameters must be given by name, and parameters must not be given, as they are in the state; "
+        f"got {_tree.brief(value)}: write {EXAMPLE}"
+    )
 
 
 def check_implementation(hyperparameters: Mapping[str, object]) -> None:
@@ -86,46 +132,6 @@ def constructor_arguments(hyperparameters: Mapping[str, object], accepted: Signa
     for name, value in (("foreach", False), ("fused", None)):
         if name in accepted:
             arguments.setdefault(name, value)
-    if "capturable" in accepted:
-        # `run_step` sets it for a device; the caller's value is neither needed nor used.
+    if "capturable" in accepted:  # neither needed nor used
         arguments["capturable"] = False
     return arguments
-
-
-def _takes_matrix_and_vector(cls: type[torch.optim.Optimizer], arguments: Mapping[str, object]) -> bool:
-    """Return whether a class can be made for a matrix and a vector."""
-    try:
-        instance_of(cls, [torch.zeros(2, 2, requires_grad=True), torch.zeros(2, requires_grad=True)], dict(arguments))
-    except Exception:
-        return False
-    return True
-
-
-def check_constructor(
-    cls: type[torch.optim.Optimizer],
-    hyperparameters: Mapping[str, object],
-    arguments: Mapping[str, object],
-    dynamic: Iterable[str],
-) -> None:
-    """Raise if the class refuses its hyperparameters.
-
-    Raises:
-        TypeError, ValueError: it does.
-    """
-    try:
-        instance_of(cls, [torch.zeros(2, 2, requires_grad=True)], dict(arguments))
-    except Exception as error:
-        if is_own_refusal(error):
-            raise
-        if _takes_matrix_and_vector(cls, arguments):
-            raise impure(
-                cls,
-                f"its constructor fails for one parameter ({first_line(error)}); make an optimizer for each kind of "
-                "parameter, by_group({...}, group=...)",
-            ) from error
-        error_class = TypeError if isinstance(error, TypeError) else ValueError
-        examples = ", ".join([f"{name}={arguments[name]!r}" for name in dynamic])
-        examples = f" (with {examples} for tensors and schedules)" if examples else ""
-        got = ", ".join([f"{name}={_tree.brief(value)}" for name, value in hyperparameters.items()])
-        got = f"; got {got}" if got else ""
-        raise error_class(f"stateless: {cls.__name__} refuses its hyperparameters: {error}{examples}{got}") from error

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import Fixed
+from funcamp._optim.arguments import EXAMPLE
 from funcamp._optim.hyperparameters import ANOTHER
-from funcamp._optim.stateless import OptState
-from funcamp._optim.wrong_arguments import as_stateless, path_of
+from funcamp._optim.optimizer import OptState
 from funcamp._storage.params import Params, matrix_or_vector
 from funcamp._types import Tree
 
@@ -80,6 +79,17 @@ class GroupedOptimizer(Fixed):
                 rates[label] = learning_rate(opt_state[label])
         return rates
 
+    def evaluation_params(self, params: Tree, opt_state: Tree) -> Tree:
+        """Return the parameters to evaluate with, of every optimizer; see `StatelessOptimizer.evaluation_params`."""
+        labels = self._labels("evaluation_params", params)
+        leaves, spec = _tree.flatten(params)
+        for label, optimizer in self.optimizers.items():
+            evaluation_params = getattr(optimizer, "evaluation_params", None)
+            if evaluation_params is not None:
+                evaluated = evaluation_params(_group_of(params, labels, label), opt_state[label])
+                leaves = [old if new is None else new for old, new in zip(leaves, _tree.leaves(evaluated))]
+        return _tree.unflatten(leaves, spec)
+
     def _labels(self, call: str, params: Tree) -> list[str | None]:
         """Return the label of every leaf, None for None; `Params` have labels since they were created.
 
@@ -107,7 +117,8 @@ def by_group(
 
     For example: no decay on vectors, Muon for matrices and AdamW for the rest, a smaller rate for the head. The result
     has the `init` and `update` of an optimizer. `Params` use the labels with which they were created: pass `ravel`
-    the same group (a step's `init` takes it from here). No sync.
+    the same group (a step's `init` takes it from here). A training step skips all groups together, where two optimizers
+    of torch under one scaler skip each by its own gradients. No sync.
 
     Args:
         optimizers: a mapping from label to optimizer: the result of `stateless`, or any object with such an init and
@@ -145,20 +156,14 @@ def by_group(
 
 def check_optimizer(call: str, name: str, optimizer: object) -> None:
     """Raise TypeError if a value has no init and update."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        per_group = "" if len(optimizer.param_groups) == 1 else ", one for each of its groups in by_group({...})"
-        raise TypeError(
-            f"{call}: {name} must be a pure optimizer with init and update, and takes no parameters: write "
-            f"{as_stateless(optimizer)}{per_group}; got one of class {type(optimizer).__name__}"
-        )
     has_init = callable(getattr(optimizer, "init", None))
     has_update = callable(getattr(optimizer, "update", None))
     # A class has both methods too, but its objects are meant.
     if isinstance(optimizer, type) or not (has_init and has_update):
-        fix = "as stateless(...) gives"
-        if isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer):
-            fix = f"write stateless({path_of(optimizer)}, lr=...)"
-        raise TypeError(f"{call}: {name} must have init and update, {fix}; got {_tree.brief(optimizer)}")
+        raise TypeError(
+            f"{call}: {name} must be a pure optimizer with init and update; got {_tree.brief(optimizer)}: write "
+            f"{EXAMPLE}"
+        )
 
 
 def _group_of(tree: Tree, labels: list[str | None], label: str) -> Tree:

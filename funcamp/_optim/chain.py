@@ -18,6 +18,7 @@ from funcamp._optim.part import (
     Update,
     apply_part,
     check_part,
+    evaluation_params_of,
     is_function,
     learning_rate_of,
 )
@@ -67,6 +68,12 @@ class Chain(Fixed):
             if has_rate:
                 return rate
         return ()
+
+    def evaluation_params(self, params: Tree, opt_state: Tree) -> Tree:
+        """Return the parameters to evaluate with, as all parts make them; see `StatelessOptimizer`."""
+        for part, state in zip(self._with_state, self._unpacked(opt_state)):
+            params = evaluation_params_of(part, params, state)
+        return params
 
     def _packed(self, states: list[Tree]) -> Tree:
         """Return the states of the parts as the state of the chain."""

@@ -17,6 +17,7 @@ from funcamp._optim.part import (
     apply_part,
     check_part,
     check_state,
+    evaluation_params_of,
     is_function,
     learning_rate_of,
 )
@@ -64,6 +65,10 @@ class Delayed:
     def learning_rate(self, state: Every) -> Tree:
         """Return the part's learning rate; `()` if it has none."""
         return learning_rate_of(self.part, state.state)
+
+    def evaluation_params(self, params: Tree, state: Every) -> Tree:
+        """Return the parameters with which the part evaluates."""
+        return evaluation_params_of(self.part, params, state.state)
 
 
 def _select(condition: Tensor, name: str, new: Tree, old: Tree) -> Tree:

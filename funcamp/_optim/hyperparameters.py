@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -42,43 +41,10 @@ def is_dynamic(value: object) -> bool:
     return isinstance(value, Tensor) or (callable(value) and not isinstance(value, type))
 
 
-@dataclass(frozen=True)
-class Started:
-    """A schedule that starts from a number: in torch's loop the optimizer is made with it."""
-
-    argument: float
-
-    def __call__(self, applied: Tensor) -> Tensor:
-        """Stand in for the schedule, whose values do not matter."""
-        raise NotImplementedError
-
-
 def argument_of(value: object) -> float | None:
     """Return the number with which torch's optimizer is made; None if it is not known: only of a scheduler of torch."""
     argument = getattr(value, "argument", None)
     return argument if isinstance(argument, (int, float)) else None
-
-
-def is_start_known(value: object) -> bool:
-    """Return whether the number with which torch's optimizer is made is known for every schedule in a value."""
-    if isinstance(value, (tuple, list)):
-        return all(map(is_start_known, value))
-    return not is_dynamic(value) or argument_of(value) is not None
-
-
-def without_values(hyperparameters: Mapping[str, object]) -> dict[str, object]:
-    """Return hyperparameters with one tensor for every tensor and schedule, or what it starts from; all are dynamic."""
-
-    def without_value(_: str, item: object) -> object:
-        argument = argument_of(item)
-        if argument is not None:
-            return Started(argument)
-        return _ANY_TENSOR if is_dynamic(item) else item
-
-    return {name: map_items(without_value, name, value) for name, value in hyperparameters.items()}
-
-
-_ANY_TENSOR = torch.empty((), device="meta")
 
 
 def example_of(name: str, value: object, accepted: Signature) -> object:
@@ -102,15 +68,18 @@ def example_of(name: str, value: object, accepted: Signature) -> object:
     return map_items(number, name, value, default)
 
 
-def stand_in(value: object, number: object, device: str) -> object:
-    """Return tensors with these numbers for tensors and schedules, to probe a device."""
+def check_value(call: str, name: str, value: object) -> None:
+    """Raise TypeError or ValueError if a tensor among a hyperparameter's items is no real number of shape ()."""
+    map_items(lambda label, item: _check_tensor(call, label, item), name, value)
 
-    def tensor(_: str, item: object, item_number: float) -> object:
-        if not is_dynamic(item):
-            return item
-        return torch.full((), item_number, dtype=torch.float64, device=device)
 
-    return map_items(tensor, "", value, number)
+def _check_tensor(call: str, name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        return
+    if value.dim() != 0:
+        raise ValueError(f"{call}: {name} must have shape (); got {tuple(value.shape)}")
+    if value.dtype == torch.bool or value.is_complex():
+        raise TypeError(f"{call}: {name} must hold a real number; got {value.dtype}")
 
 
 def evaluate(name: str, value: object, applied: Tensor, device: torch.device) -> object:
@@ -131,10 +100,7 @@ def evaluate(name: str, value: object, applied: Tensor, device: torch.device) ->
             return torch.full((), current, dtype=dtype, device=device)
         if not isinstance(current, Tensor):
             raise TypeError(f"update: {name} must be a number or a tensor of shape (); got {current!r}")
-        if current.dim() != 0:
-            raise ValueError(f"update: {name} must have shape (); got {tuple(current.shape)}")
-        if current.dtype == torch.bool or current.is_complex():
-            raise TypeError(f"update: {name} must hold a real number; got {current.dtype}")
+        _check_tensor("update", name, current)
         if current.device.type != device.type:
             raise ValueError(
                 f"update: {name} must be on the parameters' type of device, {device.type}; got {current.device}"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._optim.by_group import GroupedOptimizer, PureOptimizer, check_optimizer
-from funcamp._optim.stateless import StatelessOptimizer
+from funcamp._optim.optimizer import StatelessOptimizer
 from funcamp._types import Tree
 
 if TYPE_CHECKING:
@@ -84,6 +84,12 @@ def learning_rate_of(part: Part, state: Tree) -> Tree:
     """Return the learning rate of a part's next step; `()` if it has none."""
     learning_rate = getattr(part, "learning_rate", None)
     return () if learning_rate is None else learning_rate(state)
+
+
+def evaluation_params_of(part: Part, params: Tree, state: Tree) -> Tree:
+    """Return the parameters with which a part evaluates: the same if it has no others."""
+    evaluation_params = getattr(part, "evaluation_params", None)
+    return params if evaluation_params is None else evaluation_params(params, state)
 
 
 def check_part(call: str, name: str, part: object) -> None:

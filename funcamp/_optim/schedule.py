@@ -15,7 +15,7 @@ from funcamp._check import integer
 from funcamp._optim.by_group import GroupedOptimizer, check_optimizer
 from funcamp._optim.hyperparameters import is_dynamic
 from funcamp._optim.modes import without_modes
-from funcamp._optim.stateless import StatelessOptimizer
+from funcamp._optim.optimizer import StatelessOptimizer
 from funcamp._optim.table import Table
 
 #: From torch's optimizer to its scheduler: what `schedule` gets.
@@ -126,23 +126,16 @@ def _scheduled(optimizers: Mapping[str, StatelessOptimizer], make: _Make, steps:
         scheduler = _scheduler(make, torch_optimizer)
         scheduled_values = _run(scheduler, torch_optimizer, first_numbers, steps)
     scheduled = {}
-    groups = torch_optimizer.param_groups
-    for (label, optimizer), group, group_numbers, values_by_name in zip(
-        optimizers.items(), groups, first_numbers, scheduled_values
-    ):
+    for (label, optimizer), group_numbers, values_by_name in zip(optimizers.items(), first_numbers, scheduled_values):
         if not values_by_name:
             scheduled[label] = optimizer
             continue
-        set_by_scheduler = {name: value for name, value in group.items() if name not in {"params", *group_numbers}}
-        for name, values in list(values_by_name.items()):
-            if name not in optimizer._hyperparameters and all(value == values[0] for value in values):
-                set_by_scheduler[name] = values_by_name.pop(name)[0]  # a number of the group, such as initial_lr
         hyperparameters = dict(optimizer._hyperparameters)
         for name, values in values_by_name.items():
             hyperparameter = hyperparameters.get(name, group_numbers[name])
             source = type(scheduler).__name__
             hyperparameters[name] = _with_tables(hyperparameter, group_numbers[name], name, values, source)
-        scheduled[label] = StatelessOptimizer(optimizer._cls, hyperparameters, set_by_scheduler)
+        scheduled[label] = type(optimizer)(optimizer._cls, hyperparameters)
     return scheduled
 
 
@@ -152,10 +145,10 @@ def _torch_optimizer(optimizers: list[StatelessOptimizer]) -> torch.optim.Optimi
     groups = []
     for optimizer in optimizers:
         # From an instance: a group that lacks a hyperparameter would get that of the first optimizer.
-        (group,) = cls([torch.zeros(2, 2, requires_grad=True)], **optimizer._traits.step.arguments).param_groups
+        (group,) = cls([torch.zeros(2, 2, requires_grad=True)], **optimizer._arguments).param_groups
         groups.append(group)
     idle_cls = type(cls.__name__, (cls,), {"step": _do_nothing, "__module__": cls.__module__})
-    idle_optimizer: torch.optim.Optimizer = idle_cls(groups, **optimizers[0]._traits.step.arguments)
+    idle_optimizer: torch.optim.Optimizer = idle_cls(groups, **optimizers[0]._arguments)
     return idle_optimizer
 
 

@@ -54,7 +54,7 @@ def scale(state: ScalerState, outputs: Tree) -> Tree:
 
 
 def scaled(state: ScalerState, flat: list[Tensor | None]) -> list[Tensor | None]:
-    """Multiply tensors by the scale; `numerics_report` finds every scaled loss by this call."""
+    """Multiply tensors by the scale. `funcamp.report` finds every scaled loss by this function's name."""
     scaled_leaves: list[Tensor | None] = []
     for leaf in flat:
         if leaf is None:

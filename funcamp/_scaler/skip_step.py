@@ -19,7 +19,8 @@ def skip_step(state: ScalerState, *, new: Tree, old: Tree) -> Tree:
     under torch.compile and vmap; no sync.
 
     Args:
-        state: the state after `unscale_and_check`, before `update`.
+        state: the state that `unscale_and_check` or `scaled_grad_and_value` returned, before `update`. Only this
+            one has the flag: with the state of before, a gradient that is not finite is applied.
         new: a pytree after the step: parameters, optimizer state, anything the step changed.
         old: the same pytree before the step.
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.tape import Tape, merged, zeros_of
 from funcamp._step.shares import Shares
 from funcamp._types import Tree
 
@@ -23,8 +22,8 @@ class Result(NamedTuple):
     """The unscaled loss."""
     buffers: dict[str, Tensor]
     """The buffers after the forward pass."""
-    records: tuple[Tree, ...]
-    """The record of every tape."""
+    records: Tree
+    """The records of the tape."""
     aux: Tree
     """The auxiliary outputs; of a batch stacked over its micro-batches."""
 
@@ -55,11 +54,11 @@ def accumulate(
     differentiate: Differentiate,
     params: Tree,
     buffers: dict[str, Tensor],
-    tapes: Sequence[Tape],
+    tape: Tree,
     micro_batches: list[Tree],
     shares: Shares,
 ) -> Result:
-    """Sum gradients over the micro-batches of a batch, merge their records, and return the mean of their losses.
+    """Sum gradients and records over the micro-batches of a batch, and return the mean of their losses.
 
     A non-finite gradient of one micro-batch makes the sum non-finite, so one check afterwards covers all. Buffers pass
     from one micro-batch to the next; aux is stacked.
@@ -68,13 +67,14 @@ def accumulate(
         differentiate: returns the `Result` of one micro-batch.
         params: a tree like the gradients.
         buffers: the buffers before the step.
-        tapes: the tapes of the step.
+        tape: the tape of the loss's taps.
         micro_batches: the parts of the batch.
         shares: how much each one counts.
     """
     leaves, spec = _tree.flatten(params)
     sums: list[Tensor | None] = [None if leaf is None else torch.zeros_like(leaf) for leaf in leaves]
-    records: tuple[Tree, ...] = _tree.map_leaves(torch.zeros_like, *_tree.flatten(zeros_of(tapes)))
+    tape_leaves, tape_spec = _tree.flatten(tape)
+    records = _tree.map_leaves(torch.zeros_like, tape_leaves, tape_spec)
     losses: list[Tensor] = []
     each_aux: list[Tree] = []
     each_share = [None] * len(micro_batches) if shares.each is None else shares.each
@@ -82,7 +82,7 @@ def accumulate(
         result = differentiate(buffers, micro_batch, share)
         gradients = _tree.leaves(result.gradients)
         new_buffers = result.buffers
-        new_records = merged(tapes, records, result.records)
+        new_records = _tree.unflatten(_added(_tree.leaves(records), _tree.leaves(result.records)), tape_spec)
         if share is not None:
             # A micro-batch with a share of 0 changes nothing: the backward pass of a mean over 0 examples gives NaN.
             is_left_out = share == 0
@@ -97,7 +97,7 @@ def accumulate(
 
 
 def _added(sums: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return the sums with gradients added in the dtype of the sums; a gradient of None adds nothing."""
+    """Return the sums with gradients, or records, added in the dtype of the sums; None adds nothing."""
     new_sums: list[Tensor | None] = []
     for total, gradient in zip(sums, gradients):
         if total is None or gradient is None:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.scaled_grad import Engine, backward_runner, differentiate
-from funcamp._autograd.tape import Tape, zeros_of
+from funcamp._autograd.scaled_grad import Engine, backward_runner, differentiate, refuse_hooks_beside
 from funcamp._scaler.state import ScalerState
 from funcamp._step.accumulate import Result
-from funcamp._step.products import ProductContext
-from funcamp._storage.inputs import Cast, Inputs
-from funcamp._storage.params import clone
+from funcamp._storage.inputs import gradients_as_stored
+from funcamp._storage.params import Params, clone
 from funcamp._storage.policy import Policy, autocast_of
+from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
 
@@ -26,12 +26,10 @@ class SharedByMicroBatches(NamedTuple):
     loss_fn: Loss
     policy: Policy
     scaler: ScalerState
-    inputs: Inputs
-    cast: Cast
-    """The parameters, from `Inputs.cast`."""
-    product_context: ProductContext
-    tapes: tuple[Tape, Tape]
-    """Of the loss's taps, and of the products."""
+    params: Params
+    """In full, also if the state is sharded."""
+    tape: Tree
+    """Of the loss's taps."""
     engine: Engine
 
 
@@ -48,42 +46,44 @@ class LossArguments(NamedTuple):
 def differentiate_loss(
     shared: SharedByMicroBatches, buffers: dict[str, Tensor], batch: Tree, weigh: Callable[[Tensor], Tensor]
 ) -> Result:
-    """Differentiate weigh(loss) of one micro-batch with respect to the inputs of the loss and the tapes."""
+    """Differentiate weigh(loss) of one micro-batch with respect to the inputs of the loss and the tape."""
     loss_fn = shared.loss_fn
-    inputs = shared.inputs
-    # The loss is differentiated with respect to its inputs, and after them the zeros of the tapes, in one list.
-    input_values = inputs.values(shared.cast)
-    input_count = len(input_values)
-    zeros, tapes_spec = _tree.flatten(zeros_of(shared.tapes))
+    layout = shared.params.layout
+    # The loss is differentiated with respect to the parameters, and after them the zeros of the tape, in one list.
+    param_values = shared.params.values()
+    param_count = len(param_values)
+    zeros, tape_spec = _tree.flatten(shared.tape)
+
+    def taps_of(values: list[Tensor]) -> Tree:
+        return _tree.unflatten(values[param_count:], tape_spec)
 
     def differentiated_tree(values: list[Tensor]) -> Tree:
         """Return what the loss is differentiated with respect to, as the loss gets it."""
-        params = inputs.tree(values[:input_count])
-        taps, _ = _tree.unflatten(values[input_count:], tapes_spec)
-        return (params, taps) if loss_fn.probes else params
+        params = layout.tree(values[:param_count])
+        return (params, taps_of(values)) if loss_fn.probes else params
 
     def loss_of(values: list[Tensor]) -> Tree:
-        params = inputs.tree(values[:input_count])
-        taps, amaxes = _tree.unflatten(values[input_count:], tapes_spec)
-        shared.product_context.begin(values, amaxes)
-        return call_loss(loss_fn, shared.policy, LossArguments(params, taps, buffers, shared.scaler, batch))
+        params = layout.tree(values[:param_count])
+        arguments = LossArguments(params, taps_of(values), buffers, shared.scaler, batch)
+        returned = call_loss(loss_fn, shared.policy, arguments)
+        if shared.engine == "autograd" and not torch.compiler.is_dynamo_compiling():
+            _check_first_graph(loss_fn, returned, values)
+        return returned
 
-    with shared.product_context:
-        gradients, loss, aux = differentiate(
-            "step",
-            shared.scaler,
-            loss_of,
-            input_values + zeros,
-            loss_fn.has_buffers or loss_fn.has_aux,
-            shared.engine,
-            weigh=weigh,
-            run_backward=backward_runner(loss_fn, differentiated_tree),
-            low=(shared.policy.compute_dtype,),
-        )
+    gradients, loss, aux = differentiate(
+        "step",
+        shared.scaler,
+        loss_of,
+        param_values + zeros,
+        loss_fn.has_buffers or loss_fn.has_aux,
+        shared.engine,
+        weigh=weigh,
+        run_backward=backward_runner(loss_fn, differentiated_tree),
+    )
     if loss_fn.has_buffers:
         buffers, aux = _buffers_and_aux(loss_fn, buffers, aux)
-    records = _tree.unflatten(gradients[input_count:], tapes_spec)
-    return Result(inputs.gradients(gradients[:input_count]), loss, buffers, records, clone(aux))
+    records = _tree.unflatten(gradients[param_count:], tape_spec)
+    return Result(gradients_as_stored(gradients[:param_count], layout), loss, buffers, records, clone(aux))
 
 
 def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Tree:
@@ -98,6 +98,16 @@ def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Tree:
     arguments_of_loss.append(arguments.batch)
     with autocast_of(policy, arguments.scaler.scale.device.type):
         return loss_fn(*arguments_of_loss)
+
+
+def _check_first_graph(loss_fn: Loss, returned: Tree, values: list[Tensor]) -> None:
+    """Raise RuntimeError if a part of the graph would not be differentiated: at the first call, and in every trace."""
+    if loss_fn.graph_is_checked and not compiling():
+        return
+    loss = returned[0] if isinstance(returned, tuple) and returned else returned
+    if isinstance(loss, Tensor):
+        refuse_hooks_beside("step", loss, values)
+        loss_fn.graph_is_checked = True
 
 
 def _buffers_and_aux(loss_fn: Loss, before: dict[str, Tensor], beside: Tree) -> tuple[dict[str, Tensor], Tree]:

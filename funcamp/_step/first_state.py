@@ -15,9 +15,9 @@ from funcamp._check import boolean
 from funcamp._scaler.first_state import init
 from funcamp._step.options import described
 from funcamp._step.parallel import Parallel
-from funcamp._step.state import TrainState, Variables
-from funcamp._storage.inputs import inputs_of, lay_out
-from funcamp._storage.params import Params, clone, expand
+from funcamp._step.state import TrainState
+from funcamp._storage.inputs import check_params, lay_out
+from funcamp._storage.params import Params, clone
 from funcamp._types import Tree
 
 if TYPE_CHECKING:
@@ -54,15 +54,12 @@ def first_state(
         buffers = loss_fn.buffers()
     if consumed is None:
         _check_buffers(loss_fn, buffers)
-    options.policy.check_names(call, loss_fn.all_names(expand(params)))
     parallel.agree(described(loss_fn, step.optimizer, step.config, options, flat))
 
     # Stored as the state has them, with the first rank's values.
     with torch.no_grad():  # params may require grad
-        stored = lay_out(
-            call, params, options.policy, loss_fn, labels, flat=flat, buckets=parallel.buckets, consume=consume
-        )
-        inputs = inputs_of(call, stored, options.policy, loss_fn)
+        stored = lay_out(call, params, loss_fn, labels, flat=flat, buckets=parallel.buckets, consume=consume)
+        check_params(call, stored, loss_fn)
         buffers = clone(buffers) if consumed is None else consumed.take_buffers()
         parallel.broadcast_first(stored)
         parallel.broadcast_first(buffers)
@@ -71,7 +68,7 @@ def first_state(
     if device is None:
         raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}{loss_fn.why_empty()}")
     if is_modules_own:
-        loss_fn.state_was_made()
+        loss_fn.state_was_made(shares_memory=consumed is not None)
     return TrainState(
         step=_zero(device),
         skipped=_zero(device),
@@ -79,7 +76,7 @@ def first_state(
         params=stored,
         opt_state=step._transforms.init(stored),
         scaler=init(step.config, device=device),
-        variables=Variables(buffers, step._products.init(inputs, device)),
+        buffers=buffers,
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._optim.chain import only_optimizer_of
-from funcamp._optim.class_step import APPLIED_ENTRY
+from funcamp._optim.torch_optim.sgd import APPLIED_ENTRY
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.state_dict import from_state_dict
 from funcamp._step.state import TrainState, check_train_state
@@ -302,8 +302,8 @@ def _check_hyperparameters(
     """Raise ValueError if torch's group has another number than the step would continue with."""
     optimizer = group.optimizer
     # Dynamic ones are tensors and schedules: the step goes on with its own.
-    ignored = (*_WITHOUT_EFFECT, *optimizer._traits.step.dynamic, *group.shared_in(saved))
-    for key, own_value in torch_group_of(optimizer, optimizer._traits.step.arguments).items():
+    ignored = (*_WITHOUT_EFFECT, *optimizer._dynamic, *group.shared_in(saved))
+    for key, own_value in torch_group_of(optimizer, optimizer._arguments).items():
         if key not in torch_group or key in ignored:
             continue
         value = as_number(torch_group[key])

@@ -57,7 +57,7 @@ def make_train_step(
             GradScaler does; float16 needs it, and whether a loss of yours uses float16 is not known here. If nothing
             does (bfloat16, float32), `presets.disabled()` has the constant scale 1; a line of the log at level INFO
             reports it when a step is built with the default and without a float16 policy.
-        policy: a `Policy`, its string ("float16", "bfloat16,keep=head.*") or a dtype: autocast and compute copies.
+        policy: a dtype, its name ("float16", "bfloat16", "float32") or a `Policy`: the loss runs under autocast.
             None: the loss gets the parameters as they are and may use autocast itself.
         max_norm: clip gradients to this global 2-norm; a positive number or a tensor of shape ().
         max_value: clamp gradients to this magnitude; not with max_norm.
@@ -66,8 +66,8 @@ def make_train_step(
         weight: `(batch) -> number or tensor of shape ()`: how much a micro-batch counts, such as the number of tokens
             of which its loss is the mean. The step is then that of the mean over all tokens of the window, on all
             ranks; over ranks it costs an all-reduce of a number before the backward pass. Gets one micro-batch: without
-            accumulate the batch. One with weight 0 changes nothing. NaN, or 0 for all, skips the step. By default
-            micro-batches and ranks count equally.
+            accumulate the batch. One with weight 0 changes nothing. 0 for all skips the step and leaves the scale as it
+            is; NaN skips it as a gradient that is not finite does. By default micro-batches and ranks count equally.
         ema_decay: store an average of the parameters with this decay in `TrainState.ema`.
         parallel: a `distributed.DataParallel`, with which every rank takes its own batch of one common step; or a pure
             function of the flag only, as `reduce` of `unscale_and_check`.

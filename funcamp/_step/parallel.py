@@ -6,13 +6,11 @@ grads   = sum over ranks of d(scale * share_r * loss_r) / d(params)
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.tape import Tape
 from funcamp._dtensor import settled_sum
 from funcamp._step.accumulate import Result
 from funcamp._step.shares import Share
@@ -63,13 +61,6 @@ class Parallel:
         gradients = _tree.map_leaves(settled_sum, *_tree.flatten(result.gradients))
         return result._replace(gradients=gradients)
 
-    def joined(
-        self,
-        squares: Tensor,
-        finite: Tensor,
-        tapes: Sequence[Tape],  # noqa: ARG002
-        records: Sequence[Tree],
-        share: Share,  # noqa: ARG002
-    ) -> tuple[Tensor, Tensor, Sequence[Tree]]:
-        """Return the sum of squares and the flag over the parts that ranks store, and records merged as tapes ask."""
-        return squares, finite, records
+    def joined(self, squares: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of squares and the flag over the parts that ranks store."""
+        return squares, finite

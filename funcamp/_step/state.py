@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
+import torch
 from torch import Tensor
 
 from funcamp import _tree
@@ -13,15 +15,6 @@ from funcamp._optim.every_part import Every
 from funcamp._scaler.state import ScalerState
 from funcamp._storage.params import Params
 from funcamp._types import Tree
-
-
-class Variables(NamedTuple):
-    """What the loss reads and a step moves, besides the parameters."""
-
-    buffers: dict[str, Tensor]
-    """The module's buffers; empty if there are none."""
-    products: Tree = ()
-    """What linear layers remember that multiply in float8: a `float8.Float8State`; `()` without delayed scaling."""
 
 
 class TrainState(NamedTuple):
@@ -39,13 +32,17 @@ class TrainState(NamedTuple):
     """The optimizer's state; its count of applied steps excludes skipped ones. With an average a tuple of both."""
     scaler: ScalerState
     """The scaler's state."""
-    variables: Variables
-    """What the loss reads and a step moves, besides the parameters."""
+    buffers: dict[str, Tensor]
+    """The module's buffers, which the loss reads and a step moves; empty if there are none."""
 
-    @property
-    def buffers(self) -> dict[str, Tensor]:
-        """The module's buffers; empty if there are none."""
-        return self.variables.buffers
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """Copy or pickle the state; raise TypeError for torch.save, whose files torch.load would refuse."""
+        if operator.index(protocol) == torch.serialization.DEFAULT_PROTOCOL:  # copies and pickle have a later one
+            raise TypeError(
+                "torch.save: a TrainState must be saved by its tensors, which torch.load reads back; got the state "
+                "itself: write funcamp.save(step.state_dict(state), path), or torch.save of that dict"
+            )
+        return object.__reduce_ex__(self, protocol)
 
     @property
     def ema(self) -> Tree:
@@ -56,11 +53,6 @@ class TrainState(NamedTuple):
             if isinstance(part_state, Average):
                 return part_state.average
         return ()
-
-    @property
-    def float8(self) -> Tree:
-        """The `float8.Float8State` of the layers that multiply in float8; `()` without delayed scaling."""
-        return self.variables.products
 
 
 class Metrics(NamedTuple):
@@ -76,9 +68,10 @@ class Metrics(NamedTuple):
     """The learning rate of this step, float32: a dict by label for `by_group`, `()` for an optimizer without a rate.
     A skipped step did not use it."""
     found_inf: Tensor
-    """1.0 if this step was skipped."""
+    """1.0 if a gradient is not finite: the step was skipped, and the rule lowers the scale. A step is skipped without
+    it if all its weights are 0 (`make_train_step(weight=...)`); `consecutive_skips` is above 0 after both."""
     exhausted: Tensor
-    """1.0 if it was skipped and the scale cannot be lowered (`funcamp.exhausted`)."""
+    """1.0 if a gradient is not finite and the scale cannot be lowered (`funcamp.exhausted`)."""
     saturated: Tensor
     """1.0 if the scale is due to grow and cannot (`funcamp.saturated`)."""
     applied: Tensor

@@ -14,7 +14,7 @@ from funcamp import _tree
 from funcamp._check import boolean
 from funcamp._optim.average_part import Average
 from funcamp._optim.chain import is_average_state
-from funcamp._optim.stateless import OptState
+from funcamp._optim.optimizer import OptState
 from funcamp._step.state import TrainState, check_train_state, states_of_parts
 from funcamp._storage.params import Params, clone, collapse, expand
 from funcamp._types import Tree
@@ -57,9 +57,9 @@ def tensors_by_name(state: TrainState) -> dict[str, Tensor]:
 def saved_names(state: TrainState) -> list[str]:
     """Return the name under which each leaf of a state is saved.
 
-    These are the names of the first format, in which buffers, average and float8 state were fields of the state. The
-    only average is `ema.*`; one of several is `opt_state.NUMBER.average.*`, and one that `every` delays is
-    `opt_state.NUMBER.state.average.*`, with its number in the chain (`_AVERAGE_NAME`).
+    These are the names of the first format, in which an average was a field of the state: the only one is `ema.*`, one
+    of several is `opt_state.NUMBER.average.*`, and one that `every` delays is `opt_state.NUMBER.state.average.*`, with
+    its number in the chain (`_AVERAGE_NAME`).
     """
     averages: list[int] = []
     others: list[int] = []
@@ -69,7 +69,7 @@ def saved_names(state: TrainState) -> list[str]:
         elif not is_average_state(part_state):
             others.append(number)
 
-    saved_prefixes = {"variables.buffers.": "buffers.", "variables.products.": "float8."}
+    saved_prefixes: dict[str, str] = {}
     # The first format had one average next to the optimizer's state. If there are several, each keeps its number in the
     # chain.
     if len(averages) == 1:
@@ -317,5 +317,5 @@ def _only_counts(state: TrainState) -> TrainState:
         params=None,  # type: ignore[arg-type]
         opt_state=_tree.select_nodes((OptState, Average), counts_in, state.opt_state),
         scaler={"growth_tracker": state.scaler.growth_tracker, "counters": rule_counts},  # type: ignore[arg-type]
-        variables=None,  # type: ignore[arg-type]
+        buffers=None,  # type: ignore[arg-type]
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -22,25 +22,23 @@ from funcamp._step.differentiate import LossArguments, call_loss
 from funcamp._step.first_state import consumed_loss, first_state
 from funcamp._step.from_torch import from_torch
 from funcamp._step.options import Options
-from funcamp._step.products import products_of
 from funcamp._step.state import Metrics, TrainState, check_train_state
-from funcamp._step.state_dict import export, restore
+from funcamp._step.state_dict import export, gather, restore
 from funcamp._step.take_step import take_step
 from funcamp._step.to_torch import to_torch
-from funcamp._storage.inputs import Inputs, inputs_of, lay_out
+from funcamp._storage.inputs import check_params, lay_out
 from funcamp._storage.layout import Layout
-from funcamp._storage.params import Params, matrix_or_vector, stored
+from funcamp._storage.params import Params, clone, matrix_or_vector, stored
 from funcamp._storage.policy import autocast_of
 from funcamp._trace.tracing import compiling
 from funcamp._types import StateDict, Tree
 
 
-class _KnownInputs(NamedTuple):
-    """What the loss gets of the last parameters: the same for all of one layout and of the same dtypes."""
+class _Checked(NamedTuple):
+    """The layout of parameters that were checked, and for every group its dtype."""
 
-    layout_and_dtypes: tuple[Layout, tuple[torch.dtype | None, ...]]
-    """The layout, and for every group its dtype."""
-    inputs: Inputs
+    layout: Layout
+    dtypes: tuple[torch.dtype | None, ...]
 
 
 def _clipping(options: Options) -> list[Callable[[Update], Update]]:
@@ -78,8 +76,7 @@ class TrainStep(Fixed):
         self.optimizer = optimizer
         self.config = config
         self._options = options
-        self._known_inputs: _KnownInputs | None = None
-        self._products = products_of(options.policy, loss_fn)
+        self._last_checked: _Checked | None = None
         #: Gives parameters the labels of their groups, unless `init` gets another function. The optimizer has at most
         #: one (`make_train_step`).
         self._group = next(iter(group_functions_in(optimizer)), matrix_or_vector)
@@ -95,8 +92,7 @@ class TrainStep(Fixed):
         return parts
 
     def __repr__(self) -> str:
-        policy = f"{self._options.policy}{self._products.described()}"
-        return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={policy})"
+        return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={self._options.policy})"
 
     def __call__(self, state: TrainState, batch: Tree, *more: NoReturn) -> tuple[TrainState, Metrics]:
         """Take one step. Pure; safe under torch.compile(fullgraph=True); no sync.
@@ -114,10 +110,9 @@ class TrainStep(Fixed):
                 micro-batches is 0, above accumulate, or differs between tensors.
         """
         state = self.check_call("step", state, batch, *more)
-        taking_step: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if not torch.compiler.is_dynamo_compiling():  # `LeftBehind`, which reads it, does nothing under Dynamo
-            taking_step = self.loss_fn.taking_step()
-        with taking_step, self._precision_of_policy(state):
+        if not torch.compiler.is_dynamo_compiling():
+            self.loss_fn.begin_step()
+        with self._precision_of_policy(state):
             after, metrics = take_step(self, state, batch)
         if not compiling() and _is_in_autocast(state):
             torch.clear_autocast_cache()  # torch would keep this step's casts until the caller's region ends
@@ -151,8 +146,7 @@ class TrainStep(Fixed):
 
         Args:
             params: a pytree of floating-point or complex tensors, or `Params`; by default the module's, if the
-                loss is of `module_loss`. `Params` keep their groups: neither the policy nor
-                `DataParallel(buckets=...)` splits them.
+                loss is of `module_loss`. `Params` keep their groups: `DataParallel(buckets=...)` does not split them.
             buffers: tensors by name; by default the module's.
             flat: store the parameters in a few 1-D tensors, so that the number of kernel launches does not depend on
                 the number of tensors; False stores each tensor by itself.
@@ -178,10 +172,9 @@ class TrainStep(Fixed):
             TypeError: params is missing; a leaf is an integer tensor, a sparse tensor or not a tensor; buffers is not a
                 dict of tensors; flat or consume is not a bool; group is not callable; consume is set for a loss that is
                 not of `module_loss`, or for a module with DTensors or other tensor subclasses.
-            ValueError: params has no tensor, or not the names of the module; a glob of the policy's keep or copy
-                matches no parameter; buffers are given for a loss without, or with other names than the module's; group
-                is given with `Params`; flat is False with `Params`, a group, or a sharded state; consume is
-                set with params or buffers, or for a sharded state.
+            ValueError: params has no tensor, or not the names of the module; buffers are given for a loss without, or
+                with other names than the module's; group is given with `Params`; flat is False with `Params`, a group,
+                or a sharded state; consume is set with params or buffers, or for a sharded state.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -227,20 +220,53 @@ class TrainStep(Fixed):
         """
         state = self.check_call("loss", state, batch, *more)
         keeps_training_flags = boolean("loss", "training", training)
-        mode = contextlib.nullcontext() if keeps_training_flags else self.loss_fn.evaluating()
+        mode = contextlib.nullcontext() if keeps_training_flags else self.loss_fn.eval_mode()
         with torch.no_grad(), mode, self._precision_of_policy(state):
-            inputs = self._inputs("loss", state.params)
-            cast = inputs.cast(state.params)
-            values = inputs.values(cast)
-            product_context = self._products.prepare(state, inputs, cast)
-            product_context.begin(values, product_context.tape.zeros)
-            taps = self.loss_fn.tape(state.scaler.scale.device).zeros
-            with product_context:
-                arguments = LossArguments(inputs.tree(values), taps, state.buffers, state.scaler, _tree.plain(batch))
-                returned = call_loss(self.loss_fn, self._options.policy, arguments)
+            params = self._params_of_loss("loss", state.params).tree()
+            taps = self.loss_fn.tape(state.scaler.scale.device)
+            arguments = LossArguments(params, taps, state.buffers, state.scaler, _tree.plain(batch))
+            returned = call_loss(self.loss_fn, self._options.policy, arguments)
         returns_pair = self.loss_fn.has_buffers or self.loss_fn.has_aux
         loss, _ = loss_and_aux("loss", returned, returns_pair)
         return loss
+
+    @contextlib.contextmanager
+    def evaluating(self, state: TrainState, *, average: bool = True) -> Iterator[torch.nn.Module]:
+        """Context manager: the module with the values to evaluate, in eval mode and without gradients.
+
+        The values are copies of the average (`ema_decay`, `average`) if the state has one; those that a schedule-free
+        optimizer evaluates with; else the state's parameters; and the state's buffers. Call the module, take its
+        `state_dict()`, copy or save it in there. Afterwards it is as before: its tensors, the memory that they share,
+        and the training flag of each submodule. The forward pass is in float32: add `step.autocast(state)` for the
+        precision of the policy. For gradients with respect to an input, enter `torch.enable_grad()`. Another thread's
+        step of the module waits. With a sharded state this is a collective. No sync.
+
+        Args:
+            state: from `init` or a step.
+            average: False for the parameters themselves if the state has an average of them.
+
+        Yields:
+            The module of which `module_loss` was made.
+
+        Raises:
+            TypeError: state is not a `TrainState`, or the loss is not of `module_loss`.
+            ValueError: the module has got other parameters or buffers since the loss was made.
+
+        Example:
+            >>> model = torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout())
+            >>> step = make_train_step(module_loss(model, torch.nn.functional.mse_loss), stateless(torch.optim.SGD))
+            >>> with step.evaluating(step.init()) as trained:
+            ...     trained is model, trained.training, trained(torch.ones(3, 2)).requires_grad
+            (True, False, False)
+            >>> model.training
+            True
+        """
+        state = gather("evaluating", self._checked("evaluating", state))
+        params = state.ema
+        if not (boolean("evaluating", "average", average) and isinstance(params, Params)):
+            params = self._transforms.evaluation_params(state.params, state.opt_state)
+        with torch.no_grad(), self.loss_fn.with_values(params, state.buffers) as model:
+            yield model
 
     def check_call(self, call: str, state: object, batch: Tree, *more: object) -> TrainState:
         """Return the state; raise if a call did not get a state and one batch."""
@@ -256,22 +282,24 @@ class TrainStep(Fixed):
         self._options.parallel.check(call, checked.params)
         return checked
 
-    def _inputs(self, call: str, params: Params) -> Inputs:
-        """Return what the loss gets of these parameters."""
-        group_dtypes = tuple([None if group is None else group.dtype for group in params.groups])
-        layout_and_dtypes = (params.layout, group_dtypes)
+    def _params_of_loss(self, call: str, params: Params) -> Params:
+        """Return the parameters that the loss gets: in full, also if the state is sharded.
+
+        Raises:
+            ValueError, TypeError: they are not the loss's parameters (`check_params`), once for each layout.
+        """
+        dtypes = tuple([None if group is None else group.dtype for group in params.groups])
+        about = _Checked(params.layout, dtypes)
         if torch.compiler.is_dynamo_compiling():  # torch.compile would guard what is known, and compile anew for it
-            return inputs_of(call, params, self._options.policy, self.loss_fn)
-        known = self._known_inputs
-        if known is not None and known.layout_and_dtypes == layout_and_dtypes:
-            return known.inputs
-        inputs = inputs_of(call, params, self._options.policy, self.loss_fn)
-        if not compiling():
-            self._known_inputs = _KnownInputs(layout_and_dtypes, inputs)
-        return inputs
+            check_params(call, params, self.loss_fn)
+        elif self._last_checked != about:
+            check_params(call, params, self.loss_fn)
+            if not compiling():
+                self._last_checked = about
+        return params.gathered()
 
     def compute_params(self, state: TrainState) -> Tree:
-        """Return the parameters as the loss gets them: compute copies if the policy makes them.
+        """Return the parameters by name as the loss gets them, in float32.
 
         For a forward pass outside the loss, under `autocast`: another network's turn, a target network, acting.
         Returns detached copies, which later steps do not change. With a sharded state this is a collective: call it on
@@ -280,22 +308,19 @@ class TrainStep(Fixed):
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD), policy="bfloat16")
             >>> step.compute_params(step.init({"w": torch.ones(1, 2)}))
-            {'w': tensor([[1., 1.]], dtype=torch.bfloat16)}
+            {'w': tensor([[1., 1.]])}
         """
         state = self._checked("compute_params", state)
-        inputs = self._inputs("compute_params", state.params)
-        values = [value.detach() for value in inputs.values(inputs.cast(state.params))]
-        if not torch.compiler.is_dynamo_compiling():  # the next donated step would overwrite these
-            values = [value.clone() for value in values]
-        return inputs.tree(values)
+        params = self._params_of_loss("compute_params", state.params)
+        return clone(params.tree())  # the next donated step would overwrite the state's own
 
     def autocast(self, state: TrainState) -> contextlib.AbstractContextManager[object]:
         """Return a region with the policy's autocast, for a forward pass outside the loss.
 
         With `compute_params` it computes there as the loss does, without naming the precision again: a target network,
         acting, the other network of a GAN. It replaces a caller's region. Without a policy, or with float32, a caller's
-        region applies, as it does to the loss. Products in float8 are the loss's only: here they are bfloat16. It does
-        not switch gradients off; those parameters require none. No sync.
+        region applies, as it does to the loss. It does not switch gradients off; those parameters require none. No
+        sync.
 
         Args:
             state: whose device the region is for.
@@ -316,33 +341,12 @@ class TrainStep(Fixed):
         check_train_state("autocast", "state", state)
         return autocast_of(self._options.policy, state.scaler.scale.device.type)
 
-    def float8_scales(self, state: TrainState) -> dict[str, Tensor]:
-        """Return the scales of delayed scaling, per layer path, for `NumericsReport.float8` or a log. No sync.
-
-        Returns:
-            Copies, float32, shape (3,): of the input, the weight and the gradient of the output. Empty if the policy
-            has no delayed scaling. The gradient's is for the unscaled loss.
-
-        Raises:
-            TypeError: state is not a `TrainState`, or has no float8 state.
-            ValueError: the float8 state is of another configuration or of other layers.
-
-        Example:
-            >>> loss_fn = module_loss(torch.nn.Linear(16, 16), torch.nn.functional.mse_loss)
-            >>> step = make_train_step(loss_fn, stateless(torch.optim.SGD), policy="float8,float8=delayed")
-            >>> step.float8_scales(step.init())
-            {'': tensor([1., 1., 1.])}
-        """
-        state = self._checked("float8_scales", state)
-        return self._products.scales(state, self._inputs("float8_scales", state.params))
-
     def state_dict(self, state: TrainState) -> dict[str, Tensor]:
         """Return every tensor of a state by a dotted name, for torch.save.
 
         Names start with `params.`, `opt_state.` and so on; a parameter's goes on with the module's own name. The names
-        are the same whether the parameters are flat or not. Compute copies are left out, because they follow from the
-        parameters. Tensors are copies. With a sharded state this is a collective: call it on every rank; it gathers the
-        full state, as `distributed.gather_state` does. No sync.
+        are the same whether the parameters are flat or not. Tensors are copies. With a sharded state this is a
+        collective: call it on every rank; it gathers the full state, as `distributed.gather_state` does. No sync.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -389,8 +393,11 @@ class TrainStep(Fixed):
     def _adopted(self, call: str, state: TrainState, consume: bool) -> TrainState:
         """Return a loaded state; with consume, its memory is the module's."""
         consuming_loss = consumed_loss(call, self, None, None, consume)
-        if consuming_loss is not None:
+        if consuming_loss is None:
+            self.loss_fn.state_moves()  # the module has the values of before
+        else:
             consuming_loss.adopt(state.params, state.buffers)
+            consuming_loss.state_was_made(shares_memory=True)
         return state
 
     @torch.no_grad()
@@ -405,7 +412,6 @@ class TrainStep(Fixed):
         params = lay_out(
             "load_state_dict",
             like.params.tree(),
-            options.policy,
             self.loss_fn,
             group,
             buckets=options.parallel.buckets,

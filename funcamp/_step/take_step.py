@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from funcamp import _tree
@@ -12,12 +13,13 @@ from funcamp._optim.chain import Chain
 from funcamp._optim.part import Update
 from funcamp._scaler.limits import exhausted, saturated
 from funcamp._scaler.skip_step import skip_step
+from funcamp._scaler.state import ScalerState, replace
 from funcamp._scaler.update import update
 from funcamp._step.accumulate import Result, accumulate, micro_batches
 from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
 from funcamp._step.differentiate import SharedByMicroBatches, differentiate_loss
 from funcamp._step.shares import shares_of
-from funcamp._step.state import Metrics, TrainState, Variables
+from funcamp._step.state import Metrics, TrainState
 from funcamp._storage.params import Params, clone, expand
 from funcamp._types import Tree
 
@@ -40,17 +42,15 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
     batch = _tree.plain(batch)
     _check_options(step, state)
 
-    # Precision: the parameters as the loss gets them, and the products that read them.
-    inputs = step._inputs("step", state.params)
-    cast = inputs.cast(state.params)
-    product_context = step._products.prepare(state, inputs, cast)
-    tapes = (loss_fn.tape(device), product_context.tape)
+    # What the loss gets: full parameters, in float32. Autocast casts them at their use.
+    params_of_loss = step._params_of_loss("step", state.params)
+    tape = loss_fn.tape(device)
 
-    # The scaled gradients, the loss, its buffers and the records of the tapes.
+    # The scaled gradients, the loss, its buffers and the records of the tape.
     pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
     shares = shares_of(options.weight, pieces, parallel.size, parallel.sum_of_weights, device)
     engine = choose_engine(loss_fn.engine, state)
-    shared = SharedByMicroBatches(loss_fn, options.policy, state.scaler, inputs, cast, product_context, tapes, engine)
+    shared = SharedByMicroBatches(loss_fn, options.policy, state.scaler, params_of_loss, tape, engine)
 
     def differentiate_piece(buffers: dict[str, Tensor], piece: Tree, share: Tensor | None) -> Result:
         return differentiate_loss(shared, buffers, piece, lambda loss: shares.weigh(loss, share))
@@ -59,47 +59,50 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
         result = differentiate_piece(state.buffers, batch, None)
     else:
         gradients_like = state.params.outline()
-        result = accumulate(differentiate_piece, gradients_like, state.buffers, tapes, pieces, shares)
+        result = accumulate(differentiate_piece, gradients_like, state.buffers, tape, pieces, shares)
 
     # The sum over ranks; the flag and the norm by one reading of the gradients. An overflow of one rank reaches the
     # others in the sum of the gradients; with slices in `joined`; with a user's own reduction in `flag_and_norm`.
     # Nothing looks at the loss: an infinite loss whose gradients are finite is applied.
     result = parallel.summed(result, shares.own, state.buffers)
     squares, finite = squares_and_finite(state.scaler, result.gradients)
-    squares, finite, records = parallel.joined(squares, finite, tapes, result.records, shares.own)
-    tap_records, product_records = records
+    squares, finite = parallel.joined(squares, finite)
+    if shares.is_empty is not None:
+        finite = finite | shares.is_empty  # 0 / 0 in the loss of a batch that does not count
     scaler, norm = flag_and_norm(state.scaler, squares, finite, parallel.reduce)
+    skips = scaler if shares.is_empty is None else _skipping_if(shares.is_empty, scaler)
 
     # Clipping, the optimizer and the average.
     gradients = unscaled_gradients(state.scaler, result.gradients)
     changed, opt_state = step._transforms.transform(Update(state.params, gradients, norm), state.opt_state)
-    variables = Variables(result.buffers, step._products.after(state, product_records))
 
-    # The only skip.
-    variables_if_skipped = state.variables
-    if loss_fn.keep_buffers:
-        variables_if_skipped = variables_if_skipped._replace(buffers=result.buffers)
-    params, opt_state, variables = skip_step(
-        scaler,
-        new=(changed.params, opt_state, variables),
-        old=(state.params, state.opt_state, variables_if_skipped),
+    # The only skip: for a gradient that is not finite, and for a window without weight.
+    buffers_if_skipped = result.buffers if loss_fn.keep_buffers else state.buffers
+    params, opt_state, buffers = skip_step(
+        skips,
+        new=(changed.params, opt_state, result.buffers),
+        old=(state.params, state.opt_state, buffers_if_skipped),
     )
     if loss_fn.keep_buffers:
         # `skip_step` has returned these as they are, being old and new at once; one may be a tensor of the batch.
-        variables = variables._replace(buffers=clone(variables.buffers))
+        buffers = clone(buffers)
 
-    # Counts and the scale, which move also when the step is skipped.
-    is_skipped = scaler.found_inf.long()
+    # Counts, which move also when the step is skipped; and the scale, which moves by the gradients' flag.
+    is_skipped = skips.found_inf.long()
     calls = state.step + 1
     skipped = state.skipped + is_skipped
+    next_scaler = update(scaler, step.config)
+    if shares.is_empty is not None:  # neither a good step nor an overflow
+        former_scaler = replace(state.scaler, found_inf=next_scaler.found_inf)
+        next_scaler = skip_step(_skipping_if(shares.is_empty, next_scaler), new=next_scaler, old=former_scaler)
     after = TrainState(
         step=calls,
         skipped=skipped,
         consecutive_skips=(state.consecutive_skips + 1) * is_skipped,
         params=params,
         opt_state=opt_state,
-        scaler=update(scaler, step.config),
-        variables=variables,
+        scaler=next_scaler,
+        buffers=buffers,
     )
     # Copies of what is in a state: the next step may be donated the state, and would overwrite these.
     metrics = Metrics(
@@ -114,10 +117,15 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
         skipped=skipped.clone(),
         consecutive_skips=after.consecutive_skips.clone(),
         observed=_observed(step, gradients),
-        records=loss_fn.collected(tap_records),
+        records=loss_fn.collected(result.records),
         aux=result.aux,
     )
     return after, metrics
+
+
+def _skipping_if(condition: Tensor, scaler: ScalerState) -> ScalerState:
+    """Return a state whose flag is set if that of the given one is, or if a condition of shape () holds."""
+    return replace(scaler, found_inf=torch.maximum(scaler.found_inf, condition.float()))
 
 
 def _check_options(step: TrainStep, state: TrainState) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.chain import only_optimizer_of
-from funcamp._optim.class_step import APPLIED_ENTRY
+from funcamp._optim.torch_optim.sgd import APPLIED_ENTRY
 from funcamp._scaler.state_dict import to_state_dict
 from funcamp._step.state import TrainState
 from funcamp._step.state_dict import export, gather

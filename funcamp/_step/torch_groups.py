@@ -16,9 +16,8 @@ from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.chain import only_optimizer_of
-from funcamp._optim.class_state import entries_in
-from funcamp._optim.class_step import APPLIED_ENTRY, STAGE_ENTRY
-from funcamp._optim.stateless import StatelessOptimizer
+from funcamp._optim.optimizer import StatelessOptimizer
+from funcamp._optim.torch_optim.sgd import APPLIED_ENTRY
 from funcamp._scaler.config import ScalerConfig
 from funcamp._step.state import TrainState
 
@@ -63,25 +62,17 @@ class TorchGroup(NamedTuple):
         """Return the entries that are Python's numbers in torch's class.
 
         Raises:
-            TypeError: an entry is in a container, in an attribute, or in an optimizer that the class wraps; or the
-                class adds or removes entries in later steps.
+            TypeError: an entry is in a container or in an attribute.
         """
         optimizer = self.optimizer
-        if STAGE_ENTRY in entries:
-            raise TypeError(
-                f"to_torch, from_torch: {optimizer._cls.__name__} adds or removes entries in later steps, which "
-                "torch's format does not say; save and load with step.state_dict and step.load_state_dict"
-            )
         for entry in entries:
             if any(sign in entry for sign in "[:."):
                 raise TypeError(
-                    f"to_torch, from_torch: {optimizer._cls.__name__} keeps {entry!r} in a container, an attribute or "
-                    "an inner optimizer, which torch's format does not name; save and load with step.state_dict and "
+                    f"to_torch, from_torch: {optimizer._cls.__name__} keeps {entry!r} in a container or an attribute, "
+                    "which torch's format does not name; save and load with step.state_dict and "
                     "step.load_state_dict"
                 )
-        form = optimizer._traits.step.form([param])
-        leaf, shared = entries_in(form.per_param[0]), entries_in(form.shared)
-        return {entry for entry in entries if (leaf.get(entry) or shared[entry]).kind != "tensor"}
+        return set(entries) & optimizer._python_numbers(param)
 
     def entries_in(self, saved: Iterable[str]) -> list[str]:
         """Return the names of the optimizer's entries, as in torch, that are among exported names."""

@@ -5,7 +5,7 @@ In flat storage a group is a one-dimensional tensor, in elements:
     | w, n elements | 0 ... 0 | v, m elements | 0 ... 0 |
     0                         64 k                      size
 
-A matrix starts at a multiple of 128 elements (256 bytes in a two-byte copy of the group), a vector at a multiple of 64
+A matrix starts at a multiple of 128 elements (256 bytes in a two-byte cast of the group), a vector at a multiple of 64
 (256 bytes in float32). The rest is zero and has a zero gradient, so it affects no norm and no check.
 
 In storage that is not flat every tensor is a separate group, in its own shape.
@@ -14,7 +14,7 @@ In storage that is not flat every tensor is a separate group, in its own shape.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -97,23 +97,17 @@ class Layout:
             self.flat,
         )
 
-    def views(self, groups: Groups, wanted: Container[int] | None = None) -> list[Tensor | None]:
-        """Return a view per slot; None if its group is None, the group itself if its shape is ().
-
-        Args:
-            groups: one tensor per group.
-            wanted: the numbers of the slots to view; None for all.
-        """
+    def views(self, groups: Groups) -> list[Tensor | None]:
+        """Return a view per slot; None if its group is None, the group itself if its shape is ()."""
         if not self.flat:
             return [groups[slot.group] for slot in self.slots]
         self._refuse_batch_dimension(groups)
-        wanted_slots: list[list[int]] = [[] for _ in groups]
+        slots_of_group: list[list[int]] = [[] for _ in groups]
         for number, slot in enumerate(self.slots):
-            if wanted is None or number in wanted:
-                wanted_slots[slot.group].append(number)
+            slots_of_group[slot.group].append(number)
         views: list[Tensor | None] = [None] * len(self.slots)
-        for group, sizes, numbers in zip(groups, self.padded_sizes, wanted_slots):
-            if group is None or not numbers:
+        for group, sizes, numbers in zip(groups, self.padded_sizes, slots_of_group):
+            if group is None:
                 continue
             for number, view in zip(numbers, self._views_in_group(group, sizes, numbers)):
                 views[number] = view

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import torch
@@ -146,16 +146,15 @@ class Params:
         groups = [groups_of_one_number.get(number, group) for number, group in enumerate(joined_groups)]
         return Params(tuple(groups), self.layout)
 
-    def gathered(self, dtypes: Mapping[int, torch.dtype | None] | None = None) -> Params:
-        """Return the full groups: these, unless they are slices; then by one all-gather per large group.
+    def values(self) -> list[Tensor]:
+        """Return the tensors, tied ones once: views of the groups, one per slot of the layout."""
+        self._refuse_slices()
+        return [value for value in self.layout.views(self.groups) if value is not None]
 
-        dtypes: of slices, the groups to gather, each in a dtype or in its own for None; by default all in their own.
-        The others are None in the result.
-        """
+    def gathered(self) -> Params:
+        """Return the full groups: these, unless they are slices; then by one all-gather per large group."""
         if self.ranks is None:
             return self
-        if dtypes is None:
-            dtypes = dict.fromkeys(range(len(self.groups)))
         groups: list[Tensor | None] = [None] * len(self.groups)
         sent_slices: dict[int, Tensor] = {}
         for number, group in enumerate(self.groups):
@@ -163,9 +162,8 @@ class Params:
                 continue
             if _is_one_number(group):  # the same on every rank
                 groups[number] = group
-            elif number in dtypes:
-                dtype = dtypes[number]
-                sent_slices[number] = group if dtype is None else group.to(dtype)
+            else:
+                sent_slices[number] = group
         gathered_groups = self.ranks.gather(list(sent_slices.values()))
         for number, gathered_group in zip(sent_slices, gathered_groups):
             # Without the zeros that give every rank a slice of one size.

@@ -1,24 +1,19 @@
-"""The precision policy: which parameters the loss gets in the compute dtype.
+"""The precision policy: the dtype of torch.autocast around the loss of a step.
 
-torch.autocast casts a weight at its first use in a region and stores the cast in a hidden cache, so the gradients of
-several uses are summed in the low precision before they reach the float32 weight. Here the copy is an explicit value
-and the gradient is taken with respect to it: the sum is the same, and no cache can become stale.
+The loss gets the parameters as they are stored, in float32. Autocast casts a weight at its first use in a region and
+keeps the cast until the region ends, so the gradients of several uses are summed in the low precision before they
+reach the float32 weight. This is the only place that decides a dtype, and all dtypes are those of torch's loop.
 """
 
 from __future__ import annotations
 
 import contextlib
-import re
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
-from torch import Tensor
 
-from funcamp._check import boolean
-from funcamp._layers import layer
 from funcamp._types import name_of
+from funcamp._upstream import FUSED_ENCODER
 from funcamp._upstream.encoder_kernels import without_encoder_kernels
 
 _DTYPES = {
@@ -28,181 +23,49 @@ _DTYPES = {
 }
 
 
-class ProductConfig(Protocol):
-    """How linear layers multiply in a format of a layer of funcamp: `float8.Float8Config`."""
-
-    def why_not(self, shape: Sequence[int]) -> str:
-        """Return why a weight of this shape does not multiply so; "" if it does."""
-        ...
-
-
-def _float8_config() -> Any:
-    """Return the class of configurations that the layer has."""
-    return layer("float8.config").Float8Config
-
-
 @dataclass(frozen=True)
 class Policy:
-    """The precision in which the loss computes, and the parameters that get a copy in it.
+    """The precision in which the loss of a step computes.
 
-    Parameters stay in float32. The loss gets copies of the selected ones and runs under torch.autocast, which casts
-    activations and does not change the copies. For a loss of `module_loss` these are the weights and biases that
-    autocast would cast: those of Linear, convolutions and attention projections whose forward is torch's, and of
-    GPT-2's layers, without embeddings and norms. For any other loss they are the float32 tensors of two or more
-    dimensions. `keep` and `copy` overrule both by name: put a layer's weight into `keep` if it is also used outside the
-    layer (in a penalty).
-
-    With float8, the Linear layers of `module_loss` multiply in float8, as `float8.scaled_mm` does, if both sizes are
-    multiples of 16 and neither `keep` nor `copy` names the weight; the rest computes in compute_dtype. Their weights
-    get no copy: the gradient is taken with respect to the float32 parameter. The `repr` of a step says which layers
-    do not, and why. In a function of your own call `float8.scaled_mm`.
+    Parameters and their gradients are in float32. The loss gets the parameters themselves and runs under
+    torch.autocast, which casts activations and weights at their use: those of linear layers, convolutions and products,
+    not those of embeddings and norms.
 
     Args:
-        compute_dtype: torch.float16, torch.bfloat16, or torch.float32 for neither copies nor autocast. "float8" is
-            torch.bfloat16 with float8 products.
-        autocast: whether the loss runs under torch.autocast.
-        keep: globs of dotted names, `*` for any characters: these stay float32 (an embedding in your own loss).
-        copy: globs of dotted names: these are copied, whatever their module or shape. `keep` takes precedence. A step's
-            `init` raises for a glob of either that matches no parameter, trainable or frozen.
-        float8: how linear layers multiply in float8; None if they do not.
+        compute_dtype: torch.float16, torch.bfloat16, or torch.float32 for no autocast.
 
     Raises:
-        TypeError: a value is not of the type given above.
-        ValueError: compute_dtype is another dtype; a glob is empty or contains a comma, bar, equals sign or space.
+        TypeError: compute_dtype is not a torch.dtype.
+        ValueError: compute_dtype is another dtype.
 
     Example:
-        >>> str(Policy(torch.float16, keep=("embed.*",)))
-        'float16,keep=embed.*'
-        >>> Policy.parse("bfloat16").compute_dtype
-        torch.bfloat16
-        >>> str(Policy("float8", keep=("head.*",)))
-        'bfloat16,keep=head.*,float8=current'
+        >>> str(Policy(torch.bfloat16))
+        'bfloat16'
     """
 
     compute_dtype: torch.dtype = torch.float16
-    autocast: bool = True
-    keep: tuple[str, ...] = ()
-    copy: tuple[str, ...] = ()
-    float8: ProductConfig | None = None
-
-    if TYPE_CHECKING:
-
-        def __init__(
-            self,
-            compute_dtype: torch.dtype | Literal["float8"] = torch.float16,
-            autocast: bool = True,
-            keep: tuple[str, ...] = (),
-            copy: tuple[str, ...] = (),
-            float8: ProductConfig | None = None,
-        ) -> None: ...
 
     def __post_init__(self) -> None:
-        if str(self.compute_dtype) == "float8":
-            object.__setattr__(self, "compute_dtype", torch.bfloat16)
-            if self.float8 is None:
-                object.__setattr__(self, "float8", _float8_config()())
-        if self.float8 is not None and not isinstance(self.float8, _float8_config()):
-            raise TypeError(f"Policy: float8 must be a Float8Config or None; got {self.float8!r}")
         if not isinstance(self.compute_dtype, torch.dtype):
             raise TypeError(f"Policy: compute_dtype must be a torch.dtype; got {self.compute_dtype!r}")
         if self.compute_dtype not in _DTYPES.values():
             raise ValueError(f"Policy: compute_dtype must be one of {', '.join(_DTYPES)}; got {self.compute_dtype}")
-        boolean("Policy", "autocast", self.autocast)
-        object.__setattr__(self, "keep", _checked_globs("keep", self.keep))
-        object.__setattr__(self, "copy", _checked_globs("copy", self.copy))
 
     def __str__(self) -> str:
-        parts = [name_of(self.compute_dtype)]
-        if not self.autocast:
-            parts.append("autocast=off")
-        if self.keep:
-            parts.append(f"keep={'|'.join(self.keep)}")
-        if self.copy:
-            parts.append(f"copy={'|'.join(self.copy)}")
-        if self.float8 is not None:
-            parts.append(f"float8={self.float8}")
-        return ",".join(parts)
-
-    @classmethod
-    def parse(cls, text: str) -> Policy:
-        """Return the policy that a text describes.
-
-        The form is `dtype[,keep=glob|glob][,copy=glob|glob][,float8=scaling|name=value]`; the dtype is float16,
-        bfloat16 or float32, and float8 is bfloat16 with float8=current.
-
-        Raises:
-            TypeError: text is not a string.
-            ValueError: a part of it is invalid.
-
-        Example:
-            >>> Policy.parse("float16,keep=embed.*|pos")
-            Policy(compute_dtype=torch.float16, autocast=True, keep=('embed.*', 'pos'), copy=(), float8=None)
-        """
-        if not isinstance(text, str):
-            raise TypeError(f"Policy.parse: text must be a string; got {text!r}")
-        dtype_name, *option_texts = [part.strip() for part in text.split(",")]
-        dtype: Any = "float8" if dtype_name == "float8" else _DTYPES.get(dtype_name)
-        if dtype is None:
-            raise ValueError(
-                f"Policy.parse: text must begin with a dtype, one of {', '.join([*_DTYPES, 'float8'])}; got {text!r}"
-            )
-        options: dict[str, Any] = {}
-        for option_text in option_texts:
-            name, _, value = option_text.partition("=")
-            if name not in ("keep", "copy", "float8") or name in options:
-                raise ValueError(f"Policy.parse: text must have keep=, copy= or float8= once each; got {option_text!r}")
-            if name == "float8":
-                options[name] = _float8_config().parse(value)
-            else:
-                options[name] = tuple(value.split("|"))
-        return cls(dtype, **options)
-
-    def casts(self, name: str, leaf: Tensor, known: frozenset[str] | None) -> bool:
-        """Return whether the loss gets the tensor of this name in the compute dtype.
-
-        `known`: the names that autocast would cast, if the loss knows them.
-        """
-        if self.compute_dtype == torch.float32 or leaf.dtype != torch.float32:
-            return False
-        if _matches_any(self.keep, name):
-            return False
-        if _matches_any(self.copy, name):
-            return True
-        if known is None:
-            return leaf.dim() >= 2
-        return name in known
-
-    def no_float8(self, name: str, leaf: Tensor, linear: frozenset[str]) -> str:
-        """Return why the loss does not multiply by this tensor in float8; "" if it does.
-
-        `linear`: the names of the weights of linear layers.
-        """
-        if self.float8 is None or name not in linear:
-            return "it is no linear layer's weight"
-        if _matches_any(self.keep, name):
-            return "the policy's keep names it"
-        if _matches_any(self.copy, name):
-            return "the policy's copy names it"
-        if leaf.dtype != torch.float32:
-            return f"it is {name_of(leaf.dtype)}, not float32"
-        return self.float8.why_not(leaf.shape)
-
-    def check_names(self, call: str, names: Sequence[str]) -> None:
-        """Raise ValueError if a glob of keep or copy matches no parameter's name: a typo would have no effect."""
-        for field, globs in (("keep", self.keep), ("copy", self.copy)):
-            for glob in globs:
-                if not any(_matches(glob, name) for name in names):
-                    first_names = ", ".join(map(repr, names[:4])) + (", ..." if len(names) > 4 else "")
-                    raise ValueError(
-                        f"{call}: every glob in the policy's {field} must match a parameter's name; got {glob!r}, and "
-                        f"the names are {first_names}: correct it ({glob + '.*'!r} for all of a layer) or leave it out"
-                    )
+        return name_of(self.compute_dtype)
 
 
 def check_policy(call: str, policy: object) -> Policy:
-    """Return the policy, created from a string, a dtype or None if needed; raise TypeError for anything else."""
+    """Return the policy, created from the name of a dtype, a dtype or None if needed.
+
+    Raises:
+        TypeError: policy is anything else.
+        ValueError: policy is a text that is not the name of one of the three dtypes, or another dtype.
+    """
     if isinstance(policy, str):
-        return Policy.parse(policy)
+        if policy not in _DTYPES:
+            raise ValueError(f"{call}: policy must be one of {', '.join(_DTYPES)}; got {policy!r}")
+        return Policy(_DTYPES[policy])
     if policy is None or isinstance(policy, torch.dtype):
         return Policy(policy or torch.float32)
     if not isinstance(policy, Policy):
@@ -210,34 +73,12 @@ def check_policy(call: str, policy: object) -> Policy:
     return policy
 
 
-def _checked_globs(field: str, globs: object) -> tuple[str, ...]:
-    """Return the globs of a field of a policy.
-
-    Raises:
-        TypeError: they are not a tuple or list of strings.
-        ValueError: one is empty, or has a character that `Policy.parse` needs.
-    """
-    if not isinstance(globs, (tuple, list)) or not all(isinstance(glob, str) for glob in globs):
-        raise TypeError(f"Policy: {field} must be a tuple of strings; got {globs!r}")
-    for glob in globs:
-        if not glob or set(glob) & set(",|= "):
-            raise ValueError(f"Policy: {field} must hold globs without comma, bar, equals or space; got {glob!r}")
-    return tuple(globs)
-
-
-def _matches_any(globs: Sequence[str], name: str) -> bool:
-    return any(_matches(glob, name) for glob in globs)
-
-
-def _matches(glob: str, name: str) -> bool:
-    """Return whether a name is what a glob describes, in which only `*` is special: any characters, dots too."""
-    pattern = ".*".join(re.escape(text) for text in glob.split("*"))
-    return re.fullmatch(pattern, name, re.DOTALL) is not None
-
-
 def autocast_of(policy: Policy, device_type: str) -> contextlib.AbstractContextManager[object]:
     """Return the region in which a loss computes, also inside of a caller's; none for a policy without a low dtype."""
     if policy.compute_dtype == torch.float32 or device_type == "meta":  # autocast does not know the meta device
         return contextlib.nullcontext()
-    region = torch.autocast(device_type, policy.compute_dtype, enabled=policy.autocast)
-    return without_encoder_kernels(region) if device_type == "cpu" and policy.autocast else region
+    region = torch.autocast(device_type, policy.compute_dtype)
+    # Dynamo does not trace the switch of these kernels.
+    if device_type == "cpu" and FUSED_ENCODER.present and not torch.compiler.is_dynamo_compiling():
+        return without_encoder_kernels(region)
+    return region

@@ -54,6 +54,10 @@ LOST_WRITES = Defect((2, 11), (2, 15))
 #: `_upstream/bugs/unrounded.py`.
 #: https://github.com/pytorch/pytorch/issues/185337
 UNROUNDED = Defect((2, 11), (2, 13))
+#: C++ that Inductor generates declares the 16-bit copy of a sum once for each tensor that it is stored in:
+#: `_upstream/bugs/declared_twice.py`.
+#: https://github.com/pytorch/pytorch/issues/194706
+DECLARED_TWICE = Defect((2, 11), None)
 #: C++ that Inductor generates ignores errors of `index_put` and `scatter_reduce`:
 #: `_upstream/bugs/lost_errors.py`.
 #: https://github.com/pytorch/pytorch/pull/190909
@@ -120,6 +124,12 @@ LOST_NAN = Defect((2, 11), (2, 14))
 #: In an evaluation under autocast on a CPU, `nn.TransformerEncoder` calls fused kernels that do not know it:
 #: `_upstream/encoder_kernels.py`.
 FUSED_ENCODER = Defect((2, 11), None)
+#: C++ that Inductor generates names no operation in the error of an index out of range:
+#: `_upstream/bugs/unnamed_index.py`.
+UNNAMED_INDEX = Defect((2, 11), None)
+#: GCC 12 compiles torch's transposition of 16-bit tiles wrong for Intel's Sapphire Rapids:
+#: `_upstream/bugs/mixed_transposes.py`.
+MIXED_TRANSPOSES = Defect((2, 11), None)
 #: A CPU has no float8 products with a scale per row: `float8/product.py`.
 NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
 #: DTensor's caches keep every mesh, a mesh its group, and a group the threads that may abort the process when it ends
@@ -128,13 +138,10 @@ KEPT_GROUP = Defect((2, 11), None)
 
 #: Every private name of torch that `find` looks up, and what does not work without it.
 PRIVATE = {
-    "torch._C.DisableTorchFunction": "numerics_report does not work",
-    "torch._C._DisableTorchDispatch": "numerics_report does not work",
     "torch._C._ExcludeDispatchKeyGuard": "jit does not take nn.Bilinear, affine_grid and linalg.pinv",
     "torch._C._are_functorch_transforms_active": "losses inside torch.func transforms do not work",
     "torch._C._cuda_endAllocateToPool": "after a capture that failed no other step can be captured in this process",
     "torch._C._cuda_releasePool": "the memory of a capture that failed is not given back",
-    "torch._C._current_autograd_node": "numerics_report does not work",
     "torch._C.DispatchKey": "jit does not take nn.Bilinear, affine_grid and linalg.pinv",
     "torch._C.DispatchKeySet": "jit does not take nn.Bilinear, affine_grid and linalg.pinv",
     "torch._C._AutoDispatchBelowAutograd": "jit does not take nn.Bilinear, affine_grid and linalg.pinv",
@@ -142,17 +149,14 @@ PRIVATE = {
     "torch._C._dispatch_keyset_full_after": "jit does not take nn.Bilinear, affine_grid and linalg.pinv",
     "torch._C._dynamo.guards.TensorGuards": "a call of a jitted step takes some microseconds more",
     "torch._C._functorch.get_unwrapped": "stateless does not work under torch.func transforms",
-    "torch._C._functorch.is_batchedtensor": "optimizer steps take a few more copies",
     "torch._C._functorch.is_functorch_wrapped_tensor": "ties of parameters are looked up more slowly",
     "torch._C._functorch.is_gradtrackingtensor": "stateless does not work under torch.func transforms",
     "torch._C._swap_tensor_impl": "init(consume=True) does not work",
-    "torch._C._is_tracing": "numerics_report does not work",
     "torch._amp_foreach_non_finite_check_and_unscale_": "GradScaler unscales gradients one by one",
     "torch._amp_update_scale_": "GradScaler.update takes several kernels",
     "torch._disable_dynamo": "import funcamp takes longer",
     "torch._dynamo.callback.callback_handler": "jit on torch 2.11 does not take branches of torch.cond with attributes",
     "torch._dynamo.trace_rules._numpy_function_ids": "torch.compile may take functions for those of numpy",
-    "torch._dynamo.nonstrict_trace": "stateless does not work under torch.compile",
     "torch._foreach_copy_": "captured steps, and GradScaler with 16-bit gradients, do not work",
     "torch._foreach_mul_": "GradScaler does not work",
     "torch._foreach_norm": "GradScaler does not work on a GPU",
@@ -177,18 +181,15 @@ PRIVATE = {
     "torch._subclasses.fake_tensor.DataDependentOutputException": "jit names no line where a step reads a value",
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "jit names no line where a shape follows from values",
     "torch._subclasses.fake_tensor.FakeTensor": "jit does not work",
-    "torch._subclasses.fake_tensor.FakeTensorMode": "jit does not work",
-    "torch.autograd._engine_run_backward": "numerics_report does not work",
-    "torch.autograd._get_sequence_nr": "numerics_report does not work",
+    "torch._subclasses.fake_tensor.FakeTensorMode": "jit and optimizers of other packages do not work",
     "torch.distributed.distributed_c10d._resolve_process_group": "distributed does not work",
     "torch.nn.modules.transformer._detect_is_causal_mask": "jit takes masks of nn.Transformer if is_causal is given",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "jit computes float16 convolutions in float32 on every CPU",
     "torch.optim.optimizer._global_optimizer_post_hooks": "GradScaler.step reads found_inf on the host",
     "torch.optim.optimizer._global_optimizer_pre_hooks": "GradScaler.step reads found_inf on the host",
-    "torch.overrides._get_current_function_mode_stack": "some optimizers are refused where a device is the default",
-    "torch.overrides._pop_mode_temporarily": "some optimizers are refused where a device is the default",
-    "torch.utils._python_dispatch._get_current_dispatch_mode_stack": "numerics_report does not work",
-    "torch.utils._python_dispatch.TorchDispatchMode": "jit and numerics_report do not work; no optimizer is flat",
+    "torch.overrides._get_current_function_mode_stack": "stateless needs the CPU as the default device",
+    "torch.overrides._pop_mode_temporarily": "stateless needs the CPU as the default device",
+    "torch.utils._python_dispatch.TorchDispatchMode": "jit does not work",
     "torch.utils._python_dispatch._disable_current_modes": "stateless is not made under FakeTensorMode, torch.compile",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "jit does not work",
     "torch.utils._pytree.GetAttrKey": "leaves have no names: no state_dict",
@@ -313,7 +314,6 @@ def _unscale_each(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> 
 
 #: Whether a transform of torch.func surrounds this call. False is safe, because torch.func then raises itself.
 transforms_active: Callable[[], bool] = find("torch._C._are_functorch_transforms_active", lambda: False)
-is_batched: Callable[[Tensor], bool] = find("torch._C._functorch.is_batchedtensor", lambda _: True)
 is_wrapped: Callable[[Tensor], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor", _has_no_storage)
 is_differentiated: Callable[[Tensor], bool] = find("torch._C._functorch.is_gradtrackingtensor")
 unwrapped: Callable[[Tensor], Tensor] = find("torch._C._functorch.get_unwrapped")

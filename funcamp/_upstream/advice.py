@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import traceback
 
-import torch
 from torch import nn
 
-_PRECISIONS = (
-    "a layer of the model met its parameters in the policy's precision (compute copies) and inputs in another, "
-    "outside of torch.autocast (autocast(enabled=False) in the forward pass?): keep {kept} in float32, "
-    "policy='...,keep={glob}'; or, if autocast does not cast this layer (nn.Bilinear), give it x.float()"
-)
 _TWO_DTYPES = (
     "{layer} met an input and parameters of two dtypes, as torch says: {text}; cast the one to the other: the batch to "
-    "the parameters' dtype, batch.float() for float32 (numpy's arrays are float64)"
+    "the parameters' dtype, batch.float() for float32 (numpy's arrays are float64), and x.float() in the forward pass "
+    "for a layer that autocast does not cast (autocast(enabled=False), nn.Bilinear)"
 )
 _NESTED = "engine='autograd' does not nest in torch.func's transforms, vmap and grad; pass engine='func'"
 _INPUT_GRADIENT = (
     "under torch.func a loss must not call requires_grad_(), as for derivatives with respect to the input; take "
     "torch.func.grad in the loss, or pass engine='autograd' and give no argument that requires a gradient"
 )
-#: torch's names for the dtypes of compute copies in error texts.
-_LOW = {torch.float16: "half", torch.bfloat16: "bfloat16"}
+#: https://github.com/pytorch/pytorch/issues/184890
+_NORM_UNDER_VMAP = (
+    "under vmap torch cannot differentiate LayerNorm and BatchNorm for an input and weights of two dtypes, {text}: "
+    "give the layer x.float() in the forward pass, or take GroupNorm or RMSNorm, or no policy"
+)
 _FIXES = {
     **dict.fromkeys(
         (
@@ -33,8 +31,10 @@ _FIXES = {
             "and bias type (",
             "and weight type (",
         ),
-        _PRECISIONS,
+        _TWO_DTYPES,
     ),
+    "expected scalar type BFloat16 but found Float": _NORM_UNDER_VMAP,
+    "expected scalar type Half but found Float": _NORM_UNDER_VMAP,
     "support saved tensor hooks": "torch.func does not take torch.utils.checkpoint or other saved-tensor hooks; pass "
     "engine='autograd'",
     "must override the setup_context": "torch.func does not take an autograd.Function whose forward takes ctx "
@@ -48,6 +48,8 @@ _FIXES = {
     "requires_grad_(False): freeze it before the loss is made, or take p.detach() in the loss",
     "appears to not have been used in the graph": "under torch.func the loss has separate tensors, of which "
     "torch.autograd.grad finds no way to those around it; take torch.func.grad there, or pass engine='autograd'",
+    "backward() called inside a functorch transform": "the loss must not call backward(), because the step "
+    "differentiates it: return it, and take torch.func.grad for a gradient inside it",
     "backward through the graph a second time": "the step differentiates the loss: return it without calling "
     "backward; for a gradient inside the loss take torch.autograd.grad with create_graph=True",
     "incompatible with .grad()": "torch.autograd.grad does not take torch.utils.checkpoint with use_reentrant=True; "
@@ -55,13 +57,12 @@ _FIXES = {
 }
 
 
-def advise(call: str, error: Exception, low: tuple[torch.dtype, ...] = tuple(_LOW), *, uses_func: bool = False) -> None:
+def advise(call: str, error: Exception, *, uses_func: bool = False) -> None:
     """Raise RuntimeError with the fix for an error of torch, if one is known.
 
     Args:
         call: the function that was called.
         error: torch's error.
-        low: the dtypes that compute copies may have.
         uses_func: whether torch.func differentiates the loss.
     """
     text = str(error)
@@ -77,30 +78,16 @@ def advise(call: str, error: Exception, low: tuple[torch.dtype, ...] = tuple(_LO
     for known_text, fix in _FIXES.items():
         if known_text not in text:
             continue
-        if fix is _PRECISIONS:
-            fix = _fix_of_dtypes(error, low)
+        if fix is _NORM_UNDER_VMAP:
+            if not uses_func:
+                continue
+            fix = fix.format(text=text)
+        if fix is _TWO_DTYPES:
+            name = _path_of_layer(error)
+            fix = fix.format(layer=f"layer {name!r}" if name else "a layer", text=text)
         if fix is _NESTED and uses_func:
             fix = _INPUT_GRADIENT
         raise RuntimeError(f"{call}: {fix}") from error
-
-
-def _fix_of_dtypes(error: Exception, low: tuple[torch.dtype, ...]) -> str:
-    """Return the fix for a layer that met two dtypes; names the layer, if it is known."""
-    text = str(error)
-    name = _path_of_layer(error)
-    if not _is_between_copies_and_float32(text, low):
-        layer = f"layer {name!r}" if name else "a layer"
-        return _TWO_DTYPES.format(layer=layer, text=text)
-    if name:
-        return _PRECISIONS.format(kept=repr(name), glob=f"{name}.*")
-    return _PRECISIONS.format(kept="its parameters", glob="...")
-
-
-def _is_between_copies_and_float32(text: str, low: tuple[torch.dtype, ...]) -> bool:
-    """Return whether the text names float32 and the dtype of compute copies."""
-    lower_text = text.lower()
-    names_copies = any(_LOW.get(dtype, "none") in lower_text for dtype in low)
-    return names_copies and "float" in lower_text.replace("bfloat16", "")
 
 
 def _module_that_raised(error: Exception) -> str:

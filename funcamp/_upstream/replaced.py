@@ -8,15 +8,6 @@ from collections.abc import Iterator
 _ABSENT = object()
 
 
-def with_subclasses(base: type) -> list[type]:
-    """Return a class and all its subclasses, each once: a method is replaced in all that override it."""
-    classes = [base]
-    for known_class in classes:
-        subclasses: list[type] = known_class.__subclasses__()
-        classes += [subclass for subclass in subclasses if subclass not in classes]
-    return classes
-
-
 @contextlib.contextmanager
 def replaced(owner: object, **values: object) -> Iterator[None]:
     """Context manager: attributes of an object have these values, and afterwards the former ones.

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 from funcamp import _upstream
 
 _detect_is_causal_mask: Any = _upstream.find("torch.nn.modules.transformer._detect_is_causal_mask")
-#: The functions that ask whether something holds for all elements, and go on with equal numbers if told that it does
-#: not: is the mask causal, so that attention need not read it; is a variance negative, which is an error.
+#: The functions that ask whether something holds for all elements, and go on with equal numbers if the answer is that
+#: it does not: is the mask causal, so that attention need not read it; is a variance negative, which is an error.
 _ANSWERED = {getattr(function, "__code__", None) for function in (_detect_is_causal_mask, F.gaussian_nll_loss)}
 #: How many frames, those of dispatch modes, there are at most between such a function and the watch of its read.
 _FRAMES_BETWEEN = 12

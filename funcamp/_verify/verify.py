@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from funcamp import _tree
-from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._check import integer
 from funcamp._step.state import check_train_state
 from funcamp._step.step import TrainStep
 from funcamp._trace.autocast_regions import without_autocast
 from funcamp._types import Tree
-from funcamp._verify.python_state import PythonState
+from funcamp._verify.copied_contents import CopiedContents
 from funcamp._verify.report import Verification
-from funcamp._verify.roads import Generators, Task
+from funcamp._verify.roads import Generators, Training, with_scale
 
 #: The step whose scale is too high: not the first, so that there is something to undo.
 _OVERFLOW = 1
+#: The scale to begin with in float16, because the first steps of a higher one may be skipped, which shows little.
+_FIRST_SCALE = 2.0**10
 _LEAST_STEPS = 3
 
 
@@ -35,20 +38,24 @@ def verify(
     """Compare a step for your own model with torch's loop, eager, compiled, and from a saved state.
 
     Trains from the same weights and seeds along several roads: torch's own loop (`torch.autocast`,
-    `torch.amp.GradScaler`, the optimizer's own class, with the step's clipping, micro-batches and average), the eager
-    step, the compiled step, and the compiled step continued from a state that was saved and loaded. Under float16 one
-    step gets a scale that is too high, so that it must be skipped. Loss, parameters, buffers, optimizer state, average,
-    scale, flag and counts are compared after every step, leaf by leaf:
+    `torch.amp.GradScaler`, the optimizer's own class, with the step's scales, clipping, micro-batches and average), the
+    eager step, the compiled step, and the compiled step continued from a state that was saved and loaded. Under float16
+    one step gets a scale that is too high, so that it must be skipped. Loss, flag, parameters, buffers, optimizer state
+    and average are compared after every step, leaf by leaf, of the step's own roads everything in state and metrics:
 
-        |road - reference| / |reference - start| <= 4 * (the same for a reference disturbed by one ulp) + 16 ulp
+        |road - reference| <= 2 * (the largest |disturbed - reference|) + 16 ulp of the value
 
-    in the 2-norm of a leaf, where an ulp is of the compute dtype. So a model that amplifies rounding is not blamed.
-    In a low precision that hides a wrong factor of some percent: verify with policy=None too. A skipped step must leave
-    parameters, moments and average to the bit. Module, criterion, torch's, Python's and numpy's generators, and batches
-    are put back, except objects of other libraries that they keep, closures of backward hooks, and version counters: a
-    graph made before cannot be differentiated after. Runs without an autocast around it. Syncs. Takes a few times as
-    long as the steps, and a compilation; keeps the values after every step in host memory, twice. Not for a step inside
-    another transform, and not while another thread uses the module.
+    in the 2-norm of a leaf. The disturbed runs are four more runs of torch's loop, in which every number of the
+    parameters begins one ulp of the compute dtype up or down. So a model that amplifies rounding is not blamed. In a
+    low precision that hides a wrong factor of a percent: verify with policy=None too.
+
+    While a road runs, the attributes of the model's modules and of the criterion are deep copies, and so are dicts
+    and modules among the variables that a criterion names. Afterwards everything is as it was: their tensors, the
+    random number generators of torch, Python and numpy. Not put back are other variables of closures and globals, a
+    DataLoader's own generator, and version counters: a graph made before cannot be differentiated after. Runs without
+    an autocast around it. Syncs. Takes some ten times as long as the steps, and a compilation; keeps the values after
+    every step in host memory, for six runs. Not for a step inside another transform, and not while another thread
+    uses the module.
 
     Args:
         step: a step of `make_train_step`, which is compiled by `jit(step, exact=True)`; or a `JitStep`, which is
@@ -56,15 +63,17 @@ def verify(
             programs draw others); or any pure function `(state, batch) -> (state, metrics)`, which has no torch loop
             to compare with.
         batches: an iterable of batches, such as a list or a DataLoader; the first `steps` of them are used. Different
-            ones show more.
-        state: the state to start from; by default `step.init()`, with the module's present values.
+            ones show more. A tuple, a mapping and a tensor are one batch, and an error.
+        state: the state to start from; by default `step.init()`, with the module's present values, and with a scale of
+            at most 1,024, because skipped steps show little.
         steps: number of steps, at least 3.
 
     Returns:
         A `Verification`: `print` it. `ok` is False if a road differs by more than rounding, or raises.
 
     Raises:
-        TypeError: step is not callable; state is missing for a step that does not know its parameters.
+        TypeError: step is not callable; batches is one batch; state is missing for a step that does not know its
+            parameters.
         ValueError: steps is below 3, or there are fewer batches; step is a `JitStep` with unroll.
         Exception: any error of the eager step.
 
@@ -81,97 +90,67 @@ def verify(
     References:
         The loop of torch's automatic mixed precision examples, PyTorch 2.13.
     """
+    from funcamp._jit.jit import check_step
     from funcamp._jit.jit_step import JitStep  # imports torch's compiler, which takes seconds
-    from funcamp._verify.comparer import OURS, Comparer
+    from funcamp._verify.comparer import Comparer
 
     compiled = step if isinstance(step, JitStep) else None
     if compiled is not None and compiled._options.unroll is not None:
         raise ValueError("verify: step must take one step in a call; got unroll: pass jit(step) without it")
-    plain_step = step if compiled is None else compiled._step
-    _check_step(plain_step)
+    plain_step: Any = step if compiled is None else compiled._step
+    check_step("verify", plain_step)
     integer("verify", "steps", steps, _LEAST_STEPS)
-    if isinstance(batches, (Tensor, Mapping)) or not isinstance(batches, Iterable):
-        raise TypeError(f"verify: batches must be an iterable of batches, such as a list; got {_tree.brief(batches)}")
     if isinstance(plain_step, TrainStep) and state is not None:
         check_train_state("verify", "state", state)
-    # Recorded before the batches are taken, because taking them may draw random numbers.
-    python_state = PythonState(_roots(plain_step, OURS) | _generators(batches))
-    generators = Generators(_devices_of(state))
+    if state is None and not isinstance(plain_step, TrainStep):
+        raise TypeError("verify: state must be given for a step that make_train_step did not make; got None")
+    contents = CopiedContents(_objects(plain_step))
+    generators = Generators((state, contents.tensors))
     try:
-        chosen = list(itertools.islice(batches, steps))
-        if len(chosen) < steps:
-            raise ValueError(f"verify: batches must be at least {steps}, the number of steps; got {len(chosen)}")
+        chosen = _first_batches(batches, steps)  # which may draw random numbers
         # A step with a policy disables an autocast around it, and torch's loop would not.
         with without_autocast(), torch.inference_mode(False), torch.enable_grad():
             if state is None:
-                state = _first_state(plain_step)
-            task = Task(
-                step=plain_step,
-                state=state,
-                batches=chosen,
-                overflow=_overflow_of(plain_step),
-                python_state=python_state,
-                generators=Generators(_devices_of((state, chosen))),
-            )
-            return Comparer(task, compiled).run()
+                with contents.entered():
+                    state = plain_step.init()
+                state = with_scale(state, min(float(state.scaler.scale), _FIRST_SCALE))
+            is_float16 = isinstance(plain_step, TrainStep) and plain_step._options.policy.compute_dtype == torch.float16
+            overflow = _OVERFLOW if is_float16 else None
+            return Comparer(Training(plain_step, state, chosen, overflow, contents, generators), compiled).run()
     finally:
-        python_state.restore()
         generators.restore()
 
 
-def _devices_of(tree: Tree) -> set[torch.device]:
-    return {tensor.device for tensor in _tree.tensors_in(tree)}
+def _first_batches(batches: Iterable[Tree], steps: int) -> list[Tree]:
+    """Return the first batches.
 
-
-def _overflow_of(step: object) -> int | None:
-    """Return the number of the step that gets a scale that is too high; None if nothing is computed in float16."""
-    is_float16 = isinstance(step, TrainStep) and step._options.policy.compute_dtype == torch.float16
-    return _OVERFLOW if is_float16 else None
-
-
-def _generators(batches: Iterable[Tree]) -> dict[str, object]:
-    """Return the generators of a DataLoader, which its iteration moves."""
-    own_generator = getattr(batches, "generator", None)
-    sampler = getattr(batches, "sampler", None)
-    sampler_generator = getattr(sampler, "generator", None)
-    generators: dict[str, object] = {}
-    for number, generator in enumerate((own_generator, sampler_generator)):
-        if generator:
-            generators[f"generator {number} of batches"] = generator
-    return generators
-
-
-def _check_step(step: object) -> None:
-    """Raise TypeError if this is not a step."""
-    if not callable(step) or isinstance(step, (nn.Module, Loss, type)):
+    Raises:
+        TypeError: batches is one batch: in a list of batches nothing else has the form of one.
+        ValueError: there are too few.
+    """
+    if isinstance(batches, (Tensor, Mapping, tuple)) or not isinstance(batches, Iterable):
         raise TypeError(
-            f"verify: step must be a function (state, batch) -> (state, metrics), as make_train_step and jit make it; "
-            f"got {_tree.brief(step)}"
+            "verify: batches must be an iterable of batches, such as a list or a DataLoader; got "
+            f"{_tree.brief(batches)}, which is one batch: pass several in a list, or [batch] * {steps}"
         )
+    chosen = list(itertools.islice(batches, steps))
+    if len(chosen) < steps:
+        raise ValueError(f"verify: batches must be at least {steps}, the number of steps; got {_tree.brief(chosen)}")
+    return chosen
 
 
-def _first_state(step: object) -> Tree:
-    if not isinstance(step, TrainStep):
-        raise TypeError("verify: state must be given for a step that make_train_step did not make; got None")
-    if not isinstance(step.loss_fn, ModuleLoss):
-        raise TypeError(
-            "verify: state must be given for a loss that module_loss did not make: step.init(params); got None"
-        )
-    return step.init()
-
-
-def _roots(step: object, ours: str) -> dict[str, object]:
+def _objects(step: object) -> dict[str, object]:
     """Return the user's objects by name, in which things may be kept from step to step."""
-    if not isinstance(step, TrainStep):
-        return {"step": step}
-    loss_fn = step.loss_fn
-    roots: dict[str, object] = {}
+    loss_fn = getattr(step, "loss_fn", None)
+    objects: dict[str, object]
     if isinstance(loss_fn, ModuleLoss):
-        roots["model"] = loss_fn.model
-        roots["criterion"] = loss_fn.criterion
+        objects = {"model": loss_fn.model, "criterion": loss_fn.criterion}
     else:
-        roots["loss_fn"] = loss_fn.function
-    roots["weight"] = step._options.weight
-    roots["observe"] = dict(step._options.observe)
-    roots[ours] = step
-    return roots
+        objects = {"step": step if loss_fn is None else loss_fn.function}
+    for function in list(objects.values()):
+        if inspect.isroutine(function) and hasattr(function, "__code__"):
+            variables = inspect.getclosurevars(function)
+            for name, value in {**variables.globals, **variables.nonlocals}.items():
+                if isinstance(value, (dict, nn.Module)):
+                    objects[f"variable {name}"] = value
+    return objects

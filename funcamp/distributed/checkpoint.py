@@ -130,9 +130,7 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
     for name, value in saved.items():
         check_like(call, name, value, expected[name])
     if saved[_LAYOUT] != expected[_LAYOUT]:
-        raise ValueError(
-            f"{call}: saved must hold like's parameters, in its order and under its policy; got another layout"
-        )
+        raise ValueError(f"{call}: saved must hold like's parameters, in its order; got another layout")
     # The names are of the tree with DTensors, which has the leaves of like in the same order.
     like_leaves, spec = _tree.flatten(like)
     saved_values = iter(saved.values())

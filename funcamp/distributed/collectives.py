@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -164,16 +163,6 @@ def all_reduce(x: Tensor, op: str, ranks: Ranks) -> Tensor:
     if ranks.size == 1:
         return x
     return _waited(_ops().all_reduce(x.contiguous(), op, ranks.name))
-
-
-def largest(amax: Tensor, ranks: Ranks) -> Tensor:
-    """Return the largest amaxes of all ranks; infinite for NaN."""
-    return all_reduce(comparable(amax), "max", ranks)
-
-
-def comparable(amax: Tensor) -> Tensor:
-    """Return amaxes, infinite for NaN, with which the maxima of backends differ."""
-    return torch.where(torch.isfinite(amax), amax, math.inf)
 
 
 def all_reduce_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:

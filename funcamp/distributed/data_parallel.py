@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.tape import Tape
 from funcamp._check import boolean, integer
 from funcamp._dtensor import as_dtensor_like, local, settled_sum
 from funcamp._step.accumulate import Result
@@ -25,8 +23,6 @@ from funcamp.distributed.collectives import (
     all_reduce_each,
     broadcast,
     check_alike,
-    comparable,
-    largest,
     ranks_of,
 )
 from funcamp.distributed.shards import summed_slices
@@ -48,15 +44,13 @@ class DataParallel(Parallel):
     sync except in `init`.
 
     With shard=True each rank stores a slice of the parameters, of the optimizer's state and of the average (ZeRO stages
-    1 and 2): all-gather in the compute dtype, forward and backward, reduce-scatter, update of the slice. The norm, the
-    flag and the amaxes of delayed float8 share one all-gather of a few numbers. Under `jit` weights in float8 with a
-    scale per tensor are gathered in float8; the loss must read such weights elsewhere on all ranks alike, or on none.
+    1 and 2): all-gather in float32, forward and backward, reduce-scatter, update of the slice. The norm and
+    the flag share one all-gather of two numbers.
 
     Args:
         group: a ProcessGroup, or a DeviceMesh of one dimension; by default all processes.
         shard: shard the state over the ranks; needs flat storage and elementwise optimizers (your own sees slices).
-        dtype: the dtype in which gradients are summed, if not their own: float32 for precision, bfloat16 for less
-            traffic.
+        dtype: the dtype in which gradients are summed, if not their own, float32: bfloat16 for less traffic.
         buckets: number of parts of flat storage, in the order of the parameters. Under `jit` the collective of a part
             starts when its gradients are ready and overlaps the backward pass of the earlier parts. Useful if
             communication is slow; each part adds a few collectives and kernels.
@@ -165,49 +159,14 @@ class DataParallel(Parallel):
         """Return this rank's slices of flat parameters, or all of them."""
         return cut(params, self.ranks) if self.shard else params
 
-    def joined(
-        self, squares: Tensor, finite: Tensor, tapes: Sequence[Tape], records: Sequence[Tree], share: Share
-    ) -> tuple[Tensor, Tensor, Sequence[Tree]]:
-        """Return the sum of squares and the finite flag over the slices of all ranks, and the records merged.
-
-        At most one collective, if there is one record to merge. A maximum is over the ranks that have a share, infinite
-        for NaN.
-        """
-        if self.ranks.size == 1:
-            return squares, finite, records
-        merged_tapes = [number for number, tape in enumerate(tapes) if tape.over_ranks is not None]
-        leaves, spec = _tree.flatten([records[number] for number in merged_tapes])
-        if isinstance(share, Tensor):
-            # A rank without a share does not count: its records become 0, the least that a magnitude can be.
-            leaves = [torch.where(share == 0, 0.0, leaf) for leaf in leaves]
-        if self.shard:
-            squares, finite, leaves = self._joined_slices(squares, finite, leaves)
-        else:
-            leaves = [largest(leaf, self.ranks) for leaf in leaves]
-        joined_records = list(records)
-        for number, record in zip(merged_tapes, _tree.unflatten(leaves, spec)):
-            joined_records[number] = record
-        return squares, finite, joined_records
-
-    def _joined_slices(
-        self, squares: Tensor, finite: Tensor, records: list[Tensor]
-    ) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Return the sum of squares, the finite flag and the largest records of all ranks, by one all-gather."""
-        dtype_sent = squares.dtype
-        squares_and_finite = torch.stack([squares, finite.to(dtype_sent)])
-        flat_records = [comparable(record).reshape(-1).to(dtype_sent) for record in records]
-        (gathered,) = all_gather_each([torch.cat([squares_and_finite, *flat_records])], self.ranks)
-        # A row per rank: the two numbers, then the records.
-        rows = gathered.view(self.ranks.size, -1)
-        squares_and_finite_by_rank, *values_by_record = torch.split(
-            rows, [2, *[record.numel() for record in records]], dim=1
-        )
-        largest_records: list[Tensor] = []
-        for record, values in zip(records, values_by_record):
-            largest_records.append(values.amax(0).to(record.dtype).view(record.shape))
-        squares_by_rank = squares_and_finite_by_rank[:, 0]
-        finite_by_rank = squares_and_finite_by_rank[:, 1] != 0
-        return squares_by_rank.sum(), finite_by_rank.all(), largest_records
+    def joined(self, squares: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the sum of squares and the finite flag over the slices of all ranks, by one all-gather."""
+        if self.ranks.size == 1 or not self.shard:
+            return squares, finite
+        own = torch.stack([squares, finite.to(squares.dtype)])
+        (gathered,) = all_gather_each([own], self.ranks)
+        rows = gathered.view(self.ranks.size, 2)  # a row per rank
+        return rows[:, 0].sum(), (rows[:, 1] != 0).all()
 
     def summed(self, result: Result, share: Share, before: dict[str, Tensor]) -> Result:
         """Return the summed gradients, and the means of loss and floating-point buffers weighted by share."""

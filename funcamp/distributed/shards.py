@@ -7,8 +7,6 @@ The slices are those of a DTensor with Shard(0), so torch.distributed.checkpoint
 
 from __future__ import annotations
 
-import itertools
-
 import torch
 from torch import Tensor
 
@@ -32,30 +30,6 @@ def summed_slices(params: Params, ranks: Ranks) -> Params:
     for number, slice_of_sum in zip(padded_groups, slices):
         groups[number] = slice_of_sum
     return Params(tuple(groups), params.layout, ranks)
-
-
-def pieces_of(params: Params, number: int) -> list[Tensor]:
-    """Return the pieces of a group's tensors that are in this rank's slice, then the padding at the end.
-
-    A tensor of other ranks has an empty piece.
-
-    Args:
-        params: sharded parameters.
-        number: the number of the group, which must not be None.
-    """
-    own_slice = params.groups[number]
-    ranks = params.ranks
-    assert own_slice is not None
-    assert ranks is not None
-    slice_size = own_slice.numel()
-    slice_start = ranks.rank * slice_size
-    # Where the pieces end, from the start of the slice: a number outside of the slice becomes its nearest end.
-    ends = [
-        min(max(end_in_group - slice_start, 0), slice_size)
-        for end_in_group in itertools.accumulate(params.layout.padded_sizes[number])
-    ]
-    starts = [0, *ends]
-    return [own_slice[start:end] for start, end in zip(starts, [*ends, slice_size])]
 
 
 def slice_of(params: Params) -> Tree:

@@ -1,25 +1,19 @@
-"""Float8 products as pure functions: a scale for each tensor, as `funcamp` has one for the loss.
+"""Linear layers in float8: a scale for each tensor of a product, computed from that tensor.
 
-`scaled_mm` is the product of a linear layer; `quantize` one tensor. `Float8Config` says how tensors are scaled: by
-the present tensor, or by the amaxes of earlier steps, which `init` and `update` keep as a pure state. `torchao`,
-`transformer_engine`, `megatron` and `flax` return the configurations of these libraries.
+`convert` changes the linear layers of a model; everything around them stays as it is. `scaled_mm` is their product,
+and `quantize` makes one tensor of it. `Float8Config` says how tensors are scaled.
 """
 
-from funcamp.float8.config import Float8Config, flax, megatron, torchao, transformer_engine
+from funcamp.float8.config import Float8Config
+from funcamp.float8.linear import Float8Linear, convert
 from funcamp.float8.product import scaled_mm
 from funcamp.float8.quantized import Quantized, quantize
-from funcamp.float8.state import Float8State, init, update
 
 __all__ = [
     "Float8Config",
-    "Float8State",
+    "Float8Linear",
     "Quantized",
-    "flax",
-    "init",
-    "megatron",
+    "convert",
     "quantize",
     "scaled_mm",
-    "torchao",
-    "transformer_engine",
-    "update",
 ]

@@ -36,30 +36,28 @@ def quantize(
     x: Tensor,
     dtype: torch.dtype = FORWARD,
     *,
-    scale: Tensor | None = None,
     dim: int | None = None,
     power_of_two: bool = False,
 ) -> Quantized:
     """Scale a tensor into float8.
 
-    values = cast(clamp(f32(x) * scale, -largest, largest)), rounded to nearest even. Without a scale it is the current
-    one, f32(largest / max(f64(amax), 1e-12)). A value that is not finite is never clamped: it becomes NaN, so an
-    overflow reaches the product, the gradients and the flag `found_inf`. Pure; safe under torch.compile and vmap; no
-    sync.
+    values = cast(clamp(f32(x) * scale, -largest, largest)), rounded to nearest even, with the scale
+    f32(largest / max(f64(amax), 1e-12)) of the largest magnitude (amax). A value that is not finite is never clamped:
+    it becomes NaN, so an overflow reaches the product, the gradients and the flag `found_inf`. Pure; safe under
+    torch.compile and vmap; no sync.
 
     Args:
         x: float32, bfloat16 or float16, any shape with at least one element.
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
-        scale: float32, broadcast against x: a delayed scale. Larger values of x saturate.
-        dim: the current scale is per row along this dimension; None for one scale.
-        power_of_two: round the current scale down to a power of two.
+        dim: a scale per row along this dimension; None for one scale.
+        power_of_two: round the scale down to a power of two.
 
     Returns:
         A `Quantized`.
 
     Raises:
-        TypeError: x, dtype or scale has another type or dtype.
-        ValueError: x is empty; dim or power_of_two is given with a scale.
+        TypeError: x or dtype has another type or dtype.
+        ValueError: x is empty.
 
     Example:
         >>> from funcamp import float8
@@ -75,24 +73,14 @@ def quantize(
     boolean(call, "power_of_two", power_of_two)
     if dtype not in LARGEST:
         raise TypeError(f"{call}: dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got {dtype!r}")
-    if scale is None:
-        if not x.numel():
-            raise ValueError(f"{call}: x must have an element; got {_tree.describe(x)}")
-        scale = current_scale(amax_of(x, dim), dtype, power_of_two)
-    elif not isinstance(scale, Tensor) or scale.dtype != torch.float32:
-        raise TypeError(f"{call}: scale must be a float32 tensor or None; got {_tree.brief(scale)}")
-    elif dim is not None or power_of_two:
-        raise ValueError(f"{call}: dim and power_of_two must not be given with a scale; got {dim} and {power_of_two}")
+    if not x.numel():
+        raise ValueError(f"{call}: x must have an element; got {_tree.describe(x)}")
+    magnitudes = x.abs()
+    amax = magnitudes.amax() if dim is None else magnitudes.amax(dim, keepdim=True)
+    scale = current_scale(amax.float(), dtype, power_of_two)
     largest = LARGEST[dtype]
     saturated = (x.float() * scale).clamp(-largest, largest)
     return Quantized(torch.where(torch.isfinite(x), saturated, torch.nan).to(dtype), scale)
-
-
-def amax_of(x: Tensor, dim: int | None = None) -> Tensor:
-    """Return the largest magnitude of a tensor, or of each of its rows along a dimension; NaN if any is."""
-    magnitudes = x.abs()
-    amax = magnitudes.amax() if dim is None else magnitudes.amax(dim, keepdim=True)
-    return amax.float()
 
 
 def current_scale(amax: Tensor, dtype: torch.dtype, power_of_two: bool) -> Tensor:

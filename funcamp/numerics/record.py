@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.tape import Tape
 from funcamp.numerics.counting import WIDTH
 from funcamp.numerics.statistics import Stats, check_positive
 
@@ -103,9 +102,9 @@ class Taps:
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
 
-    def tape(self, device: torch.device) -> Tape:
+    def tape(self, device: torch.device) -> dict[str, Record]:
         """Return empty records by name."""
-        return Tape({name: probe(device) for name in self.names}, "sum")
+        return {name: probe(device) for name in self.names}
 
     def collected(self, records: Mapping[str, Record]) -> Records:
         """Return the records in one tensor."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from funcamp import _tree
+from funcamp._autograd.left_behind import hooks_in_copies
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._types import Args, Tree
 from funcamp.numerics.counting import WIDTH, check_sample, has_values
@@ -150,7 +151,7 @@ def _with_taps(module: nn.Module, chosen: Chosen, sample: int | None) -> tuple[n
         raise ValueError("track_scales: module must not be tracked already; got one with taps")
     names = _choose(module, chosen)
     # deepcopy takes what its memo has under an object's id instead of a copy.
-    skeleton = copy.deepcopy(module, _tensors_by_id(module))
+    skeleton = copy.deepcopy(module, _tensors_by_id(module) | hooks_in_copies(module))
     for name in names:
         layer = skeleton.get_submodule(name)
         for buffer_name in (_FORWARD, _BACKWARD):
@@ -160,9 +161,9 @@ def _with_taps(module: nn.Module, chosen: Chosen, sample: int | None) -> tuple[n
     return skeleton, names
 
 
-def _tensors_by_id(module: nn.Module) -> dict[int, Tensor]:
+def _tensors_by_id(module: nn.Module) -> dict[int, object]:
     """Return all parameters, buffers and plain attributes of a module's parts that are tensors, by their id."""
-    tensors = {}
+    tensors: dict[int, object] = {}
     for submodule in module.modules():
         for attributes in (submodule._parameters, submodule._buffers, vars(submodule)):
             for value in attributes.values():

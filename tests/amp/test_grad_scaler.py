@@ -21,6 +21,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import funcamp
 from funcamp import GradScaler, ScalerConfig, init, presets, update
 from funcamp._amp import unscale
+from funcamp._amp.nonfinite import describe_nonfinite
 from funcamp._amp.undo import is_watched
 from tests.support.helpers import assert_same, clone
 from tests.support.host_reads import host_reads
@@ -513,6 +514,31 @@ def test_float16_gradients_are_unscaled_in_float32_if_asked() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert scaler.metrics().found_inf == 1.0
+
+
+@pytest.mark.parametrize("skip", [None, "host", "select"])
+def test_the_metrics_before_the_update_are_of_this_step(skip: Any) -> None:
+    weight = torch.ones(4, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    scaler = GradScaler("cpu", skip=skip)
+    for expected, value in ((0.0, 1.0), (1.0, math.inf), (0.0, 2.0)):
+        scaler.scale((weight * value).sum()).backward()
+        for call in (scaler.unscale_, scaler.step):
+            call(optimizer)
+            assert scaler.metrics().found_inf == expected
+        scaler.update()
+        assert scaler.metrics().found_inf == expected
+        optimizer.zero_grad()
+
+
+def test_the_description_of_gradients_that_were_cleared() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    optimizer = torch.optim.SGD([weight], lr=1.0)
+    assert "were cleared before" in describe_nonfinite(optimizer)
+    weight.grad = torch.ones(2)
+    assert "are finite by now" in describe_nonfinite(optimizer)
+    weight.grad = torch.tensor([1.0, math.inf])
+    assert "number 0 of group 0" in describe_nonfinite(optimizer)
 
 
 MODES = [None, "host", "select"]

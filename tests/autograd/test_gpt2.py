@@ -1,4 +1,4 @@
-"""GPT-2 of transformers: its layers multiply by transposed weights, whose copies are kept and change no bit."""
+"""GPT-2 of transformers, with its tied head and its layers of transposed weights: torch's loop, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ def test_the_run_of_torchs_loop() -> None:
     torch.manual_seed(0)
     model = transformers.GPT2LMHeadModel(config)
     loss_fn = funcamp.module_loss(model)
-    assert {name for name in loss_fn.names if ".h." in name and ".ln_" not in name} <= set(loss_fn.cast_names or ())
     sgd = funcamp.stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
     step = funcamp.make_train_step(loss_fn, sgd, SCALER, policy="float16")
     state = step.init()

@@ -1,4 +1,4 @@
-"""A module whose state has moved on says so at its first call outside of a step."""
+"""A module whose state has moved on says so when it is called, saved or copied, once until it follows again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from funcamp import jit, make_train_step, module_loss, stateless
 from tests.support.helpers import assert_same, assert_silent
 
 X, Y = torch.randn(16, 4), torch.randn(16, 1)
-BEHIND = "Sequential has the values that it had at init.*step.loss"
+BEHIND = r"Sequential has older values than the state.*step\.evaluating\(state\)"
 
 
 def taken(
@@ -60,7 +60,7 @@ def test_saving_the_module_warns_once(jitted: bool) -> None:
         step.to_torch(state)
         step.state_dict(state)
     whole = nn.ModuleDict({"part": module})
-    with pytest.warns(UserWarning, match=r"Sequential has the values that it had at init.*step.to_torch\(state\)"):
+    with pytest.warns(UserWarning, match=BEHIND):
         whole.state_dict()
     with assert_silent(), torch.no_grad():
         module.state_dict()
@@ -107,23 +107,118 @@ def test_a_module_with_the_states_values_is_silent() -> None:
         module(X)
 
 
-def test_copies_are_silent_and_can_be_saved() -> None:
+@pytest.mark.parametrize("jitted", [False, True])
+def test_a_module_that_falls_behind_again_warns_again(jitted: bool) -> None:
+    module = model()
+    loss_fn = module_loss(module, F.mse_loss)
+    step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.1))
+    run: Any = jit(step, backend="eager") if jitted else step
+    state = step.init()
+    for _ in range(3):
+        with assert_silent():
+            state, _ = run(state, (X, Y))
+            module.load_state_dict(loss_fn.state_dict(state.params, state.buffers))
+            module.eval()(X)
+            module.train()
+            state, _ = run(state, (X, Y))
+        with pytest.warns(UserWarning, match=BEHIND), torch.no_grad():
+            module(X)
+        with assert_silent(), torch.no_grad():
+            module(X)
+            state, _ = run(state, (X, Y))
+            module(X)  # not again, as nothing was written into it since
+
+
+def test_a_loaded_state_leaves_the_module_behind() -> None:
     module = model().eval()
-    taken(module)
-    file = io.BytesIO()
+    step, state = taken(model())
+    step = make_train_step(module_loss(module, F.mse_loss), stateless(torch.optim.SGD, lr=0.1))
+    saved = step.state_dict(state)
+    step.load_state_dict(saved, like=step.init(), consume=True)
     with assert_silent():
-        copied = copy.deepcopy(module)
-        pickled = pickle.loads(pickle.dumps(module))
-        torch.save(module, file)
-        file.seek(0)
-        loaded = torch.load(file, weights_only=False)
-        outputs = [copied(X), pickled(X), loaded(X)]
-        saved = pickled.state_dict()
-        copied.load_state_dict(saved)
-        loaded.load_state_dict(saved)
+        module(X)
+    step.load_state_dict(saved, like=step.init())
     with pytest.warns(UserWarning, match=BEHIND):
-        expected = module(X)
-    assert_same(outputs, [expected] * 3)
+        module(X)
+
+
+def pickled(module: nn.Module) -> Any:
+    return pickle.loads(pickle.dumps(module))
+
+
+def saved_and_loaded(module: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    assert b"funcamp" not in file.getvalue()
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+def averaged(module: nn.Module) -> Any:
+    return torch.optim.swa_utils.AveragedModel(module).module
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved_and_loaded, averaged])
+def test_a_copy_of_a_module_that_is_behind_warns_and_has_nothing_of_it(copied: Any) -> None:
+    module = model().eval()
+    step, state = taken(module)
+    with pytest.warns(UserWarning, match=BEHIND):
+        other = copied(module)
+    step(state, (X, Y))
+    with assert_silent():
+        copy.deepcopy(module)
+        output = other(X)
+        other.load_state_dict(other.state_dict())
+        copied(other)
+    assert_same(output, module(X))
+    assert b"funcamp" not in pickle.dumps(other)
+
+
+def test_a_copy_during_an_evaluation_is_silent() -> None:
+    module = model()
+    step, state = taken(module)
+    with assert_silent(), step.evaluating(state) as trained:
+        copies = [copy.deepcopy(trained), saved_and_loaded(trained)]
+    for other in copies:
+        assert_same(F.mse_loss(other(X), Y), step.loss(state, (X, Y)))
+
+
+def test_a_module_of_many_losses_has_one_hook() -> None:
+    module = model()
+    for _ in range(3):
+        taken(module)
+    assert len(module._forward_pre_hooks) == len(module._state_dict_pre_hooks) == 1
+
+
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+        self.norm = nn.BatchNorm1d(1)
+        self.register_buffer("beta", torch.ones(()))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.norm(self.layer(x)) * self.beta
+
+
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("consume", [False, True])
+def test_a_buffer_that_the_caller_writes_is_right_or_warns(jitted: bool, consume: bool) -> None:
+    module: Any = Weighted()
+    step = make_train_step(module_loss(module, F.mse_loss), stateless(torch.optim.SGD, lr=0.1))
+    run: Any = jit(step, backend="eager") if jitted else step
+    state = step.init(consume=consume)
+    for number in range(3):
+        module(X)  # BatchNorm writes its statistics, of which nothing is said
+        module.beta.fill_(0.5**number)
+        if consume and (jitted or number == 0):
+            with assert_silent():
+                state, _ = run(state, (X, Y))
+            assert_same(state.buffers["beta"], module.beta)
+            continue
+        with pytest.warns(UserWarning, match=r"'beta'.*changes nothing for the step.*state\.buffers\['beta'\]"):
+            state, _ = run(state, (X, Y))
+        assert state.buffers["beta"] == 1
 
 
 @pytest.mark.compiled
@@ -138,19 +233,6 @@ def test_a_module_that_a_compiler_runs_goes_on_working() -> None:
     assert_same([compiled, exported], [expected] * 2)
 
 
-def test_each_loss_of_a_module_watches_its_own_state() -> None:
-    module = model().eval()
-    taken(module)
-    step, state = taken(module)
-    step.init()  # from now on the module is not behind the second loss's state
-    with pytest.warns(UserWarning, match=BEHIND) as of_the_first:
-        module(X)
-    step(state, (X, Y))
-    with pytest.warns(UserWarning, match=BEHIND) as of_the_second:
-        module(X)
-    assert len(of_the_first) == len(of_the_second) == 1
-
-
 @pytest.mark.parametrize("jitted", [False, True])
 def test_a_module_in_the_criterion_of_another_step(jitted: bool) -> None:
     critic = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))
@@ -161,7 +243,7 @@ def test_a_module_in_the_criterion_of_another_step(jitted: bool) -> None:
         module_loss(nn.Linear(4, 1), lambda out, _: -critic(out).mean()), stateless(torch.optim.SGD, lr=0.1)
     )
     run: Any = jit(generator, backend="eager") if jitted else generator
-    with pytest.warns(UserWarning, match=r"has the values that it had at init.*compute_params"):
+    with pytest.warns(UserWarning, match=r"has older values than the state.*compute_params"):
         run(generator.init(), (X, Y))
 
 

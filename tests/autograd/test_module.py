@@ -146,27 +146,6 @@ def test_a_buffer_of_two_modules_stays_one() -> None:
     assert_same(state.buffers["0.running_mean"], eager[0].running_mean)
 
 
-def test_which_parameters_are_cast() -> None:
-    def cast(model: nn.Module) -> set[str]:
-        return set(module_loss(model, F.mse_loss).cast_names or ())
-
-    class Same(nn.Linear):
-        """torch's forward."""
-
-    class Patched(nn.Linear):
-        def _conv_forward(self, x: Any) -> Any:
-            return x
-
-    assert cast(Same(2, 2)) == {"weight", "bias"}
-    assert cast(Patched(2, 2)) == set()
-    assert cast(nn.LayerNorm(2)) == cast(nn.Embedding(2, 2)) == cast(TwoInputs()) == set()
-    attention = cast(nn.MultiheadAttention(4, 2, add_bias_kv=True))
-    assert attention == {"in_proj_weight", "in_proj_bias", "out_proj.weight", "out_proj.bias"}
-    replaced = nn.Linear(2, 2)
-    vars(replaced)["forward"] = lambda x: x
-    assert cast(replaced) == set()
-
-
 def test_module_loss_writes_nothing_in_a_parametrized_module() -> None:
     model = torch.nn.Sequential(torch.nn.utils.parametrizations.spectral_norm(torch.nn.Linear(3, 3)))
     before = clone(dict(model.named_buffers()))
@@ -199,7 +178,7 @@ CRITERIA: dict[str, Callable[[Any], Callable[[Tensor, Tensor], Tensor]]] = {
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("how", ["eager", "jit", "func", "tracked", "keep"])
+@pytest.mark.parametrize("how", ["eager", "jit", "func", "tracked", "policy"])
 @pytest.mark.parametrize("name", CRITERIA)
 def test_a_criterion_that_reads_the_model_sees_what_is_trained(name: str, how: str) -> None:
     torch.manual_seed(0)
@@ -211,13 +190,13 @@ def test_a_criterion_that_reads_the_model_sees_what_is_trained(name: str, how: s
         track_scales(loss_fn) if how == "tracked" else loss_fn,
         SGD,
         ScalerConfig(1.0),
-        policy="bfloat16,keep=*" if how == "keep" else None,
+        policy="bfloat16" if how == "policy" else None,
     )
     run: Any = jit(step, backend="eager") if how == "jit" else step
     state, criterion, before = step.init(), CRITERIA[name](expected), clone(values_of(model))
     for _ in range(4):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=how == "keep"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=how == "policy"):
             loss = criterion(expected(x), y)
         loss.backward()
         optimizer.step()
@@ -226,7 +205,7 @@ def test_a_criterion_that_reads_the_model_sees_what_is_trained(name: str, how: s
     assert_same(loss_fn.state_dict(state.params, state.buffers), dict(expected.state_dict()))
     assert_same(values_of(model), before)
     expected.eval()
-    with torch.autocast("cpu", torch.bfloat16, enabled=how == "keep"):
+    with torch.autocast("cpu", torch.bfloat16, enabled=how == "policy"):
         assert_same(step.loss(state, (x, y)), criterion(expected(x), y).detach())
 
 
@@ -300,9 +279,9 @@ def test_aux_of_a_criterion_is_in_the_metrics(make: Any, tracked: bool, engine: 
     step = make_train_step(track_scales(loss_fn) if tracked else loss_fn, SGD, policy="bfloat16")
     run: Any = jit(step, backend="eager") if wrapped else step
     state, expected = step.init(), alone.init()
+    model = copy.deepcopy(task.model)
     for number in range(3):
         x, y = task.batch(number)
-        model = copy.deepcopy(task.model)
         model.load_state_dict(loss_fn.state_dict(expected.params, expected.buffers))
         with torch.autocast("cpu", torch.bfloat16):
             output = model(x).detach()

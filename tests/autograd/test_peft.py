@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import funcamp
-from tests.support.helpers import assert_close, assert_same, clone
+from tests.support.helpers import assert_same, clone
 from tests.support.trainers import imported, make_model
 
 pytestmark = [
@@ -60,17 +60,14 @@ def by_torch(model: Any) -> list[Any]:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("wrap", [lambda step: step, TRACED], ids=["eager", "jit"])
-@pytest.mark.parametrize("policy", ["float16", "float16,keep=*lora_*"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_adapters_are_trained_as_by_torchs_loop_on_a_base_that_is_never_copied(
-    dtype: torch.dtype, policy: str, wrap: Any
-) -> None:
+def test_adapters_are_trained_as_by_torchs_loop_on_a_base_that_is_never_copied(dtype: torch.dtype, wrap: Any) -> None:
     model = make_adapted(dtype)
     base = {name: value for name, value in model.named_parameters() if not value.requires_grad}
     before = {name: (value.data_ptr(), value.detach().clone()) for name, value in base.items()}
     assert {value.dtype for value in base.values()} == {dtype}
     loss_fn, adamw = funcamp.module_loss(model), funcamp.stateless(torch.optim.AdamW, lr=1e-2)
-    step = funcamp.make_train_step(loss_fn, adamw, funcamp.ScalerConfig(**NUMBERS), policy=policy)
+    step = funcamp.make_train_step(loss_fn, adamw, funcamp.ScalerConfig(**NUMBERS), policy="float16")
     run, state = wrap(step), step.init()
     assert len(state.params.tree()) == 4
     assert all("lora_" in name for name in state.params.tree())
@@ -87,10 +84,7 @@ def test_adapters_are_trained_as_by_torchs_loop_on_a_base_that_is_never_copied(
     assert any(b < a for a, b in itertools.pairwise(scales))
     assert any(b > a for a, b in itertools.pairwise(scales))
     assert [scale for scale, _ in seen] == scales
-    if "keep" in policy:
-        assert_same(seen, expected)
-    # An adapter casts its input to its weight's dtype: with a copy in float16, dropout is computed in float16.
-    assert_close([params for _, params in seen], [params for _, params in expected], 0.02)
+    assert_same(seen, expected)  # an adapter casts its input to its weight's dtype, here float32
 
 
 def test_trained_adapters_are_saved_by_peft_and_loaded_on_another_base(tmp_path: Path) -> None:

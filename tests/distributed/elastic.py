@@ -26,7 +26,7 @@ def options(folder: Path, *others: str) -> Any:
 
 
 def gathered(state: Any) -> list[torch.Tensor]:
-    """Every tensor of the state that one process alone would hold, its compute copies too."""
+    """Every tensor of the state that one process alone would hold."""
     return [leaf for leaf in _pytree.tree_leaves(distributed.gather_state(state)) if leaf is not None]
 
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import funcamp
 from tests.recipes import advance, example, scaler_for, values
 from tests.support.helpers import assert_close, assert_same, clone, values_of
-from tests.support.models import cnn, mlp, tied
+from tests.support.models import cnn, mlp
 from tests.support.steps import eager
 
 RECIPE = example("checkpointing")
@@ -57,7 +57,7 @@ def sgd(lr: float = 0.05) -> Any:
 @pytest.mark.compiled
 @pytest.mark.slow
 @pytest.mark.parametrize("wrap", [eager, compiled, kept])
-@pytest.mark.parametrize("make", [mlp, cnn, tied])
+@pytest.mark.parametrize("make", [mlp, cnn])  # not tied: torch.func casts a weight at each use, and adds in float32
 def test_engines_give_the_same_bits(make: Any, wrap: Wrap) -> None:
     results = []
     for engine, how in (("func", eager), ("autograd", wrap)):

@@ -64,7 +64,7 @@ def by_torch(order: str, *, cache: bool, dtype: torch.dtype = torch.float16) -> 
 
 
 def by_policy(order: str, engine: Engine, wrap: Wrap) -> dict[str, Tensor]:
-    """The gradients of a step with compute copies: SGD's momentum after one step is the gradient."""
+    """The gradients of a step with a policy: SGD's momentum after one step is the gradient."""
     loss_fn = funcamp.module_loss(Both(order), criterion, engine=engine)
     sgd = funcamp.stateless(torch.optim.SGD, lr=1e-2, momentum=0.9)
     step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16")

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import mse_loss
 
 import funcamp
-from funcamp._optim.stateless import StatelessOptimizer
+from funcamp._optim.optimizer import StatelessOptimizer
 from tests.recipes import example
 from tests.support.helpers import difference, one_thread
 from tests.support.steps import eager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from funcamp import ScalerConfig, float8, make_train_step, module_loss, stateless
-
-CONFIG = float8.Float8Config()
 
 
 class Net(nn.Module):
@@ -35,22 +33,31 @@ def net(kind: type[Net] = Net) -> Net:
     return kind()
 
 
+def converted(
+    config: float8.Float8Config = float8.Float8Config(), kind: type[Net] = Net, keep: Sequence[str] = ("odd",)
+) -> Net:
+    """The model with its layers in float8, but for the one that does not fit."""
+    model = net(kind)
+    float8.convert(model, config, keep=keep)
+    return model
+
+
 def batch(number: int, size: int = 6) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(number)
     return torch.randn(size, 16, generator=draw), torch.randint(48, (size,), generator=draw)
 
 
 def trained(
-    policy: Any,
+    model: nn.Module,
     wrap: Callable[[Any], Any] = lambda step: step,
     *,
-    model: nn.Module | None = None,
     engine: Any = None,
     steps: int = 4,
+    policy: str | None = "bfloat16",
     **options: Any,
 ) -> Any:
     """The state's tensors by name and the losses of some steps."""
-    loss = module_loss(model or net(), F.cross_entropy, engine=engine)
+    loss = module_loss(model, F.cross_entropy, engine=engine)
     step = make_train_step(loss, stateless(torch.optim.AdamW, lr=1e-2), ScalerConfig(2.0**8), policy=policy, **options)
     state, run, losses = step.init(), wrap(step), []
     for number in range(steps):

@@ -7,44 +7,43 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from funcamp import _upstream, float8
+from tests.float8.models import net
 
 X, W = torch.ones(4, 16), torch.ones(32, 16)
-DELAYED = float8.transformer_engine(amax_history_len=2)
-STATE = float8.init(DELAYED, 1)
 mm: Any = float8.scaled_mm
+convert: Any = float8.convert
+
+
+def with_a_forward_of_its_own() -> nn.Linear:
+    layer = nn.Linear(16, 16)
+    layer.forward = layer.forward  # type: ignore[method-assign]
+    return layer
+
 
 # fmt: off
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "scaling": (lambda: float8.Float8Config("late"), ValueError, "scaling must be 'current' or 'delayed'; got 'late'"),  # type: ignore[arg-type]
-    "granularity": (lambda: float8.Float8Config(granularity="block"), ValueError, "must be 'tensor' or 'row'"),  # type: ignore[arg-type]
-    "history": (lambda: float8.transformer_engine(amax_history_len=0), ValueError, "history must be 1 to"),
-    "margin": (lambda: float8.transformer_engine(margin=9), ValueError, "margin must be 0 to 8; got 9"),
-    "delayed rows": (lambda: float8.Float8Config("delayed", "row"), ValueError, "granularity must be 'tensor' and .* with delayed scaling.*got 'row' and False"),
-    "delayed powers": (lambda: float8.Float8Config("delayed", power_of_two=True), ValueError, "power_of_two False with delayed.*got 'tensor' and True"),
-    "recipe": (lambda: float8.torchao("blockwise"), ValueError, "'tensorwise' or 'rowwise'; got 'blockwise'"),
-    "init current": (lambda: float8.init(float8.Float8Config(), 1), ValueError, r"delayed scaling \(for example float8.transformer_engine\(\)\); got 'current'"),
-    "init config": (lambda: float8.init("delayed", 1), TypeError, "config must be a Float8Config.*got 'delayed'"),  # type: ignore[arg-type]
-    "init products": (lambda: float8.init(DELAYED, -1), ValueError, "products must be 0 or more"),
-    "update state": (lambda: float8.update((W, W), W, DELAYED), TypeError, "state must be a Float8State"),  # type: ignore[arg-type]
-    "update history": (lambda: float8.update(STATE, STATE.scale, float8.transformer_engine()), ValueError, r"state.history must have shape \(1024, 1, 3\); got \(2, 1, 3\)"),
-    "update amax": (lambda: float8.update(STATE, STATE.scale[0], DELAYED), ValueError, r"amax must have shape \(1, 3\); got \(3,\)"),
-    "update dtype": (lambda: float8.update(STATE, STATE.scale.double(), DELAYED), TypeError, "amax must be a float32 tensor"),
-    "update flag": (lambda: float8.update(STATE, STATE.scale, DELAYED, found_inf=W), TypeError, r"found_inf must be a tensor of shape \(\)"),
+    "granularity": (lambda: float8.Float8Config("block"), ValueError, "granularity must be 'tensor' or 'row'; got 'block'"),  # type: ignore[arg-type]
+    "power": (lambda: float8.Float8Config(power_of_two=1), TypeError, "power_of_two must be"),  # type: ignore[arg-type]
     "quantize dtype": (lambda: float8.quantize(X, torch.float16), TypeError, "dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got torch.float16"),
     "quantize wide": (lambda: float8.quantize(X.double()), TypeError, r"x must be a float32, bfloat16 or float16 tensor \(x.float\(\) makes one\)"),
     "quantize empty": (lambda: float8.quantize(X[:0]), ValueError, "x must have an element"),
-    "quantize scale": (lambda: float8.quantize(X, scale=2.0), TypeError, "scale must be a float32 tensor or None; got 2.0"),  # type: ignore[arg-type]
-    "quantize both": (lambda: float8.quantize(X, scale=W[0, 0], dim=1), ValueError, "dim and power_of_two must not be given with a scale"),
+    "product config": (lambda: mm(X, W, "row"), TypeError, "config must be a Float8Config.*got 'row'"),
     "product dtype": (lambda: mm(X.long(), W), TypeError, "x must be a float32, bfloat16 or float16"),
     "product weight": (lambda: mm(X, W[:20]), ValueError, r"both multiples of 16.*pad the layer, or keep it in bfloat16; got \(20, 16\)"),
     "product empty": (lambda: mm(X, W[:0]), ValueError, "both multiples of 16"),
     "product shape": (lambda: mm(torch.ones(4, 32), W), ValueError, r"x must have shape \(..., 16\) on cpu; got a torch.float32 tensor of shape \(4, 32\)"),
     "product device": (lambda: mm(X.to("meta"), W), ValueError, "on cpu; got .* on meta"),
-    "product no scale": (lambda: mm(X, W, DELAYED), TypeError, r"scale must be a float32 tensor of shape \(3,\); got None"),
-    "product scale": (lambda: mm(X, W, DELAYED, scale=STATE.scale, amax=STATE.scale[0]), ValueError, r"scale must have shape \(3,\); got \(1, 3\)"),
-    "product current": (lambda: mm(X, W, scale=STATE.scale[0]), ValueError, "scale and amax must not be given with current scaling"),
+    "model": (lambda: convert(W), TypeError, "model must be a torch.nn.Module; got a torch.float32 tensor"),
+    "config": (lambda: convert(net(), "row"), TypeError, r"config must be a Float8Config \(granularity, power_of_two, emulate\); got 'row'"),
+    "keep one text": (lambda: convert(net(), keep="odd"), TypeError, "keep must be a list of names of modules; got 'odd'"),
+    "keep unknown": (lambda: convert(net(), keep=["odd", "tail"]), ValueError, r"keep must have names of modules.*got 'tail'"),
+    "sizes": (lambda: convert(net(), keep=["head"]), ValueError, r"multiples of 16.*got 'odd' \(16, 24\): pad these layers, or leave them out with keep=\['head', 'odd'\]"),
+    "no layer": (lambda: convert(nn.Sequential(nn.Conv1d(16, 16, 1))), ValueError, "model must have a torch.nn.Linear .* to convert; got none in Sequential"),
+    "only kept": (lambda: convert(net(), keep=[""]), ValueError, "got none in Net"),
+    "own forward": (lambda: convert(with_a_forward_of_its_own()), ValueError, "got none in Linear"),
 }
 # fmt: on
 
@@ -56,15 +55,21 @@ def test_bad_input_is_named(name: str) -> None:
         call()
 
 
+def test_a_refused_model_is_unchanged() -> None:
+    model = net()
+    with pytest.raises(ValueError, match="'odd'"):
+        convert(model)
+    assert not any(isinstance(module, float8.Float8Linear) for module in model.modules())
+
+
 def test_a_device_without_float8_products_offers_emulation(monkeypatch: pytest.MonkeyPatch) -> None:
     from funcamp.float8 import product
 
-    for device, by_row in (("mps", False), ("xpu", False), ("cuda", False)):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-        config = float8.Float8Config(granularity="row" if by_row else "tensor")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    for device in ("mps", "xpu", "cuda"):
         with pytest.raises(RuntimeError, match=f"{device} must have float8 products, and has none.*emulate=True"):
-            product.check_device(torch.device(device), config)
+            product.check_device(torch.device(device), float8.Float8Config())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 9))
     product.check_device(torch.device("cuda"), float8.Float8Config())
     monkeypatch.setattr(product, "_scaled_mm", _upstream.Missing("torch._scaled_mm"))

@@ -1,4 +1,4 @@
-"""The claim: a float8 product is the emulated one bit for bit, and the exact one within the formats' bounds."""
+"""The claim: a float8 product is the emulated one up to the last bit, and the exact one within the formats' bounds."""
 
 from __future__ import annotations
 
@@ -21,13 +21,12 @@ settings.load_profile("funcamp")
 
 #: Half a step of the format relative to a number, and half its smallest subnormal number.
 ROUNDING = {torch.float8_e4m3fn: (2.0**-4, 2.0**-10), torch.float8_e5m2: (2.0**-3, 2.0**-17)}
-CURRENT = {
+CONFIGS = {
     "tensor": float8.Float8Config(),
     "tensor powers": float8.Float8Config(power_of_two=True),
     "row": float8.Float8Config(granularity="row"),
-    "rowwise": float8.torchao("rowwise"),
+    "rowwise": float8.Float8Config("row", power_of_two=True),
 }
-DELAYED = float8.transformer_engine(amax_history_len=4)
 
 
 def emulated(config: float8.Float8Config) -> float8.Float8Config:
@@ -46,13 +45,17 @@ def needs(config: float8.Float8Config) -> float8.Float8Config:
     return emulated(config) if config.by_row and _upstream.NO_ROWS_ON_CPU.present else config
 
 
-@pytest.mark.parametrize("name", CURRENT)
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_emulation_is_the_product_bit_for_bit(name: str, dtype: torch.dtype) -> None:
-    config = needs(CURRENT[name])
+def test_emulation_is_the_product(name: str, dtype: torch.dtype) -> None:
+    config = needs(CONFIGS[name])
     for rows, width, out in ((16, 16, 16), (3, 32, 64), (40, 1040, 48)):
         x, weight, g = torch.randn(rows, width).to(dtype), torch.randn(out, width), torch.randn(rows, out) * 1e-3
-        assert_same(gradients(x, weight, g, config), gradients(x, weight, g, emulated(config)))
+        # On some processors torch's product sums in another order.
+        found, expected = gradients(x, weight, g, config), gradients(x, weight, g, emulated(config))
+        for one, other in zip(found, expected):
+            last_bit = torch.finfo(torch.bfloat16 if config.by_row else other.dtype).eps
+            assert_close(one, other, max(last_bit, 1e-6))
 
 
 def bound(a: Tensor, b: Tensor, formats: tuple[torch.dtype, torch.dtype], config: float8.Float8Config) -> Tensor:
@@ -69,11 +72,11 @@ def bound(a: Tensor, b: Tensor, formats: tuple[torch.dtype, torch.dtype], config
     return exact + sums * (a.shape[1] * 2.0**-23 + (2.0**-7 if config.by_row else 0.0))
 
 
-@given(st.sampled_from(list(CURRENT)), st.integers(1, 33), st.integers(-60, 60), st.integers(0, 10**6))
+@given(st.sampled_from(list(CONFIGS)), st.integers(1, 33), st.integers(-60, 60), st.integers(0, 10**6))
 def test_gradients_are_the_float64_products_within_the_formats_bounds(
     name: str, rows: int, exponent: int, seed: int
 ) -> None:
-    config = emulated(CURRENT[name])
+    config = emulated(CONFIGS[name])
     draw = torch.Generator().manual_seed(seed)
     spread = torch.randn(3, 48, generator=draw) * 3
 
@@ -113,100 +116,71 @@ def test_autocast_casts_as_for_a_linear_layer() -> None:
     assert_same(again, y)
 
 
-@pytest.mark.parametrize("name", [*CURRENT, "delayed"])
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("where", ["x", "weight", "g"])
 def test_an_overflow_reaches_the_gradients(name: str, bad: float, where: str) -> None:
-    config = needs(CURRENT.get(name, DELAYED))
+    config = needs(CONFIGS[name])
     given = {"x": torch.randn(16, 16), "weight": torch.randn(16, 16), "g": torch.randn(16, 16)}
     given[where][2, 3] = bad
     x, weight = given["x"].requires_grad_(), given["weight"].requires_grad_()
-    delayed = {"scale": torch.full((3,), 2.0), "amax": torch.zeros(3, requires_grad=True)} if name == "delayed" else {}
-    out: Any = float8.scaled_mm(x, weight, config, **delayed)
-    y = out[0] if delayed else out
-    grads = torch.autograd.grad(y, (x, weight), given["g"])
+    grads = torch.autograd.grad(float8.scaled_mm(x, weight, config), (x, weight), given["g"])
     assert not all(torch.isfinite(grad).all() for grad in grads)
     if where != "weight":  # what trains is what is checked
         assert not torch.isfinite(grads[1]).all()
 
 
-def test_delayed_scaling_quantizes_with_the_given_scales_and_returns_the_amaxes() -> None:
+@pytest.mark.parametrize("name", CONFIGS)
+def test_products_are_those_of_dequantized_tensors(name: str) -> None:
+    """The three products written out: each operand is scaled along the dimension that the product sums over."""
+    config = CONFIGS[name]
     x, weight, g = torch.randn(16, 32), torch.randn(48, 32), torch.randn(16, 48) * 1e-3
-    scale = torch.tensor([100.0, 200.0, 4e6])
-    inputs = [x.requires_grad_(), weight.requires_grad_(), torch.zeros(3, requires_grad=True)]
-    y, amax = float8.scaled_mm(inputs[0], inputs[1], DELAYED, scale=scale, amax=inputs[2])
-    assert_same(amax.detach(), torch.zeros(3))
-    grad_x, grad_weight, amaxes = torch.autograd.grad(y, inputs, g)
-    known = [
-        float8.quantize(value.detach(), dtype, scale=one).dequantize()
-        for value, one, dtype in zip((x, weight, g), scale, [torch.float8_e4m3fn] * 2 + [torch.float8_e5m2])
+
+    def known(value: Tensor, dtype: torch.dtype = torch.float8_e4m3fn) -> Tensor:
+        dim = 1 if config.by_row else None
+        return float8.quantize(value, dtype, dim=dim, power_of_two=config.power_of_two).dequantize()
+
+    e5m2 = torch.float8_e5m2
+    expected = [
+        known(x) @ known(weight).t(),
+        known(g, e5m2) @ known(weight.t()).t(),
+        known(g.t(), e5m2) @ known(x.t()).t(),
     ]
-    assert_same([y.detach(), grad_x], [known[0] @ known[1].t(), known[2] @ known[1]])
-    assert torch.allclose(grad_weight, known[2].t() @ known[0], rtol=1e-5, atol=0)
-    assert_same(amaxes, torch.stack([x.abs().amax(), weight.abs().amax(), g.abs().amax()]).detach())
-
-
-@pytest.mark.parametrize("engine", ["autograd", "func"])
-def test_uses_of_one_scale_merge_by_max(engine: str) -> None:
-    state = float8.init(DELAYED, 2)
-    weight, scale = torch.randn(16, 16), torch.ones(3)
-
-    def loss(amax: Tensor, xs: list[Tensor]) -> Tensor:
-        total, (one, unused) = torch.zeros(()), amax.unbind()
-        for number, x in enumerate(xs):
-            y, one = float8.scaled_mm(x, weight, DELAYED, scale=scale, amax=one)
-            if number != 1:  # a use without a gradient
-                total = total + y.sum() * (number + 1)
-        assert unused.shape == (3,)
-        return total
-
-    xs = [torch.full((16, 16), value) for value in (2.0, 7.0, 5.0)]
-    if engine == "func":
-        found = torch.func.grad(loss)(torch.zeros_like(state.scale), xs)
-    else:
-        zeros = torch.zeros_like(state.scale).requires_grad_()
-        found = torch.autograd.grad(loss(zeros, xs), zeros)[0]
-    assert_same(
-        found, torch.stack([torch.stack([torch.tensor(7.0), weight.abs().amax(), torch.tensor(3.0)]), torch.zeros(3)])
-    )
+    tolerance = 2.0**-8 if config.by_row else 1e-6  # rounded to bfloat16
+    assert_close(gradients(x, weight, g, emulated(config)), expected, tolerance)
 
 
 @pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
-@pytest.mark.parametrize("name", ["tensor", "rowwise", "delayed"])
+@pytest.mark.parametrize("name", ["tensor", "rowwise"])
 @pytest.mark.parametrize("emulate", [False, True])
 def test_products_under_every_transform(
     transform: Transform, request: pytest.FixtureRequest, name: str, emulate: bool
 ) -> None:
-    config = needs(CURRENT.get(name, DELAYED))
+    config = needs(CONFIGS[name])
     config = emulated(config) if emulate else config
     x, weight = torch.randn(16, 32), torch.randn(48, 32)
 
-    def step(x: Tensor, weight: Tensor, scale: Tensor, amax: Tensor) -> Any:
-        def loss(x: Tensor, weight: Tensor, amax: Tensor) -> Tensor:
-            if name != "delayed":
-                return float8.scaled_mm(x.tanh(), weight, config).square().mean()
-            y, merged = float8.scaled_mm(x.tanh(), weight, config, scale=scale, amax=amax)
-            return float8.scaled_mm(y[:, :32], weight, config, scale=scale, amax=merged)[0].square().mean()
+    def step(x: Tensor, weight: Tensor) -> Any:
+        def loss(x: Tensor, weight: Tensor) -> Tensor:
+            return float8.scaled_mm(x.tanh(), weight, config).square().mean()
 
-        return torch.func.grad_and_value(loss, argnums=(0, 1, 2))(x, weight, amax)
+        return torch.func.grad_and_value(loss, argnums=(0, 1))(x, weight)
 
-    args = (x, weight, torch.tensor([3.0, 5.0, 1e4]), torch.zeros(3))
+    args = (x, weight)
     expected, found = step(*args), transform(step)(*args)
     # A last bit of the operations around a product can move a number to the next float8 number.
     assert_close(found, expected, 1e-6 if "inductor" not in request.node.name else 2e-2)
-    assert all(value.any() for value in expected[0][:2])
+    assert all(value.any() for value in expected[0])
 
 
-@pytest.mark.parametrize("name", [*CURRENT, "delayed"])
+@pytest.mark.parametrize("name", CONFIGS)
 @pytest.mark.parametrize("path", ["x to weight", "weight to x", "x to the layer after", "weight to the layer after"])
 def test_a_second_derivative_says_what_to_do(name: str, path: str) -> None:
     """Also where the gradient of the product is a constant, and where it is all that depends on the other."""
-    config = needs(CURRENT.get(name, DELAYED))
+    config = needs(CONFIGS[name])
     x, weight, after = (torch.randn(16, 16, requires_grad=True) for _ in range(3))
-    delayed = {"scale": torch.ones(3), "amax": torch.zeros(3)} if name == "delayed" else {}
-    out: Any = float8.scaled_mm(x, weight, config, **delayed)
-    y = out[0] if delayed else out
+    y = float8.scaled_mm(x, weight, config)
     leaves = {"x": x, "weight": weight, "the layer after": after}
     first, second = (leaves[leaf] for leaf in path.split(" to "))
     loss = (y * after).sum() if second is after else y.sum()

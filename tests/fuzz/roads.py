@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 
 import funcamp
 from funcamp import _tree
-from funcamp._verify.compare import Rounding, Row
-from funcamp._verify.python_state import PythonState
-from funcamp._verify.roads import Disturbance, Generators, Task, row_of, start_of, step_rows, torch_rows
+from funcamp._verify.copied_contents import CopiedContents
+from funcamp._verify.roads import Generators, Training, row_of
+from funcamp._verify.rounding import Rounding, Row
 from funcamp._verify.torch_loop import why_not
 
 
@@ -57,51 +57,52 @@ def compare(
         options: of `jit`.
     """
     loss_fn: Any = step.loss_fn
-    python = PythonState({"model": loss_fn.model, "criterion": loss_fn.criterion, "step": step})
-    task = Task(step, step.init(flat=flat), batches, None, python, Generators(set()))
-    try:
-        eager = list(step_rows(task, step))
-        reference, name = eager, "eager step"
-        ulp = torch.finfo(step._options.policy.compute_dtype).eps
-        if why_not(step):
-            disturbed = list(step_rows(task, step, disturbed=Disturbance(ulp)))
-        else:
-            scales = [float(row["metrics.scale"]) for row in eager]
-            reference, _ = torch_rows(task, scales)
-            disturbed, _ = torch_rows(task, scales, disturbed=Disturbance(ulp))
-            name = "torch's loop"
-        rounding = Rounding(reference, disturbed, start_of(task))
-        _check(rounding, name, "eager step", eager)
-        again = _compiled(task, flat, consume, operations, options)
-        _check(rounding.against(eager), "eager step", "compiled step", again, exact=options.get("backend") == "eager")
-    finally:
-        task.begin()
+    contents = CopiedContents({"model": loss_fn.model, "criterion": loss_fn.criterion})
+    training = Training(step, step.init(flat=flat), batches, None, contents, Generators(()))
+    eager = reference = training.step_rows(step)
+    name = "eager step"
+    seeds = range(3)
+    if why_not(step, training.state):
+        disturbed = [training.step_rows(step, seed) for seed in seeds]
+    else:
+        scales = [float(row["metrics.scale"]) for row in eager]
+        reference, _ = training.torch_rows(scales)
+        disturbed = [training.torch_rows(scales, seed)[0] for seed in seeds]
+        name = "torch's loop"
+    rounding = Rounding(reference, disturbed, training.start())
+    _check(rounding, name, reference, "eager step", eager)
+    with training.from_start():
+        again = _compiled_rows(training, flat, consume, operations, options)
+    _check(rounding, "eager step", eager, "compiled step", again, exact=options.get("backend") == "eager")
 
 
-def _check(rounding: Rounding, reference: str, road: str, rows: Any, *, exact: bool = False) -> None:
+def _check(
+    rounding: Rounding, name: str, reference: list[Row], road: str, rows: list[Row], *, exact: bool = False
+) -> None:
     for number, row in enumerate(rows):
-        found = rounding.difference(number, row)
+        found = rounding.difference(number, reference[number], row)
         if found is not None and (exact or not found.is_rounding):
             raise ApartError(
-                f"{road} differs from {reference} at step {number}: {found.name} by {found.size:.1e}, "
+                f"{road} differs from {name} at step {number}: {found.name} by {found.size:.1e}, "
                 f"{found.allowed:.1e} allowed"
             )
 
 
-def _compiled(
-    task: Task, flat: bool, consume: bool, operations: Mapping[int, str], options: dict[str, Any]
-) -> Iterator[Row]:
-    """Yield the rows of a compiled step with operations on the state between its calls."""
-    task.begin()
-    step: Any = task.step
+def _compiled_rows(
+    training: Training, flat: bool, consume: bool, operations: Mapping[int, str], options: dict[str, Any]
+) -> list[Row]:
+    """Return the rows of a compiled step with operations on the state between its calls."""
+    step: Any = training.step
     run, other = funcamp.jit(step, **options), funcamp.jit(step, donate=False, **options)
     state: Any = step.init(flat=flat, consume=consume)
-    for number, batch in enumerate(task.batches):
+    rows: list[Row] = []
+    for number, batch in enumerate(training.batches):
         operation = operations.get(number)
         call: Any = {"eager step": step, "other jit": other}.get(operation or "", run)
         state = _operated(step, state, batch, operation)
         state, metrics = call(state, tuple(leaf.clone() for leaf in batch))
-        yield row_of(step, state, metrics)
+        rows.append(row_of(step, state, metrics))
+    return rows
 
 
 def _operated(step: Any, state: Any, batch: Any, operation: str | None) -> Any:

@@ -304,6 +304,16 @@ def test_a_failure_at_work_is_no_matter_of_compilation() -> None:
     assert state["w"].sum().item() == 0
 
 
+@pytest.mark.inductor
+def test_an_index_out_of_range_says_which_operation() -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"w": state["w"] + 1}, torch.nn.functional.embedding(batch, state["w"])
+
+    run = jit(step)
+    with pytest.raises(RuntimeError, match=r"embedding.*index out of bounds"):
+        run({"w": torch.zeros(3, 2)}, torch.tensor([7]))
+
+
 def test_grad_mode_is_none_of_a_batchs_business() -> None:
     run = eager_backend(add)
     leaf = torch.ones(2, requires_grad=True)
@@ -322,17 +332,17 @@ def test_a_state_made_in_inference_mode_is_taken_over() -> None:
 
 
 @pytest.mark.inductor
-def test_exact_rounds_to_float16_where_the_eager_step_does() -> None:
+def test_a_program_rounds_to_float16_where_the_eager_step_does() -> None:
     def step(state: Any, batch: Tensor) -> Any:
         grown = state["x"] * batch  # beyond float16, or below it, between two products
         return {"x": grown / batch}, grown.isinf().sum()
 
     start, batch = torch.tensor([60000.0, 1e-7, 3.0], dtype=torch.float16), torch.tensor(4.0, dtype=torch.float16)
     expected = step({"x": start}, batch)[0]["x"]
-    fused = jit(step)({"x": start.clone()}, batch)[0]["x"]
-    exact = jit(step, exact=True)({"x": start.clone()}, batch)[0]["x"]
-    assert_same(exact, expected)
-    assert not torch.equal(fused, expected)
+    for exact in (False, True):
+        assert_same(jit(step, exact=exact)({"x": start.clone()}, batch)[0]["x"], expected)
+    unrounded = jit(step, without=("emulate_precision_casts",))({"x": start.clone()}, batch)[0]["x"]
+    assert not torch.equal(unrounded, expected)
 
 
 def host_item(state: Any, batch: Any) -> Any:

@@ -126,7 +126,7 @@ def test_the_list_for_a_cpu() -> None:
     assert kinds == sorted(kinds, key=["pass", "option", "torch"].index)
     assert {"part_inputs", "write_backs", "cpp_wrapper"} <= {line.split()[1] for line in lines}
     exact = {line.split()[1] for line in explain.lines(CPU._replace(exact=True))}
-    assert {"float16_sums", "emulate_precision_casts"} <= exact - {line.split()[1] for line in lines}
+    assert {"float16_sums", "fallback_random"} <= exact - {line.split()[1] for line in lines}
 
 
 @pytest.mark.parametrize("without", ["layouts", 3])

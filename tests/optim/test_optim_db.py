@@ -1,8 +1,8 @@
 """torch's own database of optimizers: each class with each of its inputs follows the class, over steps and a skip.
 
-Element by element it is bit for bit. ROUNDED are the exceptions: a tensor is multiplied and added in two roundings
-where torch's CPU takes one, and torch does arithmetic with a tensor's learning rate, and NAdam with a product of
-momenta, in float32. A refusal is in REFUSED with its reason; one that disappears fails the test.
+Element by element it is bit for bit. ROUNDED are the exceptions: ASGD's and Adafactor's numbers are tensors, with which
+a tensor is multiplied and added in two roundings where torch's CPU takes one; with a tensor's learning rate torch does
+arithmetic in float32. A refusal is in REFUSED with its reason; one that disappears fails the test.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ REFUSED = {
 }
 #: Classes whose parameters cannot be complex, with torch's reason.
 NO_COMPLEX = {"Adafactor": "does not support complex", "Muon": "does not support complex"}
-ROUNDED = {"ASGD": 2e-7, "Adafactor": 1e-6, "NAdam": 2e-7}
+#: On one processor an input of ASGD and one of NAdam were not equal to the bit; why was not found.
+ROUNDED = {"ASGD": 5e-8, "Adafactor": 1e-8, "NAdam": 2e-7}
+#: A complex parameter is stepped as real numbers; torch adds some of its terms as complex ones.
+ROUNDED_COMPLEX = 2e-7
 STEPS = 5
 
 
@@ -67,7 +70,7 @@ def test_every_input_of_torchs_database_follows_the_class(name: str, dtype: torc
     optimizer = stateless(cls, **kwargs)
     params = [torch.randn(4, 3, dtype=dtype), torch.randn(2, 5, dtype=dtype)]
     if dtype.is_complex and cls.__name__ in NO_COMPLEX:
-        with pytest.raises(RuntimeError, match=NO_COMPLEX[cls.__name__]):
+        with pytest.raises(TypeError, match=NO_COMPLEX[cls.__name__]):
             optimizer.init(params)
         return
     assert_follows_class(cls, kwargs, optimizer, params)
@@ -78,7 +81,8 @@ def assert_follows_class(cls: Any, kwargs: dict[str, Any], optimizer: Any, param
     # On a CPU torch accepts capturable=True only when it compiles; the state is on the device either way.
     eager = cls(leaves, **{key: value for key, value in kwargs.items() if key != "capturable"})
     has_tensor = any(isinstance(value, Tensor) for value in kwargs.values())
-    tolerance = max(ROUNDED.get(cls.__name__, 0.0), 5e-7 if has_tensor else 0.0)
+    is_complex = params[0].is_complex()
+    tolerance = max(ROUNDED.get(cls.__name__, 0.0), 5e-7 if has_tensor else 0.0, ROUNDED_COMPLEX if is_complex else 0.0)
     opt_state = optimizer.init(params)
     for step in range(STEPS):
         grads = [torch.randn_like(param) for param in params]

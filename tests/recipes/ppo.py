@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from tests.recipes import Trace, advance, scaler_for, values
 
-TOLERANCE = 2.0**-10  # the norm is a last bit from torch's, as in clipping, and each rollout follows from the last one
+# The norm is a last bit from torch's, as in clipping, and each rollout follows from the last one. On CPUs that
+# compute in float16 the difference is 1.2 / 1000.
+TOLERANCE = 2.0**-9
 
 
 def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:

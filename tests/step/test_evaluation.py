@@ -52,8 +52,8 @@ def test_the_loss_is_that_of_the_module_in_eval_mode(policy: Any, how: str) -> N
     loss_fn = module_loss(model, F.mse_loss)
     step = make_train_step(loss_fn, SGD, presets.disabled(), policy=policy)
     x, y = torch.randn(6, 4), torch.randn(6, 2)
-    state, _ = step(step.init(), (x, y))
     eager = copy.deepcopy(model)
+    state, _ = step(step.init(), (x, y))
     eager.load_state_dict(loss_fn.state_dict(state.params, state.buffers))
     for part in eager.modules():
         part.training = False

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +74,16 @@ def test_skipped_step_changes_nothing_but_the_scale(flat: bool, transform: Calla
     assert metrics.found_inf == 0
     assert again.opt_state[0].applied == 2
     assert again.step == 3
+
+
+def test_a_state_is_copied_and_not_saved_as_an_object(tmp_path: Path) -> None:
+    step = make_train_step(lambda p, x: (p["w"] * x).sum(), SGD)
+    state = step.init({"w": torch.ones(2)})
+    assert_same(copy.deepcopy(state), state)
+    assert_same(pickle.loads(pickle.dumps(state)), state)
+    for saved in (state, {"state": state}):
+        with pytest.raises(TypeError, match=r"torch.save: a TrainState must be saved by its tensors.*step.state_dict"):
+            torch.save(saved, tmp_path / "state.pt")
 
 
 def test_buffers_go_back_or_stay() -> None:

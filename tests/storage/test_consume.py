@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -225,7 +226,7 @@ class Live(TorchDispatchMode):
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("consume", [True, False])
 def test_init_takes_little_more_than_its_state(consume: bool, flat: bool) -> None:
-    """In bytes of the parameters: they, two moments and half for the copies; where not consumed the module's too."""
+    """In bytes of the parameters: they and two moments; where not consumed the module's too."""
     with Live() as live:
         model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))
         size = sum(leaf.nbytes for leaf in model.parameters())
@@ -233,8 +234,8 @@ def test_init_takes_little_more_than_its_state(consume: bool, flat: bool) -> Non
         assert len(storages(taken(model))) == 4
         state = step_of(model, F.mse_loss, optimizer=adamw).init(flat=flat, consume=consume)
     assert len(tree_leaves(state.params)) == (1 if flat else 4)
-    held = 3.5 if consume else 4.5
-    assert held * size <= live.peak <= (held + 0.6) * size
+    held = 3 if consume else 4
+    assert 0.99 * held * size <= live.peak <= (held + 0.1) * size
 
 
 def test_a_tracked_loss_takes_the_modules_place_too() -> None:
@@ -319,7 +320,8 @@ def test_a_module_stays_with_its_state_when_another_one_is_loaded_without(flat: 
     first = other.init(flat=flat, consume=before)
     values = clone(dict(model.state_dict()))
     current = other.load_state_dict(step.state_dict(state), like=first)
-    assert_same(dict(model.state_dict()), values)
+    with pytest.warns(UserWarning, match="has older values than the state"):
+        assert_same(dict(model.state_dict()), values)
     assert bool(storages(taken(model)) & storages(first)) == before
     for number in range(2):  # again, and of a state that the module has left
         current = other.load_state_dict(step.state_dict(state), like=first, consume=True)
@@ -335,9 +337,15 @@ def test_loading_for_a_module_needs_one() -> None:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("run", ["eager", "donated"])
-@pytest.mark.parametrize("consume", [True, False])
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize(
+    ("when", "consume", "run"),
+    # Not after init(consume=True) in an eager step: there an alias is in the memory of the values that the loss gets.
+    [
+        case
+        for case in itertools.product(["before", "after"], [True, False], ["eager", "donated"])
+        if case != ("after", True, "eager")
+    ],
+)
 def test_an_alias_of_a_parameter_is_no_constant(when: str, consume: bool, run: str) -> None:
     # In torch's loop it has the parameter's new values after each step.
     model = nn.Linear(8, 8)

@@ -1,37 +1,16 @@
-"""Who sees which precision: the policy's rules, and what explicit copies are right about without a cache."""
+"""A policy is the dtype of autocast around a loss, which gets the parameters of the state, without a stale cache."""
 
 from __future__ import annotations
 
-import fnmatch
-import re
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from funcamp import Policy, ScalerConfig, jit, make_train_step, module_loss, stateless
 from tests.support.helpers import assert_same, clone
-from tests.support.models import Task, Tied, cnn, cross_entropy, mlp, tied
-
-GLOBS = st.lists(st.text("ab.*", min_size=1, max_size=6), max_size=3).map(tuple)
-
-
-@given(st.sampled_from([torch.float16, torch.bfloat16, torch.float32]), GLOBS, GLOBS)
-@settings(max_examples=60, deadline=None)
-def test_it_parses_what_it_prints(dtype: torch.dtype, keep: Any, copied: Any) -> None:
-    policy = Policy(dtype, keep=keep, copy=copied)
-    assert Policy.parse(str(policy)) == policy
-    assert hash(Policy.parse(str(policy))) == hash(policy)
-
-
-@given(st.text("ab.*", min_size=1, max_size=8), st.text("ab.", max_size=10))
-@settings(max_examples=300, deadline=None)
-def test_globs_are_those_of_fnmatch(glob: str, name: str) -> None:
-    leaf = torch.zeros(2)
-    assert Policy(copy=(glob,)).casts(name, leaf, frozenset()) == fnmatch.fnmatchcase(name, glob)
+from tests.support.models import Task, cross_entropy, mlp, tied
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -40,72 +19,38 @@ def test_a_policy_is_written_as_text_or_with_a_dtype_of_torch(dtype: torch.dtype
     name = str(dtype).removeprefix("torch.")
     for policy in (name, dtype, Policy(dtype)):
         assert make_train_step(loss_fn, stateless(torch.optim.SGD), policy=policy)._options.policy == Policy(dtype)
-    assert Policy.parse(f" {name} , keep=a.*|b ") == Policy(dtype, keep=("a.*", "b"))
-    for other in (name.upper(), f"torch.{name}", "fp16", "16-mixed"):
-        with pytest.raises(ValueError, match=r"must begin with a dtype, one of float16, bfloat16, float32"):
-            Policy.parse(other)
-
-
-@pytest.mark.parametrize("kind", ["keep", "copy"])
-@pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("wrong", ["heads.*", "head", "words.weight|heads.*", "norm.running_mean"])
-def test_glob_that_matches_no_parameter_is_refused(kind: str, dtype: str, wrong: str) -> None:
-    """A typo would leave the layer in low precision without a word."""
-    glob = wrong.split("|")[-1]
-    problem = rf"init: every glob in the policy's {kind} must match .* got '{re.escape(glob)}', .* 'words\.weight'"
-    with pytest.raises(ValueError, match=problem):
-        seen_by_loss(tied(), f"{dtype},{kind}={wrong}", True)
-    own = make_train_step(
-        lambda p, x: p["head"]["w"].sum(), stateless(torch.optim.SGD), policy=f"float16,{kind}=head.b"
-    )
-    with pytest.raises(ValueError, match=r"got 'head\.b', and the names are 'head\.w': correct it"):
-        own.init({"head": {"w": torch.ones(2, 2)}})
-
-
-def test_globs_of_frozen_and_tied_parameters_match() -> None:
-    task = tied()
-    task.model.positions.requires_grad_(False)
-    seen = seen_by_loss(task, "float16,keep=head.weight|positions,copy=words.*", True)
-    assert (seen["head.weight"], seen["words.weight"]) == (torch.float32, torch.float16)
-
-
-def seen_by_loss(task: Task, policy: str, flat: bool) -> dict[str, torch.dtype]:
-    step = make_train_step(module_loss(task.model, task.criterion), stateless(torch.optim.SGD), policy=policy)
-    state = step.init(flat=flat)
-    inputs = step._inputs("step", state.params)
-    return {name: value.dtype for name, value in inputs.tree(inputs.values(inputs.cast(state.params))).items()}
+    assert str(Policy(dtype)) == name
+    for other in (name.upper(), f"torch.{name}", "fp16", "16-mixed", f"{name},keep=0.*"):
+        with pytest.raises(ValueError, match=r"make_train_step: policy must be one of float16, bfloat16, float32; got"):
+            make_train_step(loss_fn, stateless(torch.optim.SGD), policy=other)
 
 
 @pytest.mark.parametrize("flat", [True, False])
-def test_the_loss_sees_copies_where_autocast_would_cast(flat: bool) -> None:
-    seen = seen_by_loss(tied(), "float16", flat)
-    low = {name for name, dtype in seen.items() if dtype == torch.float16}
-    assert low == {
-        "head.weight", "block.qkv.weight", "block.out.weight", "block.out.bias", "block.up.weight", "block.up.bias",
-        "block.down.weight", "block.down.bias",
-    }  # fmt: skip
-    assert seen["words.weight"] == torch.float32, "the embedding's lookup is in float32, though it is the head's weight"
-    assert {n for n, d in seen_by_loss(cnn(), "bfloat16", flat).items() if d != torch.float32} == {
-        "0.weight", "3.weight", "6.weight", "6.bias",
-    }  # fmt: skip
-    overruled = seen_by_loss(tied(), "float16,keep=block.*,copy=positions", flat)
-    assert {n for n, d in overruled.items() if d == torch.float16} == {"head.weight", "positions"}
-    assert set(seen_by_loss(tied(), "float32", flat).values()) == {torch.float32}
-
-
-def test_a_loss_of_ones_own_sees_matrices_in_low_precision() -> None:
+def test_a_loss_gets_the_parameters_as_they_are_stored(flat: bool) -> None:
     seen = {}
 
     def loss_fn(params: Any, batch: Tensor) -> Tensor:
         seen.update({name: value.dtype for name, value in params.items()})
-        loss: Tensor = (batch @ params["w"] + params["b"]).float().square().mean()
+        product = batch @ params["w"]
+        seen["product"] = product.dtype
+        loss: Tensor = (product + params["b"]).float().square().mean()
         return loss
 
     step = make_train_step(loss_fn, stateless(torch.optim.SGD), ScalerConfig(256.0), policy="float16")
     params = {"w": torch.randn(4, 4), "b": torch.zeros(4), "double": torch.zeros(2, 2, dtype=torch.float64)}
-    _, metrics = step(step.init(params), torch.randn(2, 4))
-    assert seen == {"w": torch.float16, "b": torch.float32, "double": torch.float64}
+    _, metrics = step(step.init(params, flat=flat), torch.randn(2, 4))
+    dtypes = {"w": torch.float32, "b": torch.float32, "double": torch.float64, "product": torch.float16}
+    assert seen == dtypes
     assert metrics.found_inf == 0
+
+
+def test_what_autocast_does_not_cast_is_in_a_group_by_itself() -> None:
+    """Autocast casts all matrices of another group, so a compiled step casts whole groups."""
+    task = tied()
+    layout = make_train_step(module_loss(task.model, task.criterion), stateless(torch.optim.SGD)).init().params.layout
+    groups = dict(zip(layout.tree(range(len(layout.slots))), [slot.group for slot in layout.slots]))
+    with_words = {name for name, group in groups.items() if group == groups["words.weight"]}
+    assert with_words == {"words.weight", "positions"}
 
 
 def test_no_grad_and_grad_passes_in_one_loss() -> None:
@@ -127,7 +72,7 @@ def test_no_grad_and_grad_passes_in_one_loss() -> None:
     params = dict(model.named_parameters())
     after = []
     for loss_fn in (both, alone):
-        step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.1), policy="float16,copy=bias")
+        step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.1), policy="float16")
         state, _ = step(step.init(params), x)
         after.append(state.params.tree())
     assert_same(after[0], after[1])
@@ -152,14 +97,7 @@ def test_inference_between_steps_sees_the_new_weights() -> None:
             assert after != expected
 
 
-def test_module_names_are_those_of_autocast() -> None:
-    loss_fn = module_loss(Tied(), cross_entropy)
-    assert loss_fn.names["head.weight"] == loss_fn.names["words.weight"] == "words.weight"
-    attention = module_loss(nn.MultiheadAttention(4, 2), cross_entropy)
-    assert set(attention.cast_names or ()) == set(dict(attention.model.named_parameters()))
-
-
-POLICIES = ["float16", "bfloat16", "float16,keep=0.*", None]
+POLICIES = ["float16", "bfloat16", None]
 
 
 def policy_step(policy: str | None, task: Task | None = None, **options: Any) -> Any:

@@ -7,11 +7,13 @@ from pathlib import Path
 
 import funcamp
 from docs import hooks
-from funcamp import distributed, float8, numerics, rules
+from funcamp import distributed, float8, numerics, report, rules
 
 PUBLIC = [*funcamp.__all__]
 PUBLIC += [
-    f"{module.__name__[8:]}.{name}" for module in (numerics, distributed, float8, rules) for name in module.__all__
+    f"{module.__name__[8:]}.{name}"
+    for module in (numerics, report, distributed, float8, rules)
+    for name in module.__all__
 ]
 CODE = re.compile(r"^```(\w*)[^\n]*\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 

@@ -37,17 +37,6 @@ def test_replace_of_a_namedtuple_under_dynamo() -> None:
     assert len(swap(Pair(torch.zeros(()), torch.ones(())))) == (0 if EMPTY_REPLACE.present else 2)
 
 
-@pytest.mark.compiled
-def test_dynamo_does_not_guard_on_a_captured_nonstrict_function() -> None:
-    # Kin of https://github.com/pytorch/pytorch/issues/197811: the reason why StatelessOptimizer passes a name.
-    def compiled(factor: float) -> Any:
-        traced = torch._dynamo.nonstrict_trace(lambda x: x * factor)
-        return torch.compile(lambda x: traced(x), fullgraph=True, backend="aot_eager")
-
-    two, three = compiled(2.0), compiled(3.0)
-    assert [two(torch.ones(1)).item(), three(torch.ones(1)).item()] == [2.0, 2.0]
-
-
 @pytest.mark.parametrize(
     "call",
     [
@@ -180,6 +169,21 @@ def test_inductor_reads_back_an_unrounded_value() -> None:
     there_and_back = torch.compile(lambda x: x.half().float(), fullgraph=True, options=options)
     x = 1.0 + 2.0**-12
     assert there_and_back(torch.tensor([x])).item() == (x if _upstream.UNROUNDED.present else 1.0)
+
+
+@pytest.mark.inductor
+def test_inductor_names_no_operation_if_an_index_is_out_of_range() -> None:
+    rows = torch.compile(torch.nn.functional.embedding, fullgraph=True)
+    with pytest.raises(RuntimeError) as error:
+        rows(torch.tensor([7]), torch.zeros(3, 2))
+    assert ("embedding" not in str(error.value)) == _upstream.UNNAMED_INDEX.present
+
+
+@pytest.mark.inductor
+def test_inductor_declares_a_sum_that_is_stored_twice_twice() -> None:
+    sums = torch.compile(lambda x: (x.sum(0), x.sum(0, keepdim=True)), fullgraph=True)
+    with raises_where(_upstream.DECLARED_TWICE.present, match="at_BFloat16_tmp_acc0_vec"):
+        sums(torch.ones(32, 16, dtype=torch.bfloat16))
 
 
 def test_dynamo_keeps_a_source_on_its_none() -> None:

@@ -7,6 +7,7 @@ variable FUNCAMP_WITHOUT, leaves some out; `jit(step, explain=True)` prints thos
 from __future__ import annotations
 
 from funcamp._jit.passes import (
+    casts,
     convolutions,
     float16_sums,
     layouts,
@@ -29,6 +30,7 @@ PIPELINE: tuple[Pass, ...] = (
     # Of the graph as it was traced.
     whole_operations.PASS,
     unread_gathers.PASS,
+    casts.PASS,
     open_sizes.PASS,
     # Of what the compiler takes instead of some operations.
     zero_tensors.PASS,

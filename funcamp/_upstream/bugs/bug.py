@@ -21,9 +21,3 @@ class Bug(NamedTuple):
     """The versions that have it."""
     changed: Callable[[], AbstractContextManager[None]]
     """Returns a context manager: torch without the defect."""
-    only_exact: bool = False
-    """Whether it concerns programs of `jit(exact=True)` only."""
-
-    def concerns(self, *, exact: bool) -> bool:
-        """Return whether a program has it, under the installed torch."""
-        return self.defect.present and (exact or not self.only_exact)

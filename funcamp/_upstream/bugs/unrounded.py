@@ -24,5 +24,4 @@ BUG = Bug(
     "https://github.com/pytorch/pytorch/issues/185337",
     _upstream.UNROUNDED,
     _changed,
-    only_exact=True,
 )

@@ -1,0 +1,114 @@
+"""Arithmetic of tensors with a number: a float, or a tensor of shape () where torch takes a float only.
+
+A number decides no dtype. float16 and bfloat16 are computed in float32 and rounded once. Both are what torch's kernels
+do with a float.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from funcamp._trace.tracing import compiling
+from funcamp._tree import settled
+
+#: A float, or a tensor of shape () in the dtype of `wide`.
+Number: TypeAlias = "float | Tensor"
+NARROW = (torch.float16, torch.bfloat16)
+
+
+def wide(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, as Python's numbers are; in float32 on MPS, which has no float64."""
+    return tensor.float() if tensor.device.type == "mps" else tensor.double()
+
+
+def is_zero(number: Number) -> bool:
+    """Return whether a number is the constant 0."""
+    return not isinstance(number, Tensor) and number == 0
+
+
+def times(tensor: Tensor, number: Number) -> Tensor:
+    """Return tensor * number."""
+    if isinstance(number, Tensor):
+        return _rounded(lambda n, x: x * n, number, tensor)
+    return tensor * number
+
+
+def over(tensor: Tensor, number: Number) -> Tensor:
+    """Return tensor / number."""
+    if isinstance(number, Tensor):
+        return _rounded(lambda n, x: x / n, number, tensor)
+    return tensor / number
+
+
+def plus(tensor: Tensor, number: Number) -> Tensor:
+    """Return tensor + number."""
+    if isinstance(number, Tensor):
+        return _rounded(lambda n, x: x + n, number, tensor)
+    return tensor + number
+
+
+def add(tensor: Tensor, other: Tensor, alpha: Number) -> Tensor:
+    """Return tensor + alpha * other."""
+    if not isinstance(alpha, Tensor):
+        return torch.add(tensor, other, alpha=alpha)
+    if tensor.dtype in NARROW and tensor.device.type == "cpu":
+        alpha = alpha.to(tensor.dtype)  # as torch's kernel for a CPU
+    return _rounded(lambda n, x, y: x + n * y, alpha, tensor, other)
+
+
+def addcmul(tensor: Tensor, left: Tensor, right: Tensor, value: Number) -> Tensor:
+    """Return tensor + value * left * right."""
+    if isinstance(value, Tensor):
+        return _rounded(lambda n, x, y, z: x + n * y * z, value, tensor, left, right)
+    return torch.addcmul(tensor, left, right, value=value)
+
+
+def addcdiv(tensor: Tensor, left: Tensor, right: Tensor, value: Number) -> Tensor:
+    """Return tensor + value * left / right."""
+    # Also for a float: Dynamo takes torch.addcdiv apart in another order, which rounds otherwise.
+    return _rounded(lambda n, x, y, z: x + n * y / z, value, tensor, left, right)
+
+
+def lerp(start: Tensor, end: Tensor, weight: Number) -> Tensor:
+    """Return start + weight * (end - start)."""
+    if isinstance(weight, Tensor):
+        return _rounded(lambda n, x, y: torch.lerp(x, y, n), weight, start, end)
+    return torch.lerp(start, end, weight)
+
+
+def clamp(tensor: Tensor, low: Number, high: Number | None = None) -> Tensor:
+    """Return the tensor with elements between two numbers, which are rounded to its dtype."""
+    tensor = torch.maximum(tensor, like(low, tensor))
+    return tensor if high is None else torch.minimum(tensor, like(high, tensor))
+
+
+def smaller(number: Number, other: Tensor) -> Tensor:
+    """Return the smaller one of a number and a tensor of shape ()."""
+    return torch.minimum(like(number, other), other)
+
+
+def larger(number: Number, other: Tensor) -> Tensor:
+    """Return the larger one of a number and a tensor of shape ()."""
+    return torch.maximum(like(number, other), other)
+
+
+def like(number: Number, tensor: Tensor) -> Tensor:
+    """Return a number in the dtype of a tensor; made on its device: a CUDA graph takes no copy from the host."""
+    if isinstance(number, Tensor):
+        return number.to(tensor.device, tensor.dtype)
+    return torch.full((), number, dtype=tensor.dtype, device=tensor.device)
+
+
+def _rounded(compute: Callable[..., Tensor], number: Number, *tensors: Tensor) -> Tensor:
+    """Return compute(number, *tensors), rounded once to the dtype of the tensors."""
+    dtype = tensors[0].dtype
+    computed_in = torch.float32 if dtype in NARROW else dtype
+    if isinstance(number, Tensor):
+        number = number.to(computed_in)
+        if compiling():
+            number = settled(number)
+    return compute(number, *[tensor.to(computed_in) for tensor in tensors]).to(dtype)

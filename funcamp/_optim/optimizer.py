@@ -1,0 +1,408 @@
+"""An optimizer as two pure functions of trees, and its state."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from funcamp import _tree, _upstream
+from funcamp._check import Fixed
+from funcamp._optim.arguments import WITHOUT_EFFECT, check_arguments, constructor_arguments
+from funcamp._optim.arithmetic import wide
+from funcamp._optim.hyperparameters import ANOTHER, Hyper, evaluate, is_dynamic, map_items
+from funcamp._optim.modes import without_modes
+from funcamp._optim.torch_optim import RULES
+from funcamp._optim.torch_optim.rule import Arguments, State
+from funcamp._storage.params import collapse, expand
+from funcamp._types import Kwargs, Tree
+
+#: The leaves of a tree of tensors, from left to right.
+Leaves: TypeAlias = "list[Tensor | None]"
+
+
+class OptState(NamedTuple):
+    """An optimizer's state between steps: immutable, a pytree of tensors."""
+
+    applied: Tensor
+    """int64, shape (): steps applied so far, the argument of schedules; a skipped step does not advance it."""
+    state: dict[str, Tree]
+    """torch.optim's entries by its names (exp_avg, step, ...), each a tree like the parameters."""
+    shared: dict[str, Tensor] = {}  # noqa: RUF012  a tuple's default, which nothing writes into
+    """What a class keeps for all parameters: entries of its group by their names, and of attributes as "self.name"."""
+
+
+class Stepped(NamedTuple):
+    """The results of a step of some parameters."""
+
+    params: list[Tensor]
+    states: list[State]
+    shared: State
+
+
+class StatelessOptimizer(Fixed):
+    """A torch.optim class as two pure functions; made by `stateless`.
+
+    Immutable: assigning `lr` raises. Make another one; it continues from any state of this one.
+    """
+
+    _instead = ANOTHER
+
+    def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: Kwargs) -> None:
+        self._cls = cls
+        self._hyperparameters = hyperparameters
+        self._dynamic = [name for name, value in hyperparameters.items() if is_dynamic(value)]
+        self._signature = inspect.signature(cls.__init__).parameters
+        self._default_lr = self._signature["lr"].default if "lr" in self._signature else None
+        self._arguments = constructor_arguments(hyperparameters, self._signature)
+        with without_modes():
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Find the update rule, and check its arguments."""
+        self._rule = RULES[self._cls]
+        group = check_arguments(self._cls, self._rule, self._hyperparameters, self._arguments)
+        self._constants: Kwargs = {"maximize": False}
+        self._constants |= {name: value for name, value in group.items() if name not in WITHOUT_EFFECT}
+        #: The names of the entries of a vector, and of a matrix.
+        self._entry_names = tuple(
+            frozenset(self._rule.init(torch.zeros(shape), Arguments(self._constants))) for shape in ((2,), (2, 2))
+        )
+
+    def python_parts(self) -> dict[str, object]:
+        """Return the functions that the user gave, such as a learning rate's, by name."""
+        return {name: value for name, value in self._hyperparameters.items() if callable(value)}
+
+    def __repr__(self) -> str:
+        arguments = "".join(f", {name}={value!r}" for name, value in self._hyperparameters.items())
+        storage = "flat" if self._takes_groups() else "per tensor"
+        return f"stateless({self._cls.__module__}.{self._cls.__qualname__}{arguments}) [{storage}]"
+
+    if not TYPE_CHECKING:  # a type checker refuses unknown names itself
+
+        def __getattr__(self, name: str) -> Any:
+            of_torch = hasattr(torch.optim.Optimizer, name) or name in ("param_groups", "state", "defaults")
+            fix = ": it is no torch.optim.Optimizer; call update, and funcamp.schedule for a scheduler of torch"
+            raise AttributeError(f"an optimizer of funcamp has no {name!r}{fix if of_torch else ''}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._cls, self._hyperparameters)
+
+    def init(self, params: Tree) -> OptState:
+        """Return the optimizer's state before the first step.
+
+        Pure; nothing is lazy; no sync.
+
+        Args:
+            params: a pytree of floating-point or complex tensors; None passes through. `Params` are updated group
+                by group if the class is elementwise, otherwise view by view.
+
+        Returns:
+            An `OptState`, `applied` 0.
+
+        Raises:
+            TypeError: a leaf is an integer tensor, is sparse, or is neither a tensor nor None; or is complex, and the
+                class takes no complex parameters.
+
+        Example:
+            >>> stateless(torch.optim.AdamW).init({"w": torch.ones(2)}).state["exp_avg"]
+            {'w': tensor([0., 0.])}
+        """
+        flat, spec = _tree.parameters("init", "params", self._taken(params))
+        present = [leaf.detach() for leaf in flat if leaf is not None]
+        applied = torch.zeros((), dtype=torch.int64, device=present[0].device if present else None)
+        states: list[State] = []
+        shared: State = {}
+        if present:
+            with torch.no_grad():
+                states, shared = self._first(present, self._hyper(applied, present))
+        states_left = iter(states)
+        states = [{} if leaf is None else next(states_left) for leaf in flat]
+        names = dict.fromkeys(name for state in states for name in state)
+        trees = {name: _tree.unflatten([state.get(name) for state in states], spec) for name in names}
+        return OptState(applied, trees, shared)
+
+    def update(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
+        """Apply torch.optim's update rule as a pure function.
+
+        Schedules are evaluated at `opt_state.applied`, which is 0 at the first step. Pure; safe under torch.compile and
+        vmap; no sync. As in torch.optim, no gradient flows through it; under torch.func.grad it raises ValueError.
+
+        Args:
+            params: the parameters.
+            grads: unscaled gradients, same tree and shapes, cast to the parameters' dtypes. For None, the parameter and
+                its state do not change.
+            opt_state: the state from `init` or the last `update`.
+
+        Returns:
+            The new parameters and the new state.
+
+        Raises:
+            TypeError: a leaf of params or grads is not a floating-point or complex tensor; opt_state is not an
+                `OptState`.
+            ValueError: the trees differ in structure, a gradient in shape or device from its parameter, or a
+                hyperparameter in device; opt_state is another optimizer's; torch.func differentiates a leaf.
+
+        Example:
+            >>> sgd = stateless(torch.optim.SGD, lr=0.5)
+            >>> params, opt_state = {"w": torch.ones(2)}, sgd.init({"w": torch.ones(2)})
+            >>> sgd.update(params, {"w": torch.ones(2)}, opt_state)[0]
+            {'w': tensor([0.5000, 0.5000])}
+        """
+        stored_params = params
+        params, grads = self._taken(params), self._taken(grads)
+        flat, spec = _tree.parameters("update", "params", params)
+        flat_grads = _flat_grads(params, flat, grads)
+        columns = self._columns(params, flat, opt_state)
+        positions = self._positions(flat, flat_grads)
+        if not positions:
+            return stored_params, opt_state._replace(applied=opt_state.applied + 1)
+        stepping = _at(positions, flat)
+        stepping_grads = _at(positions, flat_grads)
+        refuse_differentiation([*stepping, *stepping_grads])
+        states = states_at(positions, columns)
+        with torch.no_grad():
+            hyper = self._hyper(opt_state.applied, stepping)
+            stepped = self._stepped(stepping, stepping_grads, states, opt_state, hyper)
+        for index, new_param, new_state in zip(positions, stepped.params, stepped.states):
+            flat[index] = new_param
+            for name, value in new_state.items():
+                columns[name][index] = value
+        trees = {name: _tree.unflatten(column, spec) for name, column in columns.items()}
+        new_params = _tree.unflatten(flat, spec)
+        if not self._takes_groups():
+            new_params = collapse(stored_params, new_params)
+        return new_params, OptState(opt_state.applied + 1, trees, stepped.shared)
+
+    def learning_rate(self, opt_state: OptState) -> Tree:
+        """Return the learning rate of the next step, a float32 tensor of shape (); `()` if there is none.
+
+        A schedule is evaluated at `opt_state.applied`; a tensor is copied. Pure; no sync. The step's metrics contain
+        it.
+
+        Args:
+            opt_state: the state from `init` or the last `update`.
+
+        Returns:
+            The rate, or `()`.
+
+        Raises:
+            Nothing.
+
+        Example:
+            >>> sgd = stateless(torch.optim.SGD, lr=lambda applied: 0.5 / (1 + applied))
+            >>> sgd.learning_rate(sgd.init({"w": torch.ones(2)}))
+            tensor(0.5000)
+        """
+        rate = self._hyperparameters.get("lr", self._default_lr)
+        if rate is None:
+            return ()
+        if callable(rate):
+            rate = rate(opt_state.applied)
+        if isinstance(rate, Tensor):
+            return rate.detach().to(torch.float32, copy=True)
+        return torch.full((), rate, dtype=torch.float32, device=opt_state.applied.device)
+
+    def evaluation_params(self, params: Tree, opt_state: OptState) -> Tree:  # noqa: ARG002  what a subclass needs
+        """Return the parameters to evaluate with.
+
+        Of a class with `train` and `eval`, such as a schedule-free one, these are what `eval` makes of those in
+        training; of any other class they are the parameters. Pure; no sync.
+
+        Args:
+            params: the parameters in training.
+            opt_state: the state from `init` or the last `update`.
+
+        Returns:
+            The parameters, of the same structure.
+
+        Raises:
+            TypeError, ValueError: as `update`.
+
+        Example:
+            >>> sgd = stateless(torch.optim.SGD, lr=0.5)
+            >>> params = {"w": torch.ones(2)}
+            >>> sgd.evaluation_params(params, sgd.init(params)) is params
+            True
+        """
+        return params
+
+    # What a class of another package does otherwise (`foreign`).
+
+    def _takes_groups(self) -> bool:
+        """Return whether a stored group is stepped as one tensor."""
+        return self._rule.elementwise
+
+    def _first(self, params: list[Tensor], hyper: Hyper) -> tuple[list[State], State]:
+        """Return the state of each parameter before the first step, and what all share."""
+        h = self._h(hyper)
+        states: list[State] = []
+        for param in params:
+            self._check_param(param)
+            if param.is_complex():
+                real = torch.view_as_real(param)
+                states.append(_as_complex(self._rule.init(real, h), real))
+            else:
+                states.append(self._rule.init(param, h))
+        return states, {}
+
+    def _stepped(
+        self, params: list[Tensor], grads: list[Tensor], states: list[State], opt_state: OptState, hyper: Hyper
+    ) -> Stepped:
+        """Return the parameters and their states after a step."""
+        h = self._h(hyper)
+        new_params, new_states = [], []
+        for param, grad, state in zip(params, grads, states):
+            new_param, new_state = self._one_stepped(param.detach(), grad.detach().to(param.dtype), state, h)
+            new_params.append(new_param)
+            new_states.append(new_state)
+        return Stepped(new_params, new_states, opt_state.shared)
+
+    def _one_stepped(self, param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
+        if h.maximize:
+            grad = -grad
+        if not param.is_complex():
+            return self._rule.step(param, grad, state, h)
+        real = torch.view_as_real(param)
+        real_state = {name: torch.view_as_real(value) if value.is_complex() else value for name, value in state.items()}
+        new_param, new_state = self._rule.step(real, torch.view_as_real(grad), real_state, h)
+        return torch.view_as_complex(new_param), _as_complex(new_state, real)
+
+    def _h(self, hyper: Hyper) -> Arguments:
+        """Return the class's arguments in a step."""
+        wide_hyper = {name: map_items(_wide, name, value) for name, value in hyper.items()}
+        return Arguments({**self._constants, **wide_hyper})
+
+    def _check_param(self, param: Tensor) -> None:
+        """Raise TypeError or ValueError for a parameter that the rule does not take."""
+        name = self._cls.__name__
+        if param.is_complex() and not self._rule.takes_complex:
+            raise TypeError(
+                f"init: params must be real, as {name} does not support complex parameters; got {_tree.describe(param)}"
+            )
+        if self._rule.dims not in (None, param.dim()):
+            raise ValueError(
+                f"init: params must have {self._rule.dims} dimensions for {name}; got {_tree.describe(param)}: give "
+                "others to another optimizer, with by_group"
+            )
+
+    def _positions(self, flat: Leaves, flat_grads: Leaves) -> list[int]:
+        """Return the positions of the parameters that take a step: those with a gradient."""
+        positions = []
+        for index, (param, grad) in enumerate(zip(flat, flat_grads)):
+            if param is not None and grad is not None:
+                positions.append(index)
+        return positions
+
+    def _check_entries(self, flat: Leaves, opt_state: OptState) -> None:
+        """Raise ValueError if a state has the entries of another optimizer."""
+        expected: set[str] = set()
+        for param in flat:
+            if param is not None:
+                expected |= self._entry_names[param.dim() >= 2]
+        if opt_state.state.keys() != expected:
+            raise ValueError(
+                f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected)}; got "
+                f"{sorted(opt_state.state)}, another's: begin anew with "
+                "state._replace(opt_state=optimizer.init(params)), or keep what both have with "
+                "step.load_state_dict(saved, like=step.init(), strict=False)"
+            )
+
+    def _python_numbers(self, param: Tensor) -> set[str]:  # noqa: ARG002  what a subclass needs
+        """Return the entries that are Python's numbers in the class's state_dict."""
+        return set()
+
+    # Trees.
+
+    def _taken(self, tree: Tree) -> Tree:
+        """Return the tensors that the class steps: stored groups, or the parameters in them."""
+        return tree if self._takes_groups() else expand(tree)
+
+    def _columns(self, params: Tree, flat: Leaves, opt_state: OptState) -> dict[str, Leaves]:
+        """Return the entries of the state by name, for each the values of all leaves of the parameters.
+
+        Raises:
+            TypeError: opt_state is not an `OptState`.
+            ValueError: it is another optimizer's, or of other parameters.
+        """
+        if not isinstance(opt_state, OptState):
+            raise TypeError(f"update: opt_state must be an OptState, as init makes it; got {_tree.brief(opt_state)}")
+        self._check_entries(flat, opt_state)
+        columns: dict[str, Leaves] = {}
+        for name, tree in opt_state.state.items():
+            _tree.same_structure("update", ("params", f"opt_state.state[{name!r}]"), (params, tree))
+            columns[name] = _tree.leaves(tree)
+        return columns
+
+    def _hyper(self, applied: Tensor, params: list[Tensor]) -> Hyper:
+        """Return the hyperparameters that are tensors and schedules, after some applied steps."""
+        device = params[0].device
+        return {name: evaluate(name, self._hyperparameters[name], applied, device) for name in self._dynamic}
+
+
+def _wide(_: str, value: object) -> object:
+    return wide(value.detach()) if isinstance(value, Tensor) else value
+
+
+def _as_complex(state: State, real: Tensor) -> State:
+    """Return a state with complex views of the entries that are like a real view of a parameter."""
+    return {name: torch.view_as_complex(value) if value.shape == real.shape else value for name, value in state.items()}
+
+
+def _at(positions: list[int], flat: Leaves) -> list[Tensor]:
+    return [flat[index] for index in positions]  # type: ignore[misc]  # none of them is None
+
+
+def states_at(positions: list[int], columns: dict[str, Leaves]) -> list[State]:
+    """Return the entries of the parameters at some positions, each by name."""
+    states: list[State] = [{} for _ in positions]
+    for name, column in columns.items():
+        for state, index in zip(states, positions):
+            value = column[index]
+            if value is not None:
+                state[name] = value
+    return states
+
+
+def _flat_grads(params: Tree, flat: Leaves, grads: Tree) -> Leaves:
+    """Return the gradients of the parameters, which are checked.
+
+    Raises:
+        TypeError: a gradient is not floating point or complex.
+        ValueError: the trees differ in structure, or a gradient in shape or device from its parameter.
+    """
+    _tree.same_structure("update", ("params", "grads"), (params, grads))
+    flat_grads, _ = _tree.tensors("update", "grads", grads)
+    for index, (param, grad) in enumerate(zip(flat, flat_grads)):
+        if grad is None:
+            continue
+        if not (grad.is_floating_point() or grad.is_complex()):
+            raise TypeError(
+                f"update: grads{_tree.path_of(grads, index)} must be floating point or complex; "
+                f"got {_tree.describe(grad)}"
+            )
+        if param is None or grad.shape != param.shape or grad.device != param.device:
+            raise ValueError(
+                f"update: grads{_tree.path_of(grads, index)} must have its parameter's shape and device; "
+                f"got {_tree.describe(grad)} for {_tree.describe(param)}"
+            )
+    return flat_grads
+
+
+def refuse_differentiation(tensors: Iterable[Tensor | None]) -> None:
+    """Raise ValueError if torch.func differentiates a tensor: the gradient would silently be zero."""
+    if torch.compiler.is_dynamo_compiling():
+        return
+    for tensor in tensors:
+        inner = tensor
+        while inner is not None and _upstream.is_wrapped(inner):
+            if _upstream.is_differentiated(inner):
+                raise ValueError(
+                    "update: params and grads must not be differentiated, as no gradient flows through a torch.optim "
+                    f"step; detach them, or write the inner update by hand; got {type(tensor).__name__} under "
+                    "torch.func.grad, vjp or jacrev"
+                )
+            inner = _upstream.unwrapped(inner)

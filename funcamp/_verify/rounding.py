@@ -1,0 +1,125 @@
+"""How much two runs of the same training differ, and how much of that rounding can explain."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: Values of one step by name, on the host: params.*, opt_state.*, scaler.scale, metrics.loss and so on.
+Row = dict[str, Tensor]
+
+
+def copied_to_host(row: Row) -> Row:
+    """Return copies of the values of a row, on the host. Syncs."""
+    return {name: value.detach().to("cpu", copy=True) for name, value in row.items()}
+
+
+#: Two runs may differ by this multiple of what disturbed runs do.
+_FACTOR = 2.0
+#: Two runs may always differ by this many units in the last place of a value.
+_ULPS = 16.0
+
+
+class Difference(NamedTuple):
+    """The largest difference in the first step in which two runs differ by more than rounding, or at all."""
+
+    step: int
+    name: str
+    size: float
+    """The norm of the difference over the norm of what the reference has changed since the start."""
+    allowed: float
+    """What rounding may do, in the same unit."""
+
+    @property
+    def share(self) -> float:
+        """Return the difference relative to what rounding may do."""
+        return self.size / self.allowed if self.allowed else math.inf
+
+    @property
+    def is_rounding(self) -> bool:
+        """Return whether rounding explains it."""
+        return self.size <= self.allowed
+
+
+class Rounding:
+    """How far runs with disturbed parameters end up from the reference: the yardstick for differences.
+
+    Args:
+        reference: the run.
+        disturbed: the same run several times, each with other small changes of its parameters.
+        start: the values before the first step.
+    """
+
+    def __init__(self, reference: list[Row], disturbed: list[list[Row]], start: Row) -> None:
+        self._start = start
+        self._allowed: list[dict[str, float]] = []
+        """By step and name, how far a value may be from the reference's."""
+        self._relative: list[float] = []
+        """By step, the largest such distance relative to the value: for values that the reference has not."""
+        largest: dict[str, float] = {}
+        for number, row in enumerate(reference):
+            if any(skips(run[number]) != skips(row) for run in disturbed):
+                break  # one run skips a step that another takes: from here on nothing can be compared
+            for name, value in row.items():
+                # A disturbed run may come near the reference by chance, so those of earlier steps count too.
+                distances = [distance(value, run[number][name]) for run in disturbed]
+                largest[name] = max(largest.get(name, 0.0), *distances)
+            self._allowed.append({name: _FACTOR * largest[name] + _ulps(value) for name, value in row.items()})
+            self._relative.append(max(largest[name] / (_norm(value) or math.inf) for name, value in row.items()))
+
+    def _allowed_for(self, number: int, name: str, value: Tensor) -> float:
+        """Return how far a value may be from the reference's."""
+        if number >= len(self._allowed):
+            return math.inf
+        if name in self._allowed[number]:
+            return self._allowed[number][name]
+        is_rounded = value.is_floating_point() or value.is_complex()
+        return _FACTOR * self._relative[number] * _norm(value) + _ulps(value) if is_rounded else 0.0
+
+    def _movement(self, name: str, value: Tensor) -> float:
+        """Return how far a value is from where it started; its size, if it did not start or did not move."""
+        moved = distance(value, self._start[name]) if name in self._start else 0.0
+        return moved or _norm(value) or 1.0
+
+    def difference(self, number: int, reference: Row, row: Row) -> Difference | None:
+        """Return the largest difference of a row from the reference's; None if all values are equal."""
+        differences: list[Difference] = []
+        for name, value in reference.items():
+            size = distance(value, row[name]) if name in row else math.inf
+            if size:
+                movement = self._movement(name, value)
+                allowed = self._allowed_for(number, name, value)
+                differences.append(Difference(number, name, size / movement, allowed / movement))
+        return max(differences, key=lambda difference: (difference.share, difference.size), default=None)
+
+
+def skips(row: Row) -> bool:
+    """Return whether a step was skipped; a function that the user wrote skips none."""
+    return "metrics.found_inf" in row and bool(row["metrics.found_inf"])
+
+
+def distance(one: Tensor, other: Tensor) -> float:
+    """Return the 2-norm of a difference; 0 for equal values; infinity if shapes, dtypes, or inf and NaN differ."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return math.inf
+    return float(torch.linalg.vector_norm(_wide(one, 1e200) - _wide(other, 1e200)))
+
+
+def _ulps(value: Tensor) -> float:
+    """Return what two runs may always differ by."""
+    is_rounded = value.is_floating_point() or value.is_complex()
+    return _ULPS * torch.finfo(value.dtype).eps * _norm(value) if is_rounded else 0.0
+
+
+def _norm(value: Tensor) -> float:
+    """Return the 2-norm of the finite part of a value."""
+    return float(torch.linalg.vector_norm(_wide(value, 0.0)))
+
+
+def _wide(value: Tensor, infinity: float) -> Tensor:
+    """Return a value in float64, with numbers in place of inf and NaN."""
+    real = torch.view_as_real(value) if value.is_complex() else value
+    return real.double().nan_to_num(nan=infinity / 2, posinf=infinity, neginf=-infinity)

@@ -1,0 +1,128 @@
+"""What autograd's graph of a loss shows: its leaves, its scaler, the dtypes of its operations, its reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from funcamp.report.events import Key, Reduction
+
+#: Parts of the names of nodes that have an argument `reduction`.
+_WITH_REDUCTION = ("Loss", "CrossEntropy")
+#: The starts of the names of nodes of operations that autocast runs in 16 bits.
+_PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Convolution", "Linear", "MkldnnLinear", "MkldnnConv")
+#: torch's number for `reduction="mean"`.
+_MEAN = 1
+#: The entry of a node's metadata that has the scaling of its loss.
+_SCALING_ENTRY = "funcamp_scaling"
+_DTYPES_OF_16_BITS = (torch.float16, torch.bfloat16)
+
+
+class Scaling(NamedTuple):
+    """How a loss was scaled."""
+
+    scaler: Key
+    updates: int
+    """How many updates the scaler had had."""
+
+
+class Graph(NamedTuple):
+    """What the graph of a loss, or of several, shows."""
+
+    leaves: list[Tensor]
+    scaling: Scaling | None
+    dtypes: frozenset[torch.dtype]
+    reduction: Reduction
+    has_products: bool
+    """Whether matrices were multiplied, or a convolution computed."""
+
+
+def mark_scaled(node: Node, scaling: Scaling) -> None:
+    """Write into the node of a scaled loss how it was scaled.
+
+    The node's own metadata needs no reference from the auditor, which would keep the graph alive.
+    """
+    _metadata_of(node)[_SCALING_ENTRY] = scaling
+
+
+def _scaling_of(node: Node) -> Scaling | None:
+    return _metadata_of(node).get(_SCALING_ENTRY)
+
+
+def _metadata_of(node: Node) -> dict[str, Scaling]:
+    return cast("dict[str, Scaling]", node.metadata)  # torch declares a method; it is a dict
+
+
+def read_graph(outputs: Iterable[Tensor]) -> Graph:
+    """Walk the graph of some losses."""
+    leaves: list[Tensor] = []
+    scaling: Scaling | None = None
+    dtypes: set[torch.dtype] = set()
+    has_products = False
+    outputs = list(outputs)
+    roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
+    for node in nodes_from(output.grad_fn for output in outputs):
+        if scaling is None:
+            scaling = _scaling_of(node)
+        if hasattr(node, "variable"):  # a node that accumulates the gradient of a leaf
+            leaves.append(node.variable)
+        else:
+            dtypes |= _dtypes_of(node)
+            has_products |= node.name().startswith(_PRODUCTS)
+    reduction = _reduction_of(roots[0]) if len(roots) == 1 else Reduction.OTHER
+    return Graph(leaves, scaling, frozenset(dtypes), reduction, has_products)
+
+
+def nodes_from(roots: Iterable[Node | None]) -> Iterator[Node]:
+    """Yield the nodes of a graph, each once."""
+    seen: set[Node] = set()
+    stack = list(roots)
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        stack.extend([next_node for next_node, _ in node.next_functions])
+
+
+def is_scaled(output: Tensor) -> bool:
+    """Return whether a loss is the result of `scaler.scale`, or a cast of it."""
+    node = output.grad_fn
+    while node is not None and node.name().startswith("ToCopy"):
+        node = node.next_functions[0][0]
+    return node is not None and _scaling_of(node) is not None
+
+
+def _dtypes_of(node: Node) -> set[torch.dtype]:
+    """Return the 16-bit dtypes of a node's outputs; none if this torch has no such metadata."""
+    outputs = getattr(node, "_input_metadata", ())
+    return {output.dtype for output in outputs if output.dtype in _DTYPES_OF_16_BITS}
+
+
+def _reduction_of(root: Node) -> Reduction:
+    """Return how a loss is reduced, from its last operation before scaling and casts."""
+    node: Node | None = root
+    while node is not None and (_scaling_of(node) is not None or node.name().startswith("ToCopy")):
+        node = node.next_functions[0][0]
+    return Reduction.MEAN if node is not None and _is_mean(node) else Reduction.OTHER
+
+
+def _is_mean(node: Node) -> bool:
+    """Return whether an operation is a mean that is not divided, or a sum of such means, some of them with weights."""
+    name = node.name()
+    if name.startswith("AddBackward"):
+        terms = _inputs_of(node)
+        weighted = [term for term in terms if term.name().startswith("MulBackward")]
+        return len(weighted) < len(terms) and all(_is_mean(term) or term in weighted for term in terms)
+    if name.startswith("MeanBackward"):
+        return not any(term.name().startswith(("DivBackward", "MulBackward")) for term in _inputs_of(node))
+    return any(word in name for word in _WITH_REDUCTION) and getattr(node, "_saved_reduction", None) == _MEAN
+
+
+def _inputs_of(node: Node) -> list[Node]:
+    return [input_node for input_node, _ in node.next_functions if input_node is not None]

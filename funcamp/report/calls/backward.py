@@ -1,0 +1,143 @@
+"""Calls that differentiate: `backward` and `torch.autograd.grad`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from funcamp.report import events
+from funcamp.report.autograd_graph import Scaling, read_graph
+from funcamp.report.calls.observed import Function, Observed
+from funcamp.report.calls.run import Calls, Run
+from funcamp.report.events import Reduction
+from funcamp.report.lines import calling_line, calling_places
+from funcamp.report.tensors import all_finite, is_zero, tensors_in
+from funcamp.report.torch_names import current_node, replaced, without_modes
+
+#: The number of arguments of `torch.autograd.backward` between the tensors and `inputs`.
+_PLACE_OF_INPUTS = 4
+
+
+class BackwardCalls(Calls):
+    """Handles the calls that differentiate."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self._outer_scaling: Scaling | None = None
+        """The scaling of the backward pass that runs now."""
+        self._last_scaling: Scaling | None = None
+        """The scaling of the last backward pass that had one."""
+        self._is_first = True
+        """Whether no backward pass has run."""
+        self._has_taken_overflow = False
+        """Whether `torch.autograd.grad` of a scaled loss made inf or NaN before the first pass."""
+
+    def handlers(self) -> Iterator[Observed]:
+        """Yield the functions that are observed, with the handlers of their calls."""
+        yield Observed(torch.autograd, "backward", self._backward)
+        yield Observed(torch.autograd, "grad", self._grad)
+
+    def _backward(
+        self, function: Function, tensors: object, *args: object, inputs: object = None, **kwargs: object
+    ) -> object:
+        if len(args) > _PLACE_OF_INPUTS:
+            inputs = args[_PLACE_OF_INPUTS]
+            args = args[:_PLACE_OF_INPUTS]
+        if isinstance(tensors, Iterator):  # it can be read once
+            tensors = list(tensors)
+        outputs = tensors_in(tensors)
+        graph = read_graph(outputs)
+        leaves = graph.leaves if inputs is None else tensors_in(inputs)
+        initial_gradients = tensors_in(args[0] if args else kwargs.get("grad_tensors"))
+        is_nested = current_node() is not None  # as in a checkpoint whose forward pass runs again
+        scaling = self._outer_scaling
+        if not is_nested:
+            scaling = graph.scaling or self._indirect_scaling([*outputs, *initial_gradients])
+            self._last_scaling = scaling or self._last_scaling
+            self._tracked.forget_derived()  # the loop may have unscaled earlier gradients since
+        not_finite = ""
+        if self._is_first and not is_nested:
+            self._is_first = False
+            not_finite = self._find_not_finite(outputs, leaves, graph.scaling)
+        begins_with_one = not is_nested and all(map(_is_one, initial_gradients))
+        # Before the pass runs: its hooks act on the gradients of this event.
+        event = events.Backward(
+            calling_line(),
+            parameters=self._tracked.parameters(leaves),
+            empty=frozenset([self._tracked.key(leaf) for leaf in leaves if is_zero(leaf.grad)]),
+            scaler=None if scaling is None else scaling.scaler,
+            dtypes=graph.dtypes,
+            reduction=graph.reduction if begins_with_one else Reduction.OTHER,
+            autocast_dtype=None if is_nested else _autocast_dtype(outputs),
+            has_products=graph.has_products,
+            places=calling_places(),
+            not_finite=not_finite,
+            retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
+        )
+        self._emit(event)
+        nesting = self._run.nesting
+        outer = replaced(self, _outer_scaling=scaling)
+        with outer, replaced(nesting, in_backward=True), nesting.mode.paused():
+            result = function(tensors, *args, inputs=inputs, **kwargs)
+        self._tracked.remember_gradients(leaves)
+        return result
+
+    def _indirect_scaling(self, tensors: list[Tensor]) -> Scaling | None:
+        """Return the scaling of a pass whose loss no scaler has scaled; None if nothing else did.
+
+        The loss, or its initial gradient, is computed from scaled gradients; or a scaler has scaled a factor of it.
+        """
+        known = [derived for derived in map(self._tracked.derived, tensors) if derived is not None]
+        if known:
+            read_ids = tuple([read_id for derived in known for read_id in derived.read_ids])
+            self._emit(events.ReadsCancelled(calling_line(), read_ids))
+            return self._last_scaling
+        return self._run.factor_scaling
+
+    def _grad(self, function: Function, outputs: object, *args: object, **kwargs: object) -> object:
+        if isinstance(outputs, Iterator):  # it can be read once
+            outputs = list(outputs)
+        result = function(outputs, *args, **kwargs)
+        if current_node() is None:
+            scaling = read_graph(tensors_in(outputs)).scaling if self._run.has_scaled else None
+            self._emit(events.GradientsTaken(calling_line(), None if scaling is None else scaling.scaler))
+            if scaling is not None:
+                self._remember_taken(tensors_in(result), scaling)
+        return result
+
+    def _remember_taken(self, gradients: list[Tensor], scaling: Scaling) -> None:
+        """Remember what `torch.autograd.grad` returned for a scaled loss."""
+        self._tracked.remember_taken(gradients)
+        self._last_scaling = scaling
+        if self._is_first:
+            self._has_taken_overflow |= not all(map(all_finite, gradients))
+
+    def _find_not_finite(self, outputs: list[Tensor], leaves: list[Tensor], scaling: Scaling | None) -> str:
+        """Return what is not finite in the first pass: "parameter", "loss" or "".
+
+        A loss of which scaled gradients are a part, as of a penalty, may only have met a scale that is too high.
+        """
+        if not all(map(all_finite, leaves)):
+            return "parameter"
+        if self._has_taken_overflow:
+            return ""
+        # The product with the scale may overflow, so a scaled loss was checked before.
+        is_finite = all(map(all_finite, outputs)) if scaling is None else self._run.loss_is_finite
+        return "" if is_finite else "loss"
+
+
+def _autocast_dtype(outputs: list[Tensor]) -> torch.dtype | None:
+    """Return the dtype of the autocast region around this call, for the device of a loss; None outside of autocast."""
+    for output in outputs:
+        device = output.device.type
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            return torch.get_autocast_dtype(device)
+    return None
+
+
+def _is_one(initial_gradient: Tensor) -> bool:
+    """Return whether an initial gradient is 1, as that of a loss is."""
+    with without_modes():
+        return initial_gradient.dim() == 0 and bool(initial_gradient == 1)

@@ -1,0 +1,131 @@
+"""The calls of optimizers and of their schedulers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from funcamp.report import events
+from funcamp.report.calls.observed import Function, Observed
+from funcamp.report.calls.run import Calls, Run
+from funcamp.report.events import Key
+from funcamp.report.lines import calling_line, calling_places
+from funcamp.report.torch_names import with_subclasses
+
+if TYPE_CHECKING:
+    from torch.amp import GradScaler
+    from torch.utils.hooks import RemovableHandle
+
+
+class OptimizerCalls(Calls):
+    """Handles the calls of optimizers and of their schedulers, and reports what scalers do with optimizers."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(run)
+        self.applied: set[Key] = set()
+        """The optimizers that have taken their own step since the scaler's step was called."""
+        self._last_hooks: dict[Key, RemovableHandle] = {}
+        """For each optimizer whose step runs: the hook that runs after its own hooks, before the step."""
+
+    def handlers(self) -> Iterator[Observed]:
+        """Yield the functions that are observed, with the handlers of their calls."""
+        yield Observed(Optimizer, "__init__", self._make)
+        yield Observed(Optimizer, "zero_grad", self._clear)
+        yield Observed(Optimizer, "load_state_dict", self._load)
+        for scheduler_class in with_subclasses(LRScheduler):
+            if "step" in vars(scheduler_class):
+                yield Observed(scheduler_class, "step", self._step_scheduler)
+
+    @contextlib.contextmanager
+    def observing_steps(self) -> Iterator[None]:
+        """Context manager: the own steps of all optimizers are observed, by torch's hooks."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(self._begin_hooks).remove)
+            stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
+            yield
+
+    def _make(self, function: Function, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
+        self._quietly(function, optimizer, *args, **kwargs)
+        parameters = self._tracked.parameters_of(optimizer)
+        name = type(optimizer).__name__
+        self._emit(events.OptimizerMade(calling_line(), self._tracked.key(optimizer), parameters, name))
+
+    def _begin_hooks(self, optimizer: Optimizer, *_: object) -> None:
+        """Before the hooks of an optimizer that run before its own step: they may unscale.
+
+        A hook that is registered now is the optimizer's last one.
+        """
+        key = self._tracked.key(optimizer)
+        self._drop_last_hook(key)  # of a step that raised
+        self._last_hooks[key] = optimizer.register_step_pre_hook(self._begin_step)
+
+    def _drop_last_hook(self, optimizer: Key) -> None:
+        """Take back the hook that `_begin_hooks` has registered."""
+        if optimizer in self._last_hooks:
+            self._last_hooks.pop(optimizer).remove()
+
+    def _begin_step(self, optimizer: Optimizer, *_: object) -> None:
+        """Before an optimizer's own step, after its hooks."""
+        if not self._run.nesting.in_scaler_step:
+            self.report_use(events.StepCalled, optimizer, None)
+        self._run.nesting.stepping.add(self._tracked.key(optimizer))
+
+    def _end_step(self, optimizer: Optimizer, *_: object) -> None:
+        """After an optimizer's own step."""
+        key = self._tracked.key(optimizer)
+        self._drop_last_hook(key)
+        self._run.nesting.stepping.discard(key)
+        self.applied.add(key)
+        if not self._run.nesting.in_scaler_step:
+            self._emit(events.StepEnded(calling_line(), key, True))
+
+    def report_use(
+        self, event_type: type[events.OptimizerEvent], optimizer: Optimizer, scaler: GradScaler | None
+    ) -> None:
+        """Report a call that uses an optimizer's gradients, and before it the gradients that the loop has replaced."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._run.report_replaced_gradients(parameters)
+        read_ids = self._tracked.reads_in_gradients(optimizer)
+        if read_ids:
+            self._emit(events.ReadsCancelled(calling_line(), read_ids))
+        event = event_type(
+            calling_line(),
+            optimizer=self._tracked.key(optimizer),
+            scaler=None if scaler is None else self._tracked.key(scaler),
+            parameters=self._tracked.parameters_of(optimizer),
+            has_enabled_scaler=scaler is not None and scaler.is_enabled(),
+            has_refused_float16=_refuses_float16(scaler) and _has_float16_gradient(optimizer),
+            places=calling_places(),
+        )
+        self._emit(event)
+
+    def _clear(self, function: Function, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
+        parameters = self._tracked.parameters_of(optimizer)
+        self._emit(events.Cleared(calling_line(), parameters, self._tracked.key(optimizer)))
+        self._quietly(function, optimizer, *args, **kwargs)
+
+    def _load(self, function: Function, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
+        self._emit(events.OptimizerLoaded(calling_line(), self._tracked.key(optimizer)))
+        self._quietly(function, optimizer, *args, **kwargs)
+
+    def _step_scheduler(self, function: Function, scheduler: LRScheduler, *args: object, **kwargs: object) -> object:
+        optimizer = getattr(scheduler, "optimizer", None)
+        if optimizer is not None:
+            self._emit(events.SchedulerStepped(calling_line(), self._tracked.key(optimizer)))
+        return self._quietly(function, scheduler, *args, **kwargs)
+
+
+def _refuses_float16(scaler: GradScaler | None) -> bool:
+    """Return whether a scaler refuses float16 gradients, as torch's own classes do, except FSDP's."""
+    module = type(scaler).__module__
+    return module.startswith("torch.") and "fsdp" not in module
+
+
+def _has_float16_gradient(optimizer: Optimizer) -> bool:
+    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+    return any(gradient is not None and gradient.dtype == torch.float16 for gradient in gradients)

@@ -1,0 +1,295 @@
+"""What a training loop does: one event per call. The state machine and the rules get nothing else.
+
+A `Key` identifies an object of the run: a parameter, an optimizer or a scaler. An event does not hold the object, so
+that the auditor keeps no tensor alive.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+import torch
+from typing_extensions import dataclass_transform
+
+from funcamp.report.lines import Line, Place
+
+Key = int
+
+
+class Reduction(enum.Enum):
+    """How the last operations of a loss reduce it."""
+
+    MEAN = enum.auto()
+    """A mean over the batch, not divided afterwards."""
+    OTHER = enum.auto()
+    """Anything else: a sum, a quotient, a user-defined loss."""
+
+
+@dataclass_transform(frozen_default=True)
+@dataclass(frozen=True)
+class Event:
+    """Something that a loop did. Each subclass is a frozen dataclass."""
+
+    line: Line
+    """The line of the script that made the call."""
+
+    def __init_subclass__(cls) -> None:
+        dataclass(frozen=True)(cls)
+
+    @property
+    def detail(self) -> str:
+        """What a finding adds about this event; empty for most events."""
+        return ""
+
+
+class ScalerMade(Event):
+    """A `GradScaler` was made."""
+
+    scaler: Key
+    places: tuple[Place, ...] = ()
+    """The places of all calling functions, the outermost first."""
+
+
+class OptimizerMade(Event):
+    """An optimizer was made."""
+
+    optimizer: Key
+    parameters: tuple[Key, ...]
+    name: str = "an optimizer"
+    """Its class."""
+
+
+class Backward(Event):
+    """`backward()` was called, which adds to the gradients of parameters."""
+
+    parameters: tuple[Key, ...]
+    empty: frozenset[Key]
+    """The parameters that had no gradient before, or zeros."""
+    scaler: Key | None
+    """The scaler that scaled the loss; None if no scaler did."""
+    dtypes: frozenset[torch.dtype]
+    """The 16-bit dtypes in which the forward pass ran."""
+    reduction: Reduction
+    autocast_dtype: torch.dtype | None
+    """The dtype of the autocast region in which it was called; None outside of autocast."""
+    places: tuple[Place, ...]
+    """The places of all calling functions, the outermost first."""
+    not_finite: str
+    """What was not finite in the first pass of the run: "loss", "parameter" or ""."""
+    has_products: bool = True
+    """Whether the forward pass multiplied matrices or convolved, which autocast runs in 16 bits."""
+    retains_graph: bool = False
+    """Whether it was called with `retain_graph=True`."""
+
+    @property
+    def detail(self) -> str:
+        """What was not finite."""
+        return f"the first {self.not_finite} is not finite" if self.not_finite else ""
+
+
+class GradientsTaken(Event):
+    """`torch.autograd.grad` was called, whose gradients no scaler unscales: the loop does it itself."""
+
+    scaler: Key | None
+    """The scaler that scaled the loss; None if no scaler did."""
+
+
+class OptimizerEvent(Event):
+    """A call that uses the gradients of an optimizer's parameters."""
+
+    optimizer: Key
+    scaler: Key | None
+    """The scaler whose method was called; None if the optimizer's own `step` was called."""
+    parameters: tuple[Key, ...]
+    has_enabled_scaler: bool
+    """Whether a scaler was called, and it is enabled: then it divides the gradients by its scale."""
+    has_refused_float16: bool
+    """Whether a gradient is float16 and the scaler refuses float16."""
+    places: tuple[Place, ...] = ()
+    """The places of all calling functions, the outermost first."""
+
+
+class Unscaled(OptimizerEvent):
+    """`scaler.unscale_(optimizer)` was called."""
+
+
+class StepCalled(OptimizerEvent):
+    """`scaler.step(optimizer)` was called, or `optimizer.step()` outside of `scaler.step`."""
+
+
+class StepEnded(Event):
+    """`scaler.step(optimizer)`, or `optimizer.step()` outside of it, has returned."""
+
+    optimizer: Key
+    applied: bool
+    """Whether the optimizer took its step; False if the scaler skipped it."""
+    scale: float = 1.0
+    """The scale of its gradients; 1 without a scaler."""
+
+
+class Updated(Event):
+    """`scaler.update()` was called."""
+
+    scaler: Key
+    sets_scale: bool
+    """Whether `new_scale` was passed."""
+    is_enabled: bool
+
+
+class ScaleRead(Event):
+    """`scaler.get_scale()` was called."""
+
+    scaler: Key
+    is_factor: bool = False
+    """Whether the script multiplies or divides by the result."""
+
+
+class LossScaled(Event):
+    """`scaler.scale` was called for a loss."""
+
+    is_scaled: bool
+    """Whether a scaler had scaled it before."""
+    grows_with_scale: bool = False
+    """Whether it is computed from gradients of a scaled loss and grows with the scale as they do."""
+
+
+class ScaledLossRead(Event):
+    """A scaled loss was read on the host, or divided."""
+
+    scaler: Key
+    updates: int
+    """How many updates the scaler had had when it scaled the loss."""
+    is_on_host: bool = True
+    """Whether it was read on the host."""
+
+
+class GradientEvent(Event):
+    """The loop, or a function of torch that it called, did something with gradients."""
+
+    parameters: tuple[Key, ...]
+
+
+class Clipped(GradientEvent):
+    """Gradients were clipped, by a function of torch or by the loop itself."""
+
+
+class GradientRead(GradientEvent):
+    """A norm or another statistic of gradients was computed, which this package calls a read of the gradients."""
+
+    read_id: int
+    """A number that identifies the read in `ReadsCancelled` and `ReadsUsed`."""
+
+
+class ReadEvent(Event):
+    """Something was computed from reads of gradients."""
+
+    read_ids: tuple[int, ...]
+
+
+class ReadsCancelled(ReadEvent):
+    """A number was computed from them that does not grow with the scale, such as a cosine, or may not."""
+
+
+class ReadsUsed(ReadEvent):
+    """A number that grows with the scale was read on the host, or compared with a number that grows differently."""
+
+
+class GradientWritten(GradientEvent):
+    """A gradient was multiplied, divided or replaced by the loop itself."""
+
+    is_still_scaled: bool
+    """Whether it certainly grows with the scale as before."""
+    divides_by_scale: bool = False
+    """Whether it was certainly divided by a scale."""
+
+
+class NonfiniteReplaced(GradientEvent):
+    """Inf and NaN in gradients were replaced by numbers."""
+
+
+class Cleared(GradientEvent):
+    """`zero_grad` was called, by an optimizer or a module."""
+
+    optimizer: Key | None
+    """None for a module."""
+
+
+class CastToFloat16(GradientEvent):
+    """`module.half()` was called: the parameters are float16 now."""
+
+
+class SchedulerStepped(Event):
+    """A learning-rate scheduler was stepped."""
+
+    optimizer: Key
+
+
+class ScalerSaved(Event):
+    """`scaler.state_dict()` was called, or the scaler was pickled."""
+
+    scaler: Key
+
+
+class ScalerLoaded(Event):
+    """`scaler.load_state_dict()` was called."""
+
+    scaler: Key
+
+
+class OptimizerLoaded(Event):
+    """`optimizer.load_state_dict()` was called."""
+
+    optimizer: Key
+
+
+class FileSaved(Event):
+    """`torch.save` was called."""
+
+    has_optimizer: bool
+    """Whether it contains the state of an optimizer."""
+
+
+class FileLoaded(Event):
+    """`torch.load` was called."""
+
+    has_optimizer: bool = False
+    """Whether the file contains the state of an optimizer."""
+
+
+class OutOfRange(Event):
+    """A float16 operation got or made a number outside of float16's range."""
+
+    operation: str
+    """Its name among torch's operators."""
+
+
+class ConstantUsed(OutOfRange):
+    """A float16 operation got a Python number that is inf or zero in float16."""
+
+    value: float
+
+    @property
+    def detail(self) -> str:
+        """The operation and its number."""
+        return f"{self.operation} with {self.value:g}"
+
+
+class Overflowed(OutOfRange):
+    """A float16 operation of the forward pass made inf or NaN of finite numbers."""
+
+    inputs: tuple[float, float]
+    """The smallest and the largest of them."""
+
+    @property
+    def detail(self) -> str:
+        """The operation and the range of its inputs."""
+        smallest, largest = self.inputs
+        return f"{self.operation} of numbers from {smallest:.4g} to {largest:.4g}; float16 ends at 65504"
+
+
+class Ended(Event):
+    """The run ended, or the auditor has seen enough."""
+
+    is_cut: bool = False
+    """Whether more would have followed: the auditor ended the run, or an error did."""

@@ -1,0 +1,68 @@
+"""The hooks that a script registers on parameters. They run inside a backward pass, on gradients times the scale."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TypeAlias
+
+from torch import Tensor
+
+from funcamp.report.events import Key
+from funcamp.report.lines import is_called_by_torch
+from funcamp.report.nesting import Nesting
+from funcamp.report.tensors import address_of
+from funcamp.report.torch_names import replaced
+from funcamp.report.tracked import Tracked
+
+#: A hook of a tensor. It gets the gradient and may return another one, or gets a parameter with its gradient.
+Hook: TypeAlias = Callable[[Tensor], "Tensor | None"]
+#: Returns the gradient, from a hook's argument and from what the hook returned; None before.
+GradientOf: TypeAlias = Callable[[Tensor, "Tensor | None"], "Tensor | None"]
+
+
+class ParameterHooks:
+    """Wraps the hooks of parameters, so that what they do is reported.
+
+    Args:
+        tracked: which tensors are gradients.
+        nesting: what runs now.
+        report_new_gradient: gets a parameter and the gradient by which a hook has replaced its gradient.
+    """
+
+    def __init__(self, tracked: Tracked, nesting: Nesting, report_new_gradient: Callable[[Key, Tensor], None]) -> None:
+        self._tracked = tracked
+        self._nesting = nesting
+        self._report_new_gradient = report_new_gradient
+
+    def wrap(self, hook: Hook, tensor: Tensor, gradient_of: GradientOf) -> Hook:
+        """Wrap a hook of a parameter; return torch's own hooks, and those of other tensors, as they are."""
+        if not tensor.is_leaf or is_called_by_torch():
+            return hook
+        key = self._tracked.key(tensor)
+
+        @functools.wraps(hook)
+        def watched(argument: Tensor) -> Tensor | None:
+            if self._nesting.is_quiet:
+                return hook(argument)
+            gradient = gradient_of(argument, None)
+            in_hook = replaced(self._nesting, in_hook=True)
+            with in_hook, self._nesting.mode.resumed(), self._tracked.hooked(gradient, key):
+                result = hook(argument)
+                new_gradient = gradient_of(argument, result)
+                is_other = address_of(new_gradient) not in (0, address_of(gradient))
+                if new_gradient is not None and is_other:
+                    self._report_new_gradient(key, new_gradient)
+            return result
+
+        return watched
+
+
+def gradient_returned(gradient: Tensor, result: Tensor | None) -> Tensor | None:
+    """Return the gradient before or after a hook of `register_hook`, which gets it and may return another one."""
+    return gradient if result is None else result
+
+
+def gradient_stored(parameter: Tensor, _result: Tensor | None) -> Tensor | None:
+    """Return the gradient before or after a hook of `register_post_accumulate_grad_hook`, which gets the parameter."""
+    return parameter.grad

@@ -1,0 +1,261 @@
+"""Lines of the user's code: where a call comes from."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+import torch
+
+_AUDITOR = f"{Path(__file__).parent}{os.sep}"
+_FUNCAMP = f"{Path(__file__).parent.parent}{os.sep}"
+_TORCH = f"{Path(torch.__file__).parent}{os.sep}"
+#: The starts of the names of files that are not the user's: torch's, this library's, and code that is in no file.
+_NOT_USERS = (_TORCH, _FUNCAMP, "<")
+#: The starts of the names of files through which an operation reaches a mode.
+_PASSING_ON = (
+    _FUNCAMP,
+    *[f"{_TORCH}{name}" for name in ("_compile.py", "_dynamo", "_tensor.py", "_ops.py", "overrides.py", "utils")],
+)
+_STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
+#: Installed packages are below the standard library's folder in some layouts.
+_INSTALLED = ("site-packages", "dist-packages")
+
+_LOOPS = (ast.For, ast.While, ast.AsyncFor, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
+_PRODUCTS = (ast.BinOp, ast.AugAssign)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+
+
+class Line(NamedTuple):
+    """A line of a file."""
+
+    file: str
+    number: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.number}"
+
+    @property
+    def text(self) -> str:
+        """The line itself."""
+        return linecache.getline(self.file, self.number).strip()
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether it belongs to an installed package, which its user does not change."""
+        return any(name in self.file for name in _INSTALLED)
+
+
+UNKNOWN = Line("unknown", 0)
+
+
+class Place(NamedTuple):
+    """Where a function is in its code: two calls on one line are at two places."""
+
+    line: Line
+    instruction: int
+    """The instruction that runs, by its position in the function's bytecode."""
+
+
+def calling_line() -> Line:
+    """Return the user's line that runs now, the innermost one: not of torch, this library or the standard library."""
+    for frame in _user_frames():
+        return Line(frame.f_code.co_filename, frame.f_lineno)
+    return UNKNOWN
+
+
+def calling_places() -> tuple[Place, ...]:
+    """Return the places of all functions of the user that run now, the outermost first."""
+    frames = [*_user_frames()][::-1]
+    return tuple([Place(Line(frame.f_code.co_filename, frame.f_lineno), frame.f_lasti) for frame in frames])
+
+
+def are_in_one_loop(first: tuple[Place, ...], second: tuple[Place, ...]) -> bool:
+    """Return whether the innermost loop around one call contains another call too; False without a loop.
+
+    first, second: `calling_places` of the two calls. The loop is looked for in the innermost function that made both,
+    where the places begin to differ.
+    """
+    line, other = _where_they_differ(first, second)
+    loop = _innermost_loop(line)
+    return loop is not None and line.file == other.file and _contains(loop, other)
+
+
+def goes_over_parts(first: tuple[Place, ...], second: tuple[Place, ...]) -> bool:
+    """Return whether the innermost loop around one call goes over parts that are written out: `for x in (real, fake)`.
+
+    first, second: as of `are_in_one_loop`.
+    """
+    line, _ = _where_they_differ(first, second)
+    loop = _innermost_loop(line)
+    return isinstance(loop, (ast.For, ast.AsyncFor)) and _is_written_out(loop.iter)
+
+
+def _where_they_differ(first: tuple[Place, ...], second: tuple[Place, ...]) -> tuple[Line, Line]:
+    """Return the lines of two calls in the innermost function that made both."""
+    for place, other in zip(first, second):
+        if place != other:
+            return place.line, other.line
+    return UNKNOWN, UNKNOWN
+
+
+def _innermost_loop(line: Line) -> ast.expr | ast.stmt | None:
+    """Return the innermost loop around a line in its function; None without one."""
+    blocks = [node for node in _parents(line.file) if isinstance(node, (*_LOOPS, *_FUNCTIONS))]
+    surrounding = [node for node in blocks if _contains(node, line)]
+    innermost = max(surrounding, key=lambda node: node.lineno, default=None)
+    return innermost if isinstance(innermost, _LOOPS) else None
+
+
+def _is_written_out(iterated: ast.expr) -> bool:
+    """Return whether what a loop goes over is a tuple or list in the source, also in `zip` or `enumerate`."""
+    if isinstance(iterated, ast.Call) and _name_of(iterated.func) in ("zip", "enumerate", "reversed"):
+        return any(map(_is_written_out, iterated.args))
+    return isinstance(iterated, (ast.Tuple, ast.List))
+
+
+def is_factor(name: str, places: tuple[Place, ...]) -> bool:
+    """Return whether the result of a method's call is multiplied or divided, as far as the source shows.
+
+    name: the method's.
+    places: `calling_places` of the call. If a function returns the result, the line that calls this function decides.
+    """
+    if not places:
+        return False
+    line = places[-1].line
+    uses = _uses_of_call(name, line)
+    if any(_is_use_as_factor(use, line.file) for use in uses):
+        return True
+    is_returned = any(isinstance(use, ast.Return) for use in uses)
+    outer_lines = [place.line for place in places if place.line != line]
+    return is_returned and bool(outer_lines) and _has_product(outer_lines[-1])
+
+
+def _uses_of_call(name: str, line: Line) -> list[ast.AST]:
+    """Return the innermost products, calls or statements around the calls of a method on a line."""
+    parents = _parents(line.file)
+    calls = [node for node in parents if isinstance(node, ast.Call) and _contains(node, line)]
+    return [_use_of(call, parents) for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == name]
+
+
+def _is_use_as_factor(use: ast.AST, file: str) -> bool:
+    """Return whether a value is used in a product, or assigned to a name that is a factor somewhere."""
+    return isinstance(use, _PRODUCTS) or (isinstance(use, ast.Assign) and _is_name_factor(use, file))
+
+
+def _has_product(line: Line) -> bool:
+    """Return whether a line multiplies or divides."""
+    return any(
+        isinstance(node, _PRODUCTS) and _contains(node, line) and _is_product(node) for node in _parents(line.file)
+    )
+
+
+def is_subscripted(name: str, line: Line) -> bool:
+    """Return whether only an entry of what a method returned is used on a line."""
+    for node, parent in _parents(line.file).items():
+        is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == name
+        if is_call and isinstance(parent, ast.Subscript) and _contains(parent, line):
+            return True
+    return False
+
+
+def _use_of(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:
+    """Return the innermost product, call or statement around an expression."""
+    while node in parents:
+        node = parents[node]
+        if _is_product(node) or isinstance(node, (ast.Call, ast.stmt)):
+            break
+    return node
+
+
+def _is_product(node: ast.AST) -> bool:
+    return isinstance(node, _PRODUCTS) and isinstance(node.op, (ast.Mult, ast.Div))
+
+
+def _is_name_factor(assignment: ast.Assign, file: str) -> bool:
+    """Return whether a name that is assigned is a factor somewhere in the file."""
+    names = {_name_of(target) for target in assignment.targets}
+    products = [node for node in _parents(file) if _is_product(node)]
+    return any(_name_of(part) in names for product in products for part in ast.walk(product))
+
+
+def _name_of(node: ast.AST) -> str | None:
+    """Return the name of a variable or of an attribute; None for any other expression."""
+    if isinstance(node, ast.Attribute):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) else None
+
+
+@functools.cache
+def _parents(file: str) -> dict[ast.AST, ast.AST]:
+    """Return the parent of each node of a file; none if it cannot be parsed."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except SyntaxError:
+        return {}
+    return {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
+
+
+def _contains(node: ast.expr | ast.stmt | ast.keyword, line: Line) -> bool:
+    return node.lineno <= line.number <= (node.end_lineno or 0)
+
+
+def is_called_by_torch() -> bool:
+    """Return whether torch itself called an observed function."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_AUDITOR):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
+def is_in_torchs_function() -> bool:
+    """Return whether the operation that runs now is in a Python function of torch, such as `F.normalize`.
+
+    Modes, operators and what passes an operation to a mode are none.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PASSING_ON):
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
+
+
+def is_called_by_funcamp() -> bool:
+    """Return whether this library runs now, without the auditor, and no code of the user inside it.
+
+    Functions that only pass on an operation (`__torch_function__`) do not count.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    is_funcamps = False
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if frame.f_code.co_name == "__torch_function__":
+            is_funcamps = False
+        elif file.startswith(_FUNCAMP) and not file.startswith(_AUDITOR):
+            is_funcamps = True
+        elif _is_users(file):
+            break
+        frame = frame.f_back
+    return is_funcamps
+
+
+def _user_frames() -> Iterator[FrameType]:
+    """Yield the frames of the user's code, the innermost first."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_users(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
+
+
+def _is_users(file: str) -> bool:
+    if file.startswith(_NOT_USERS):
+        return False
+    return not file.startswith(_STANDARD_LIBRARY) or any(name in file for name in _INSTALLED)

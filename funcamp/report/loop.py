@@ -1,0 +1,349 @@
+"""The state machine: what is known about a loop's gradients, optimizers and scalers after each event."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+from functools import singledispatchmethod
+
+from funcamp.report.events import (
+    Backward,
+    CastToFloat16,
+    Cleared,
+    Clipped,
+    Event,
+    FileLoaded,
+    FileSaved,
+    GradientRead,
+    GradientsTaken,
+    GradientWritten,
+    Key,
+    NonfiniteReplaced,
+    OptimizerLoaded,
+    OptimizerMade,
+    OutOfRange,
+    Overflowed,
+    ReadsCancelled,
+    ReadsUsed,
+    ScaledLossRead,
+    ScaleRead,
+    ScalerLoaded,
+    ScalerMade,
+    ScalerSaved,
+    SchedulerStepped,
+    StepCalled,
+    StepEnded,
+    Unscaled,
+    Updated,
+)
+from funcamp.report.known import Condition, Gradient, Optimizer, Scaler
+from funcamp.report.lines import UNKNOWN, Line
+
+#: A parameter has none before the first backward pass, and after it was cleared.
+_NO_GRADIENT = Gradient()
+
+
+class Loop:
+    """What is known about a loop. `follow` changes it to the state after an event."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[Key, Gradient] = {}
+        self.scalers: dict[Key, Scaler] = defaultdict(Scaler)
+        self.optimizers: dict[Key, Optimizer] = defaultdict(Optimizer)
+        self.passes = 0
+        self.steps = 0
+        self.clears = 0
+        """How often gradients were cleared that no step had used."""
+        self.last_pass: Backward | None = None
+        self.applied_flags: dict[Key, list[bool]] = {}
+        """For each optimizer whether its steps since the last step of its scheduler were applied, one flag a step."""
+        self.optimizer_saved_line: Line | None = None
+        """Where an optimizer's state was last saved to a file."""
+        self.has_loaded_optimizer = False
+        """Whether a file was loaded that contains an optimizer's state."""
+        self.has_unscaled = False
+        """Whether `unscale_` was called."""
+        self.is_checked = False
+        """Whether something was computed from gradients since `unscale_`: the loop may look for inf itself."""
+        self.has_named_overflow = False
+        """Whether a rule has named what was not finite in a forward pass, and no step was applied since."""
+        self.left_float16_range = False
+        """Whether a float16 operation got or made a number outside of float16's range."""
+        self.stale_loss_line = UNKNOWN
+        """The last line that read a scaled loss after the scaler's update; `UNKNOWN` if a newer loss was read since."""
+        self.scaled_reads: dict[int, Line] = {}
+        """By read id: where statistics of scaled gradients were computed since the last step."""
+        self.right_reads: set[int] = set()
+        """The reads among them of which a number was computed that is free of the scale, or may be."""
+        self.wrong_reads: set[int] = set()
+        """The reads among them of which a number was used that grows with the scale."""
+        self.has_scale_factor = False
+        """Whether the loop has multiplied or divided by a scaler's scale since the last update."""
+        self.float16_lines: dict[Key, Line] = {}
+        """Where each parameter was cast to float16 by `half()`."""
+
+    def gradient(self, parameter: Key) -> Gradient:
+        """Return what is known about a parameter's gradient."""
+        return self.gradients.get(parameter, _NO_GRADIENT)
+
+    def gradients_of(self, parameters: tuple[Key, ...]) -> list[Gradient]:
+        """Return the gradients of the parameters that have one."""
+        gradients = [self.gradient(parameter) for parameter in parameters]
+        return [gradient for gradient in gradients if gradient.condition is not Condition.ABSENT]
+
+    def conditions(self, parameters: tuple[Key, ...]) -> set[Condition]:
+        """Return the conditions of the gradients of the parameters that have one."""
+        return {gradient.condition for gradient in self.gradients_of(parameters)}
+
+    def scaler(self, key: Key) -> Scaler:
+        """Return what is known about a scaler."""
+        return self.scalers[key]
+
+    def optimizer(self, key: Key) -> Optimizer:
+        """Return what is known about an optimizer."""
+        return self.optimizers[key]
+
+    def updates_of(self, scaler: Key | None) -> int:
+        """Return how many updates a scaler has had; 0 for None."""
+        return 0 if scaler is None else self.scaler(scaler).updates
+
+    @singledispatchmethod
+    def follow(self, event: Event) -> None:
+        """Change to the state after an event. An event without a function below changes nothing."""
+
+    @follow.register
+    def _(self, event: ScalerMade) -> None:
+        self.scalers[event.scaler] = Scaler(made_line=event.line, made_places=event.places)
+
+    @follow.register
+    def _(self, event: OptimizerMade) -> None:
+        self.optimizers[event.optimizer] = Optimizer(event.parameters, name=event.name, made_line=event.line)
+
+    @follow.register
+    def _(self, event: Backward) -> None:
+        self.passes += 1
+        self.last_pass = event
+        self.has_named_overflow |= bool(event.not_finite)
+        if event.scaler is not None:
+            self.scaler(event.scaler).passes += 1
+        updates = self.updates_of(event.scaler)
+        for parameter in event.parameters:
+            before = _NO_GRADIENT if parameter in event.empty else self.gradient(parameter)
+            after = before.after(event, updates)
+            self.gradients[parameter] = after
+        parameters = set(event.parameters)
+        for optimizer in self.optimizers.values():
+            if parameters.intersection(optimizer.parameters):
+                optimizer.window.append(event)
+                optimizer.last_pass = event
+                optimizer.cleared_line = None
+                optimizer.stepped_line = None
+                optimizer.has_own_passes |= parameters.issubset(optimizer.parameters)
+
+    @follow.register
+    def _(self, event: GradientsTaken) -> None:
+        if event.scaler is not None:
+            self.scaler(event.scaler).gradients_taken += 1
+        for optimizer in self.optimizers.values():
+            optimizer.stepped_line = None
+
+    @follow.register
+    def _(self, event: Unscaled) -> None:
+        self._forget_reads()
+        self.is_checked = False
+        self.has_unscaled = True
+        self.optimizer(event.optimizer).parameters = event.parameters
+        if event.scaler is not None and event.has_enabled_scaler:
+            self.scaler(event.scaler).unscaled.add(event.optimizer)
+            self._note_unscaled(event.parameters, event.line)
+
+    @follow.register
+    def _(self, event: StepCalled) -> None:
+        self._forget_reads()
+        self.steps += 1
+        self.is_checked = False
+        optimizer = self.optimizer(event.optimizer)
+        optimizer.parameters = event.parameters
+        optimizer.steps += 1
+        optimizer.is_restored = False
+        optimizer.stepped_line = event.line if event.has_enabled_scaler else None
+        optimizer.window = []
+        if event.scaler is not None:
+            optimizer.scaler = event.scaler
+            scaler = self.scaler(event.scaler)
+            scaler.steps += 1
+            if event.has_enabled_scaler:
+                scaler.stepped.add(event.optimizer)
+        for parameter in event.parameters:
+            gradient = self.gradient(parameter)
+            if gradient.condition is not Condition.ABSENT:
+                self.gradients[parameter] = replace(gradient, condition=Condition.USED, line=event.line)
+
+    @follow.register
+    def _(self, event: StepEnded) -> None:
+        self.applied_flags.setdefault(event.optimizer, []).append(event.applied)
+        optimizer = self.optimizer(event.optimizer)
+        if event.applied:
+            optimizer.applied += 1
+            optimizer.skips.clear()
+            self.has_named_overflow = False
+        else:
+            optimizer.skips.append(event)
+
+    @follow.register
+    def _(self, event: Updated) -> None:
+        scaler = self.scaler(event.scaler)
+        scaler.updates += event.is_enabled
+        scaler.passes_before_update = scaler.passes
+        scaler.last_read_line = UNKNOWN
+        self.stale_loss_line = UNKNOWN
+        self.has_scale_factor = False
+        scaler.unscaled.clear()
+        scaler.stepped.clear()
+
+    @follow.register
+    def _(self, event: ScaleRead) -> None:
+        scaler = self.scaler(event.scaler)
+        scaler.is_compared |= not scaler.passes
+        scaler.is_factor |= event.is_factor
+        self.has_scale_factor |= event.is_factor
+        scaler.scale_reads[event.line] += 1
+        scaler.last_read_line = event.line
+
+    @follow.register
+    def _(self, event: ScaledLossRead) -> None:
+        is_stale = event.updates != self.updates_of(event.scaler)
+        self.stale_loss_line = event.line if is_stale else UNKNOWN
+        if event.is_on_host:
+            self.scaler(event.scaler).loss_lines[event.line] += 1
+
+    @follow.register
+    def _(self, event: GradientRead) -> None:
+        if Condition.SCALED in self.conditions(event.parameters):
+            self.scaled_reads[event.read_id] = event.line
+
+    @follow.register
+    def _(self, event: ReadsCancelled) -> None:
+        self.is_checked = True
+        self.right_reads |= self.scaled_reads.keys() & event.read_ids
+
+    @follow.register
+    def _(self, event: ReadsUsed) -> None:
+        self.is_checked = True
+        self.wrong_reads |= self.scaled_reads.keys() & event.read_ids
+
+    @follow.register
+    def _(self, event: GradientWritten) -> None:
+        written = set(event.parameters)
+        for scaler in self.scalers.values():
+            scaler.is_factor |= event.divides_by_scale and scaler.last_read_line != UNKNOWN
+        for optimizer in self.optimizers.values():
+            if written.intersection(optimizer.parameters):
+                optimizer.cleared_line = None
+                optimizer.stepped_line = None
+        if event.is_still_scaled:
+            return
+        self._note_unscaled(event.parameters, event.line)
+        divided_line = event.line if event.divides_by_scale else None
+        for parameter in event.parameters:
+            self.gradients[parameter] = replace(self.gradient(parameter), is_written=True, divided_line=divided_line)
+
+    @follow.register
+    def _(self, event: NonfiniteReplaced) -> None:
+        for parameter in event.parameters:
+            self.gradients[parameter] = replace(self.gradient(parameter), finite_line=event.line)
+
+    @follow.register
+    def _(self, event: Clipped) -> None:
+        is_late = self.conditions(event.parameters) == {Condition.USED}
+        for parameter in event.parameters:
+            gradient = self.gradient(parameter)
+            if gradient.condition is not Condition.USED:
+                gradient = self.gradients[parameter] = replace(gradient, is_clipped=True)
+            elif is_late and not gradient.is_clipped:
+                self.gradients[parameter] = replace(gradient, late_clip_line=event.line)
+            if gradient.condition is Condition.UNSCALED and gradient.is_written and gradient.clipped_line is None:
+                self.gradients[parameter] = replace(gradient, clipped_line=event.line)
+
+    @follow.register
+    def _(self, event: Cleared) -> None:
+        if event.optimizer is not None:
+            self.optimizer(event.optimizer).parameters = event.parameters
+        cleared = set(event.parameters)
+        self.clears += self._has_unused(event.parameters)
+        affected = [optimizer for optimizer in self.optimizers.values() if cleared.intersection(optimizer.parameters)]
+        unused = [optimizer for optimizer in affected if self._has_unused(optimizer.parameters)]
+        for parameter in event.parameters:
+            self.gradients.pop(parameter, None)
+        for optimizer in affected:
+            optimizer.window = []
+            optimizer.stepped_line = None
+        for optimizer in unused:
+            if not self.gradients_of(optimizer.parameters):
+                optimizer.cleared_line = event.line
+        if event.optimizer is not None and self.optimizer(event.optimizer) in unused:
+            self.optimizer(event.optimizer).clears += 1
+
+    @follow.register
+    def _(self, event: CastToFloat16) -> None:
+        self.float16_lines |= dict.fromkeys(event.parameters, event.line)
+
+    @follow.register
+    def _(self, event: SchedulerStepped) -> None:
+        self.applied_flags.pop(event.optimizer, None)
+
+    @follow.register
+    def _(self, event: ScalerSaved) -> None:
+        self.scaler(event.scaler).is_saved = True
+
+    @follow.register
+    def _(self, event: ScalerLoaded) -> None:
+        self.scaler(event.scaler).is_loaded = True
+
+    @follow.register
+    def _(self, event: OptimizerLoaded) -> None:
+        optimizer = self.optimizer(event.optimizer)
+        optimizer.is_restored = True
+        if self.has_loaded_optimizer:
+            optimizer.loaded_line = event.line
+
+    @follow.register
+    def _(self, event: FileSaved) -> None:
+        # One that was saved before a scaler's first update, as after a training in float32, needs no scaler.
+        if event.has_optimizer and any(scaler.updates for scaler in self.scalers.values()):
+            self.optimizer_saved_line = event.line
+
+    @follow.register
+    def _(self, event: FileLoaded) -> None:
+        self.has_loaded_optimizer |= event.has_optimizer
+
+    @follow.register
+    def _(self, event: OutOfRange) -> None:
+        self.left_float16_range = True
+        self.has_named_overflow |= isinstance(event, Overflowed)
+
+    def lines_of_wrong_reads(self) -> list[Line]:
+        """Return where statistics of scaled gradients were computed that are used, or for no purpose that is seen.
+
+        If the loop has multiplied or divided by the scale, the numbers may have been unscaled on the host.
+        """
+        if self.has_scale_factor:
+            return []
+        is_right = self.right_reads - self.wrong_reads
+        return [line for read_id, line in self.scaled_reads.items() if read_id not in is_right]
+
+    def _forget_reads(self) -> None:
+        self.scaled_reads.clear()
+        self.right_reads.clear()
+        self.wrong_reads.clear()
+
+    def _has_unused(self, parameters: tuple[Key, ...]) -> bool:
+        """Return whether a parameter has a gradient that no step has used."""
+        return not self.conditions(parameters) <= {Condition.USED}
+
+    def _note_unscaled(self, parameters: tuple[Key, ...], line: Line) -> None:
+        """Note that the gradients of parameters were divided by the scale."""
+        for parameter in parameters:
+            gradient = self.gradient(parameter)
+            if gradient.condition in (Condition.SCALED, Condition.PLAIN):
+                self.gradients[parameter] = replace(gradient, condition=Condition.UNSCALED, line=line)

@@ -1,0 +1,198 @@
+"""Steps and updates that are missing, called twice, or in the wrong order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from funcamp.report.events import Ended, OptimizerEvent, SchedulerStepped, StepCalled, Updated
+from funcamp.report.known import Condition
+from funcamp.report.lines import Line
+from funcamp.report.loop import Loop
+from funcamp.report.rules.rule import Found, rule
+
+#: From this many on, passes, steps or cleared gradients are a pattern. Fewer may be the beginning of a window of
+#: micro-batches.
+_SEVERAL = 4
+#: As many skipped steps in a row are no search for the scale after a step was applied: each halves the scale.
+_MANY_SKIPS = 8
+
+
+@rule(
+    Ended,
+    mistake="scaled losses are differentiated, and no step is taken",
+    effect="the parameters never change",
+    change="scaler.step(optimizer); scaler.update()  # after backward",
+)
+def scaled_backward_no_step(event: Ended, loop: Loop) -> Iterator[Line]:
+    """Several scaled passes, and no step of any optimizer.
+
+    If the auditor ended the run and no gradient was cleared, the passes may be the beginning of a window. A loop that
+    unscales may apply the gradients itself.
+    """
+    if loop.has_unscaled or (event.is_cut and not loop.clears):
+        return
+    passes = sum(scaler.passes for scaler in loop.scalers.values())
+    if passes >= _SEVERAL and not loop.steps and loop.last_pass is not None:
+        yield loop.last_pass.line
+
+
+@rule(
+    StepCalled,
+    mistake="scaler.step is called again without scaler.update between",
+    effect="torch raises RuntimeError at the second step; the scale never changes",
+    change="scaler.update()  # once, after the steps of an iteration",
+)
+def step_without_update(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """Stepped by a scaler that has stepped this optimizer since its last update."""
+    if event.scaler is not None and event.optimizer in loop.scaler(event.scaler).stepped:
+        yield event.line
+
+
+@rule(
+    StepCalled,
+    mistake="optimizer.step() is called after scaler.step, with the same gradients",
+    effect="each step is taken twice, and the second one applies inf and NaN that scaler.step has skipped",
+    change="scaler.step(optimizer); scaler.update()  # and no optimizer.step()",
+)
+def stepped_twice(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """The optimizer's own step; an enabled scaler stepped it before, and its gradients are those of that step."""
+    if event.scaler is None and loop.optimizer(event.optimizer).stepped_line is not None:
+        yield event.line
+
+
+@rule(
+    Updated,
+    mistake="scaler.update is called twice in an iteration",
+    effect="torch raises AssertionError",
+    change="scaler.update()  # once, after the last scaler.step of an iteration",
+)
+def update_twice(event: Updated, loop: Loop) -> Iterator[Line]:
+    """Updated, and nothing was differentiated, unscaled or stepped since its last update; no other needs an update."""
+    if _updates_nothing(event, loop) and not _another_needs_update(event, loop) and not _has_passes(event, loop):
+        yield event.line
+
+
+@rule(
+    Updated,
+    mistake="scaler.update is called after a backward pass without a step, as in each micro-batch",
+    effect="torch raises AssertionError: no gradients were checked for inf and NaN",
+    change="if the window ends: scaler.step(optimizer); scaler.update()",
+)
+def update_without_step(event: Updated, loop: Loop) -> Iterator[Line]:
+    """Updated, and a scaled loss was differentiated, but nothing was unscaled or stepped, since the last update."""
+    if _updates_nothing(event, loop) and not _another_needs_update(event, loop) and _has_passes(event, loop):
+        yield event.line
+
+
+def _has_passes(event: Updated, loop: Loop) -> bool:
+    """Return whether a loss was differentiated since the last update of the scaler that had scaled it."""
+    scaler = loop.scaler(event.scaler)
+    return scaler.passes > scaler.passes_before_update
+
+
+@rule(
+    Updated,
+    mistake="another scaler is updated than the one that took the step",
+    effect="torch raises AssertionError, or the scale of the one that took the step never changes",
+    change="scaler.update()  # of the scaler that took the step",
+)
+def update_of_another_scaler(event: Updated, loop: Loop) -> Iterator[Line]:
+    """Updated, but neither unscaled nor stepped since the last update, and another scaler needs an update."""
+    if _updates_nothing(event, loop) and _another_needs_update(event, loop):
+        yield event.line
+
+
+def _updates_nothing(event: Updated, loop: Loop) -> bool:
+    """Return whether the scaler has checked no gradients since its last update, which is what an update is about."""
+    scaler = loop.scaler(event.scaler)
+    return event.is_enabled and not event.sets_scale and not (scaler.unscaled or scaler.stepped)
+
+
+def _another_needs_update(event: Updated, loop: Loop) -> bool:
+    """Return whether another scaler has taken a step since its last update."""
+    return any(scaler.stepped for key, scaler in loop.scalers.items() if key != event.scaler)
+
+
+@rule(
+    OptimizerEvent,
+    mistake="scaler.update is called between backward and step (between the steps of two optimizers)",
+    effect="gradients of the old scale are divided by the new one: wrong by a factor whenever the scale changes",
+    change="scaler.update()  # once, after the steps of all optimizers",
+)
+def update_between_steps(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
+    """Unscaled or stepped by a scaler, and gradients were scaled before that scaler's last update."""
+    if not event.has_enabled_scaler:
+        return
+    for gradient in loop.gradients_of(event.parameters):
+        if gradient.condition is Condition.SCALED and gradient.updates != loop.updates_of(gradient.scaler):
+            yield event.line
+            return
+
+
+@rule(
+    Ended,
+    mistake="an optimizer gets gradients and is never stepped",
+    effect="its parameters never change",
+    change="scaler.step(other_optimizer)  # for each optimizer, before scaler.update",
+)
+def optimizer_not_stepped(event: Ended, loop: Loop) -> Iterator[Found]:
+    """Never stepped, although its unused gradients were cleared several times while others were stepped.
+
+    Not if another optimizer steps its parameters, which it then wraps. If the auditor ended the run, a loss of its own
+    is needed: a discriminator, through which the generator's loss goes, may be stepped later.
+    """
+    optimizers = loop.optimizers.values()
+    stepped = {parameter for optimizer in optimizers if optimizer.steps for parameter in optimizer.parameters}
+    for optimizer in optimizers:
+        is_idle = loop.steps >= _SEVERAL and optimizer.clears >= _SEVERAL and stepped.isdisjoint(optimizer.parameters)
+        is_certain = optimizer.has_own_passes or not event.is_cut
+        if is_idle and is_certain and optimizer.last_pass is not None:
+            yield Found(optimizer.last_pass.line, str(optimizer))
+
+
+@rule(
+    StepCalled,
+    mistake="zero_grad is called between backward and step",
+    effect="the step gets no gradients: the parameters never change (torch raises if the gradients are None)",
+    change="optimizer.zero_grad()  # before backward, or after the step",
+)
+def cleared_before_step(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """Stepped without a gradient, after the gradients of a backward pass were cleared."""
+    cleared_line = loop.optimizer(event.optimizer).cleared_line
+    if cleared_line is not None and not loop.gradients_of(event.parameters):
+        yield cleared_line
+
+
+@rule(
+    SchedulerStepped,
+    mistake="the learning-rate scheduler is stepped although the optimizer's step was skipped",
+    effect="the schedule runs ahead of the steps: warm-up is cut short, and torch warns of the order",
+    change="if the step was applied: scheduler.step()  # a step_post_hook of the optimizer sees it",
+)
+def scheduler_on_skipped(event: SchedulerStepped, loop: Loop) -> Iterator[Line]:
+    """Stepped, and its optimizer has skipped every step since the scheduler's last one."""
+    applied_flags = loop.applied_flags.get(event.optimizer, [])
+    if applied_flags and not any(applied_flags):
+        yield event.line
+
+
+@rule(
+    Ended,
+    mistake="every later step is skipped: its gradients are inf or NaN at any scale, such as those of a root of 0",
+    effect="the parameters no longer change, and the scale falls to zero",
+    change="(x.float().square().sum(1) + 1e-6).sqrt()  # no root, norm, logarithm or division of 0",
+)
+def each_step_skipped(_event: Ended, loop: Loop) -> Iterator[Found]:
+    """The last steps of an optimizer were skipped, and the scale fell.
+
+    Not if the first scale may still be too high: then a step was applied before, or the scale is below 1. Not if an
+    operation of the forward pass was named.
+    """
+    for optimizer in loop.optimizers.values():
+        skips = optimizer.skips
+        if len(skips) < _MANY_SKIPS or loop.has_named_overflow or optimizer.last_pass is None:
+            continue
+        first, last = skips[0].scale, skips[-1].scale
+        if last < first and (optimizer.applied or last < 1):
+            detail = f"the last {len(skips)} steps; the scale fell from {first:g} to {last:g}"
+            yield Found(optimizer.last_pass.line, detail)

@@ -1,0 +1,108 @@
+"""Windows: gradients that several backward passes accumulate for one step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from funcamp.report.events import Backward, Reduction, StepCalled
+from funcamp.report.known import Condition, Mixture
+from funcamp.report.lines import Line, are_in_one_loop, goes_over_parts
+from funcamp.report.loop import Loop
+from funcamp.report.rules.rule import rule
+
+
+@rule(
+    Backward,
+    mistake="unscale_ is called before the last micro-batch of a window",
+    effect="scaled gradients are added to unscaled ones: the earlier micro-batches have almost no weight",
+    change="if the window ends: scaler.unscale_(optimizer)",
+)
+def unscale_in_window(event: Backward, loop: Loop) -> Iterator[Line]:
+    """A scaled pass adds to gradients that `unscale_` unscaled."""
+    if event.scaler is None:
+        return
+    added_to = [loop.gradient(parameter) for parameter in event.parameters if parameter not in event.empty]
+    yield from {
+        gradient.line for gradient in added_to if gradient.condition is Condition.UNSCALED and not gradient.is_written
+    }
+
+
+@rule(
+    StepCalled,
+    mistake="mean losses of several micro-batches are added and not divided by their number",
+    effect="the gradient is larger by the number of micro-batches: a larger learning rate, and another clipping",
+    change="loss = loss / micro_batches  # before scaler.scale(loss).backward()",
+)
+def accumulation_not_divided(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """Stepped in the same loop as the passes, but not in each iteration: the batches are micro-batches."""
+    window = _added_means(event, loop)
+    if window and are_in_one_loop(window[0].places, event.places):
+        yield window[0].line
+
+
+@rule(
+    StepCalled,
+    mistake="mean losses are added by an inner loop and not divided by their number",
+    effect="right for a sum over domains or tasks; of micro-batches, the gradient is larger by their number",
+    change="loss = loss / micro_batches  # before scaler.scale(loss).backward(), if they are micro-batches",
+    is_note=True,
+)
+def means_added(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """Stepped outside of the loop of the passes: whether the batches are micro-batches is unknown.
+
+    Not if the loop goes over parts that are written out, such as a real and a fake batch.
+    """
+    window = _added_means(event, loop)
+    if not window or are_in_one_loop(window[0].places, event.places):
+        return
+    if not goes_over_parts(window[0].places, event.places):
+        yield window[0].line
+
+
+def _added_means(event: StepCalled, loop: Loop) -> list[Backward]:
+    """Return the passes of a step if one call ran them, each of a mean loss, and nothing divided the gradients.
+
+    Passes with `retain_graph` belong to several losses of one batch, and passes that reach different parameters to
+    tasks with separate heads. To add their means is right.
+    """
+    window = loop.optimizer(event.optimizer).window
+    stepped = set(event.parameters)
+    is_repeated = len(window) > 1 and len({backward.places for backward in window}) == 1
+    is_written = any(gradient.is_written for gradient in loop.gradients_of(event.parameters))
+    shares_graph = any(backward.retains_graph for backward in window)
+    has_several_tasks = len({frozenset(stepped.intersection(backward.parameters)) for backward in window}) > 1
+    if not is_repeated or is_written or shares_graph or has_several_tasks:
+        return []
+    return window if all(backward.reduction is Reduction.MEAN for backward in window) else []
+
+
+@rule(
+    StepCalled,
+    mistake="gradients are not cleared between a step and the next backward pass",
+    effect="gradients that were unscaled and used are added to scaled ones, and used again",
+    change="optimizer.zero_grad()  # after each step",
+)
+def gradients_not_cleared(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """Stepped by a scaler, and gradients contain those that an earlier step has used."""
+    if event.has_enabled_scaler:
+        yield from _lines_of_mixtures(event, loop, Mixture.ON_USED)
+
+
+@rule(
+    StepCalled,
+    mistake="gradients of two scales are added: scaler.update is called within a window, or two scalers are used",
+    effect="one scale divides both: the micro-batches have different weights whenever the scale changes",
+    change="if the window ends: scaler.step(optimizer); scaler.update()",
+)
+def update_in_window(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """Stepped with gradients that were scaled by two scales."""
+    yield from _lines_of_mixtures(event, loop, Mixture.TWO_SCALES)
+
+
+def _lines_of_mixtures(event: StepCalled, loop: Loop, mixture: Mixture) -> set[Line]:
+    """Return the lines of the backward passes that mixed the gradients in this way."""
+    return {
+        gradient.line
+        for gradient in loop.gradients_of(event.parameters)
+        if gradient.condition is Condition.MIXED and gradient.mixture is mixture
+    }

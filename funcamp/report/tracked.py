@@ -1,0 +1,187 @@
+"""The objects of a run: the keys of parameters, optimizers and scalers, and which tensor is whose gradient."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from funcamp.report.autograd_graph import Scaling
+from funcamp.report.derived import Derived, joined
+from funcamp.report.events import Key
+from funcamp.report.tensors import address_of, overlap
+
+#: The number of scaled losses that are remembered, to notice when one is read.
+_LOSSES = 8
+
+
+class _StoredGradient(NamedTuple):
+    """A leaf and its gradient after a backward pass, or a result of `torch.autograd.grad`."""
+
+    gradient: weakref.ref[Tensor]
+    leaf: weakref.ref[Tensor] | None = None
+    """None for a result of `torch.autograd.grad`."""
+
+    def find(self) -> Tensor | None:
+        """Return the leaf's gradient now; if there is no leaf, the gradient that it had, unless that is gone too."""
+        leaf = None if self.leaf is None else self.leaf()
+        return self.gradient() if leaf is None else leaf.grad
+
+
+class Tracked:
+    """What the observer knows about a run's objects.
+
+    A key is a number that no other object gets. All references are weak: a batch that requires gradients is a leaf too,
+    and the auditor must not keep it alive.
+    """
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[weakref.ref[object], Key]] = {}
+        """The key of each object, by the object's address."""
+        self._numbers = itertools.count(1)
+        self._gradients: dict[int, dict[Key, _StoredGradient]] = {}
+        """The parameters whose gradients are in a memory, by its address: one, or all those of a flat buffer."""
+        self._addresses: dict[Key, int] = {}
+        """The address of each parameter's gradient after the last backward pass that added to it."""
+        self._derived: dict[int, tuple[weakref.ref[Tensor], Derived]] = {}
+        """What each tensor is that is computed from gradients, by the `id` of the tensor."""
+        self.scales: set[float] = set()
+        """The scales that scalers had: the loop may unscale gradients by one of these numbers."""
+        self._hooked: list[tuple[int, Key]] = []
+        """The addresses of the gradients that running hooks got, and their parameters, the innermost hook last."""
+        self._optimized: dict[Key, weakref.ref[Tensor]] = {}
+        """The parameters of optimizers."""
+        self._losses: list[tuple[weakref.ref[Tensor], Scaling]] = []
+        """Scaled losses."""
+
+    def key(self, obj: object) -> Key:
+        """Return the key of an object."""
+        reference, key = self._known.get(id(obj), (None, 0))
+        if reference is None or reference() is not obj:  # an object that is gone may have had this address
+            key = next(self._numbers)
+            self._known[id(obj)] = weakref.ref(obj), key
+        return key
+
+    def parameters(self, parameters: Iterable[Tensor]) -> tuple[Key, ...]:
+        """Return the keys of parameters."""
+        return tuple([self.key(parameter) for parameter in parameters])
+
+    def parameters_of(self, optimizer: Optimizer) -> tuple[Key, ...]:
+        """Return the keys of an optimizer's parameters."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._optimized |= {self.key(parameter): weakref.ref(parameter) for parameter in parameters}
+        return self.parameters(parameters)
+
+    def remember_gradients(self, leaves: Iterable[Tensor]) -> None:
+        """Remember where the gradients of leaves are."""
+        for leaf in leaves:
+            gradient = leaf.grad
+            address = address_of(gradient)
+            if gradient is not None and address:
+                key = self.key(leaf)
+                former = self._addresses.get(key, 0)
+                if former != address:
+                    self._gradients.get(former, {}).pop(key, None)
+                stored = _StoredGradient(weakref.ref(gradient), weakref.ref(leaf))
+                self._gradients.setdefault(address, {})[key] = stored
+                self._addresses[key] = address
+
+    def remember_taken(self, gradients: Iterable[Tensor]) -> None:
+        """Remember results of `torch.autograd.grad`."""
+        for gradient in gradients:
+            stored = _StoredGradient(weakref.ref(gradient))
+            self._gradients.setdefault(address_of(gradient), {})[self.key(gradient)] = stored
+
+    def gradients_among(self, tensors: Iterable[object]) -> tuple[Key, ...]:
+        """Return the parameters whose gradients are among some tensors."""
+        keys = []
+        for tensor in tensors:
+            address = address_of(tensor) if self._gradients or self._hooked else 0
+            keys += [key for hooked, key in self._hooked if address and hooked == address]
+            for key, stored in list(self._gradients.get(address, {}).items()):
+                gradient = stored.find()
+                # The memory of a gradient that is gone may belong to another tensor now.
+                if address_of(gradient) != address:
+                    del self._gradients[address][key]
+                elif overlap(gradient, tensor):
+                    keys.append(key)
+        return tuple(keys)
+
+    def forget_gradients(self, tensors: Iterable[Tensor]) -> None:
+        """Forget that tensors are gradients, except those of an optimizer's parameters: the loop has unscaled them."""
+        for tensor in tensors:
+            stored = self._gradients.get(address_of(tensor), {})
+            for key in stored.keys() - self._optimized.keys():
+                del stored[key]
+
+    @contextlib.contextmanager
+    def hooked(self, gradient: Tensor | None, parameter: Key) -> Iterator[None]:
+        """Context manager: a hook that got a parameter's gradient runs."""
+        self._hooked.append((address_of(gradient), parameter))
+        try:
+            yield
+        finally:
+            self._hooked.pop()
+
+    def replaced_gradients(self, parameters: Iterable[Tensor]) -> Iterator[tuple[Key, Tensor]]:
+        """Yield the parameters whose gradients the loop has replaced since the backward pass, with the new gradients.
+
+        The new gradients are remembered, so that each replacement is yielded once.
+        """
+        for parameter in parameters:
+            gradient = parameter.grad
+            address = address_of(gradient)
+            key = self.key(parameter)
+            if gradient is not None and address and self._addresses.get(key, address) != address:
+                yield key, gradient
+                self.remember_gradients([parameter])
+
+    def reads_in_gradients(self, optimizer: Optimizer) -> tuple[int, ...]:
+        """Return the reads from which an optimizer's gradients were computed, such as those that lack their mean."""
+        gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
+        known = [derived for derived in map(self.derived_alone, gradients) if derived is not None]
+        return tuple([read_id for derived in known for read_id in derived.read_ids])
+
+    def derived(self, argument: object) -> Derived | None:
+        """Return what an operation's argument is; None if it is neither a gradient nor computed from gradients."""
+        tensors = argument if isinstance(argument, (list, tuple)) else [argument]
+        keys = self.gradients_among(tensors)
+        if keys:
+            return Derived(keys)
+        known = [derived for derived in map(self.derived_alone, tensors) if derived is not None]
+        return joined(known) if known else None
+
+    def derived_alone(self, tensor: object) -> Derived | None:
+        """Return what a tensor is that is computed from gradients; None for anything else, a gradient too."""
+        reference, derived = self._derived.get(id(tensor), (None, None))
+        return derived if reference is not None and reference() is tensor else None
+
+    def remember_derived(self, tensor: Tensor, derived: Derived) -> None:
+        """Remember a tensor that is computed from gradients."""
+        self._derived[id(tensor)] = weakref.ref(tensor), derived
+
+    def forget_derived(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """Forget that tensors are computed from gradients; None for all tensors."""
+        if tensors is None:
+            self._derived.clear()
+        else:
+            for tensor in tensors:
+                self._derived.pop(id(tensor), None)
+
+    def remember_loss(self, loss: Tensor, scaling: Scaling) -> None:
+        """Remember a scaled loss."""
+        self._losses = self._losses[1 - _LOSSES :]
+        self._losses.append((weakref.ref(loss), scaling))
+
+    def scaling_of(self, tensor: object) -> Scaling | None:
+        """Return how a scaled loss was scaled; None if the tensor is no scaled loss."""
+        for reference, scaling in self._losses:
+            loss = reference()
+            if loss is not None and (loss is tensor or address_of(loss) == address_of(tensor)):
+                return scaling
+        return None

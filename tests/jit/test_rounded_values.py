@@ -1,0 +1,106 @@
+"""In 16 bits all operations of a compiled program read one value of a tensor, the rounded one, as in eager code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from funcamp import jit
+
+pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("one_thread")]
+
+ROWS, CHANNELS, WIDTH = 4, 6, 16
+
+
+def _largest_of_groups(x: Tensor) -> Tensor:
+    groups = torch.arange(WIDTH).remainder(3).expand(x.shape)
+    return x.new_zeros(x.shape[0], 3).scatter_reduce(1, groups, x, "amax", include_self=False)
+
+
+def _within_the_largest(x: Tensor) -> Tensor:
+    ratio = x / x.abs().amax(1, keepdim=True)
+    return ratio.where(ratio.abs() <= 1, torch.nan)
+
+
+Reader = Callable[[Tensor], Tensor]
+
+#: Functions of shape (rows, WIDTH) that compare elements. What they return differs much from eager code, or is NaN, if
+#: two of their operations read different values of the input.
+READERS: dict[str, Reader] = {
+    "amax": lambda x: x.amax(1),
+    "largest norm": lambda x: torch.linalg.vector_norm(x, torch.inf, dim=1),
+    "amax of groups": _largest_of_groups,
+    "ties": lambda x: (x == x.amax(1, keepdim=True)) * x,
+    "within the largest": _within_the_largest,
+}
+MORE_READERS: dict[str, Reader] = {
+    "aminmax": lambda x: torch.cat(torch.aminmax(x, dim=1)),
+    "max of all": lambda x: x.max(),
+    "max with indices": lambda x: x.max(1).values,
+    "maximum of a sum": lambda x: (x + x.flip(1)).amax(1),
+    "pooled": lambda x: F.adaptive_max_pool1d(x[None], 1),
+}
+
+Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Shapes (ROWS, CHANNELS), (CHANNELS, WIDTH), (WIDTH,) to (ROWS, WIDTH)."""
+    return F.linear(x, weight.t(), bias)
+
+
+def _convolution(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return the same by a convolution over the rows."""
+    return F.conv1d(x.t()[None], weight.t()[:, :, None], bias)[0].t()
+
+
+LAYERS: dict[str, Layer] = {
+    "linear": _linear,
+    "linear, gelu": lambda *args: F.gelu(_linear(*args)),
+    "convolution": _convolution,
+    "convolution, silu": lambda *args: F.silu(_convolution(*args)),
+}
+
+
+def tensors() -> list[Tensor]:
+    """Return an input, a weight and a bias: sums of their products are exact in float32, in any order."""
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(ROWS, CHANNELS), (CHANNELS, WIDTH), (WIDTH,)]
+    return [torch.randint(-127, 128, size, generator=generator) / 64 for size in sizes]
+
+
+def gradients(
+    state: list[Tensor], dtypes: list[torch.dtype], readers: dict[str, Reader]
+) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+    """Return the state, and for each layer and reader the result and the derivatives with respect to the state."""
+    found: dict[str, list[Tensor]] = {}
+    for (layer, compute), dtype in zip(LAYERS.items(), dtypes):
+        for number, (reader, read) in enumerate(readers.items()):
+            # Of other numbers for each, so that a layer is computed for one reader only.
+            arguments = [value.roll(number).detach().to(dtype).requires_grad_() for value in state]
+            result = read(compute(*arguments))
+            found[f"{layer}, {reader}"] = [result.detach(), *torch.autograd.grad(result.float().sum(), arguments)]
+    return [value + 0 for value in state], found
+
+
+@pytest.mark.thorough(keep=1)
+@pytest.mark.parametrize("readers", [READERS, MORE_READERS], ids=["", "more"])
+@pytest.mark.parametrize(("of_linear", "of_convolutions"), [("bfloat16", "float16"), ("float16", "bfloat16")])
+def test_what_compares_elements_finds_the_eager_ones(
+    of_linear: str, of_convolutions: str, readers: dict[str, Reader]
+) -> None:
+    dtypes = [getattr(torch, name) for name in (of_linear, of_linear, of_convolutions, of_convolutions)]
+
+    def step(state: list[Tensor], _: Tensor) -> tuple[list[Tensor], dict[str, list[Tensor]]]:
+        return gradients(state, dtypes, readers)
+
+    expected = step(tensors(), torch.zeros(()))[1]
+    _, found = jit(step)(tensors(), torch.zeros(()))
+    for name, values in expected.items():
+        for got, wanted in zip(found[name], values):
+            limit = 4 * torch.finfo(wanted.dtype).eps * wanted.abs().max().item()
+            torch.testing.assert_close(got, wanted, rtol=0, atol=limit, msg=f"{name}: {got} instead of {wanted}")

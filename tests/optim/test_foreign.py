@@ -1,0 +1,480 @@
+"""Classes of other packages: each follows its own loop, with skipped steps, or is refused with the reason."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from funcamp import jit, ravel, schedule, stateless
+from tests.support.helpers import assert_close, assert_same, clone
+from tests.support.torch_loop import TorchLoop, linear_step, randn_like
+
+STEPS = 24
+SKIPPED = (0, 4, 17)
+#: In this step gradients are large.
+LARGE = 9
+#: Two parameters have one shape.
+SHAPES = {"w": (3, 4), "b": (4,), "v": (3, 4)}
+
+
+def example() -> dict[str, Tensor]:
+    return {name: torch.randn(shape) for name, shape in SHAPES.items()}
+
+
+class Base(torch.optim.Optimizer):
+    """Steps by `move`, for each parameter with its state."""
+
+    options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, **self.options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        self.begin(group)
+        for p in group["params"]:
+            if p.grad is not None:
+                self.move(p, self.state[p], group)
+
+    def begin(self, group: dict[str, Any]) -> None:
+        """Change what all parameters share."""
+
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(p.grad, alpha=group["lr"])
+
+
+class CountsInState(Base):
+    """Two counters in Python ints, a power, a root and a parameter of the first step."""
+
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if not state:
+            state.update(step=0, mean=torch.zeros_like(p), slow=p.clone())
+        state["step"] += 1
+        correction = math.sqrt(1 - 0.9 ** state["step"])
+        state["mean"].mul_(0.9).add_(p.grad, alpha=0.1)
+        p.addcdiv_(state["mean"], state["mean"].abs().add_(0.1), value=-group["lr"] * correction)
+        state["slow"].lerp_(p, 1 / (1 + state["step"]))
+        p.lerp_(state["slow"], 0.5)
+
+
+class CountsInGroup(Base):
+    """Rectification: another formula after some steps, and a rate that decays at every third one."""
+
+    options: ClassVar[dict[str, Any]] = {"k": 0}
+
+    def begin(self, group: dict[str, Any]) -> None:
+        group["k"] += 1
+        if group["k"] % 3 == 0:
+            group["lr"] *= 0.9
+
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(p.grad.sign() if group["k"] <= 5 else p.grad, alpha=group["lr"])
+
+
+class CountsInAttribute(Base):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.count = 0
+
+    def begin(self, group: dict[str, Any]) -> None:
+        self.count += 1
+
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(p.grad, alpha=group["lr"] / min(self.count, 5))
+
+
+class KeepsLists(Base):
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        means = state.setdefault("means", [torch.zeros_like(p) for _ in range(2)])
+        for weight, mean in zip((0.1, 0.5), means):
+            mean.lerp_(p.grad, weight)
+        p.sub_(means[0] + means[1], alpha=group["lr"])
+
+
+class SetsFlagFirst(Base):
+    options: ClassVar[dict[str, Any]] = {"is_ready": False, "factor": None}
+
+    def begin(self, group: dict[str, Any]) -> None:
+        if not group["is_ready"]:
+            group["factor"] = 0.5
+            group["is_ready"] = True
+
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(p.grad, alpha=group["lr"] * group["factor"])
+
+
+class BeginsOtherwise(Base):
+    """Its first step is another formula."""
+
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        if "mean" not in state:
+            state["mean"] = p.grad.clone()
+            p.sub_(p.grad.sign(), alpha=group["lr"])
+            return
+        state["mean"].lerp_(p.grad, 0.3)
+        p.sub_(state["mean"], alpha=group["lr"])
+
+
+class DividesByZero(Base):
+    options: ClassVar[dict[str, Any]] = {"k": 0}
+
+    def begin(self, group: dict[str, Any]) -> None:
+        try:
+            self.rate = group["lr"] / group["k"]
+        except ZeroDivisionError:
+            self.rate = group["lr"] / 10
+        group["k"] += 1
+
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(p.grad, alpha=self.rate)
+
+
+class AsksEach(Base):
+    """Each parameter asks three questions of its own: too many ways for all together."""
+
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        norm = p.grad.norm().item()
+        rate = group["lr"] * (0.1 if norm > 5 else 1.0)
+        rate = rate * 0.5 if p.abs().max() > 2 else rate
+        p.sub_(p.grad, alpha=rate if norm > 2 else 2 * rate)
+
+
+class ClipsAll(Base):
+    """What a parameter does depends on all gradients."""
+
+    def begin(self, group: dict[str, Any]) -> None:
+        norm = math.sqrt(sum(p.grad.norm().item() ** 2 for p in group["params"]))
+        self.rate = group["lr"] / max(1.0, norm)
+
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(p.grad, alpha=self.rate)
+
+
+class Decomposes(Base):
+    """Its function raises for a gradient that is not finite, which a skipped step has."""
+
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        matrix = p.grad.reshape(p.shape[0], -1)
+        vectors = torch.linalg.eigh(matrix @ matrix.mT + torch.eye(len(p)).to(p))[1]
+        p.sub_((vectors @ vectors.mT @ matrix).reshape(p.shape), alpha=group["lr"])
+
+
+class Masks(Base):
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        update = p.grad.clone()
+        update[p.grad * p > 0] = 0.0
+        p.sub_(update, alpha=group["lr"])
+
+
+class Averages(CountsInGroup):
+    """Schedule-free: evaluates with other parameters than it trains with."""
+
+    def train(self) -> None:
+        self.exchange(1 / 0.9)
+
+    def eval(self) -> None:
+        self.exchange(0.9)
+
+    @torch.no_grad()
+    def exchange(self, factor: float) -> None:
+        for p in self.param_groups[0]["params"]:
+            if "mean" in self.state[p]:
+                p.sub_(self.state[p]["mean"]).mul_(factor).add_(self.state[p]["mean"])
+
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        super().move(p, state, group)
+        state.setdefault("mean", torch.zeros_like(p)).lerp_(p, 0.5)
+
+
+FOLLOWED = [
+    *(CountsInState, CountsInGroup, KeepsLists, SetsFlagFirst, BeginsOtherwise, AsksEach, Decomposes, Masks),
+    Averages,
+]
+
+
+def name_of(cls: Any) -> str | None:
+    return cls.__name__ if isinstance(cls, type) else None
+
+
+@pytest.fixture(autouse=True)
+def _same_data(_fresh: None) -> None:
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("jitted", [False, True], ids=["eager", "jit"])
+@pytest.mark.parametrize("cls", FOLLOWED, ids=name_of)
+def test_a_class_follows_its_own_loop_with_skipped_steps(cls: Any, jitted: bool) -> None:
+    step = linear_step(stateless(cls))
+    run = jit(step, backend="eager") if jitted else step
+    params = example()
+    state, loop = step.init(params), TorchLoop(cls, params)
+    for number in range(STEPS):
+        size = 30.0 if number == LARGE else 1.0
+        grads = {name: size * grad for name, grad in randn_like(params).items()}
+        if number in SKIPPED:
+            state, _ = run(state, {name: grad * math.inf for name, grad in grads.items()})
+        else:
+            state, _ = run(state, grads)
+            assert_close(state.params.tree(), loop.step(grads), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cls", [CountsInState, CountsInGroup, BeginsOtherwise], ids=name_of)
+def test_a_number_is_rounded_as_pythons_in_16_bits(cls: Any, dtype: torch.dtype) -> None:
+    params = {name: value.to(dtype) for name, value in example().items()}
+    optimizer, loop = stateless(cls), TorchLoop(cls, params)
+    opt_state = optimizer.init(params)
+    for _ in range(STEPS):
+        grads = randn_like(params)
+        params, opt_state = optimizer.update(params, grads, opt_state)
+        assert_close(params, loop.step(grads), 2 * torch.finfo(dtype).eps)
+
+
+COUNTED: list[int] = []
+
+
+class KeepsElsewhere(Base):
+    def begin(self, group: dict[str, Any]) -> None:
+        COUNTED.append(1)
+        self.defaults["lr"] = group["lr"] / len(COUNTED)
+
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(p.grad, alpha=self.defaults["lr"])
+
+
+class Wraps(Base):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.inner = torch.optim.SGD(self.param_groups, lr=lr)
+
+
+class KeepsObject(Base):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.counter = iter(range(99))
+
+
+class SortsIntoGroups(Base):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__([{"params": [p]} for p in params], lr)
+
+
+class NeedsClosure(Base):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+def moving(move: Callable[[Any, Tensor, dict[str, Any], dict[str, Any]], None]) -> type[Base]:
+    """Return a class that counts in its group, with another `move`."""
+    return type(move.__name__, (Base,), {"options": {"k": 1}, "begin": _counts, "move": move})
+
+
+def _counts(_: Any, group: dict[str, Any]) -> None:
+    group["k"] += 1
+
+
+def reads(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    p.sub_(p.grad, alpha=(1.0, 0.5)[int(group["k"]) % 2])
+
+
+def catches(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    with contextlib.suppress(TypeError):
+        p.sub_(p.grad, alpha=(1.0, 0.5)[group["k"] % 2])
+
+
+class CatchesOverflow(Base):
+    options: ClassVar[dict[str, Any]] = {"k": 1}
+
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        try:
+            rate = math.exp(group["k"])
+        except OverflowError:
+            rate = 1.0
+        p.sub_(p.grad, alpha=1 / rate)
+
+
+def grows(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    state[f"grad {len(state)}"] = p.grad.clone()
+
+
+def two_names(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    state.setdefault("mean", torch.zeros_like(p))
+    state["again"] = state["mean"]
+
+
+def selects(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    p.sub_(p.grad[p.grad > 0].sum())
+
+
+def asks_too_much(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    for element in range(5):
+        if p.grad.flatten()[element % p.numel()] > element:
+            p.sub_(0.1)
+
+
+def lists(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    torch._foreach_add_([p], [p.grad], alpha=-1 / group["k"])
+
+
+def compares_complex(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    p.sub_(p.grad, alpha=1.0 if group["k"] == 5j else 0.5)
+
+
+def changes_text(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    state["phase"] = "late" if state.get("phase") else "early"
+    p.sub_(p.grad)
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (NeedsClosure, "its step needs closure"),
+        (Wraps, "it wraps an optimizer as self.inner"),
+        (KeepsObject, "it keeps an object as self.counter"),
+        (SortsIntoGroups, "it sorts its parameters into groups"),
+        (KeepsElsewhere, "comes to other numbers than in its own loop"),
+        (moving(reads), r"reads a number that changes in training \(test_foreign.py"),
+        (moving(catches), "reads a number that changes in training"),
+        (CatchesOverflow, "it may catch errors of Python's arithmetic"),
+        (moving(grows), "must have the same entries"),
+        (moving(two_names), "keeps one tensor under two names"),
+        (moving(selects), "selects elements by their values"),
+        (moving(asks_too_much), "in more than 16 ways"),
+        (moving(lists), "pass foreach=False"),
+        (moving(compares_complex), "with a complex"),
+        (moving(changes_text), "its step changes 'phase'|must be a tensor or a number"),
+        (torch.optim.LBFGS, "its step needs closure"),
+        (torch.optim.SparseAdam, "does not support dense gradients"),
+    ],
+    ids=name_of,
+)
+def test_a_class_that_is_not_followed_is_refused_with_the_reason(cls: Any, reason: str) -> None:
+    with pytest.raises(TypeError, match=f"(?s)^stateless: {cls.__name__} cannot be made pure: .*({reason})"):
+        stateless(cls)
+
+
+def test_parameters_that_depend_on_each_other_step_together_or_not_at_all() -> None:
+    class ClipsAndAsks(ClipsAll):
+        move = AsksEach.move
+
+        def begin(self, group: dict[str, Any]) -> None:
+            super().begin(group)
+            group["lr"] = self.rate
+
+    params = example()
+    optimizer, loop = stateless(ClipsAll), TorchLoop(ClipsAll, params)
+    grads = randn_like(params)
+    assert_close(optimizer.update(params, grads, optimizer.init(params))[0], loop.step(grads), 1e-6)
+    with pytest.raises(TypeError, match=r"depends on another one|more than 16 ways|changes lr"):
+        stateless(ClipsAndAsks)
+
+
+class KeepsRate(Base):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.rate = lr
+
+    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+        p.sub_(p.grad, alpha=self.rate)
+
+
+def test_a_schedule_changes_the_group_and_a_class_that_keeps_the_number_is_refused() -> None:
+    def make(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+
+    params = example()
+    optimizer, loop = schedule(stateless(CountsInState, lr=0.1), make, steps=9), TorchLoop(CountsInState, params)
+    opt_state, scheduler = optimizer.init(params), make(loop.optimizer)
+    for _ in range(9):
+        grads = randn_like(params)
+        params, opt_state = optimizer.update(params, grads, opt_state)
+        assert_close(params, loop.step(grads), 1e-6)
+        scheduler.step()
+    with pytest.raises(TypeError, match="uses a number of its constructor that is a tensor or a schedule here"):
+        stateless(KeepsRate, lr=torch.tensor(0.1))
+
+
+@pytest.mark.parametrize("cls", [CountsInState, CountsInGroup], ids=name_of)
+def test_training_continues_from_a_saved_state_and_in_a_torch_loop_and_back(cls: Any) -> None:
+    params = example()
+    grads = [randn_like(params) for _ in range(9)]
+    step = linear_step(stateless(cls))
+    state = step.init(params)
+    for number in range(3):
+        state, _ = step(state, grads[number])
+    state = step.load_state_dict(step.state_dict(state), like=step.init(example()))
+
+    loop = TorchLoop(cls, state.params.tree())
+    loop.optimizer.load_state_dict(step.to_torch(state)["optimizer"])
+    for number in range(3, 6):
+        state, _ = step(state, grads[number])
+        loop.step(grads[number])
+    assert_close(state.params.tree(), loop.params(), 1e-6)
+
+    again = step.from_torch(step.init(clone(loop.params())), optimizer=loop.optimizer.state_dict(), steps=6)
+    for number in range(6, 9):
+        state, _ = step(state, grads[number])
+        again, _ = step(again, grads[number])
+    assert_close(again.params.tree(), state.params.tree(), 1e-6)
+
+
+def test_a_state_in_a_list_has_no_name_in_torchs_format() -> None:
+    step = linear_step(stateless(KeepsLists))
+    state, _ = step(step.init(example()), example())
+    with pytest.raises(TypeError, match=r"KeepsLists keeps 'means\[0\]' in a container"):
+        step.to_torch(state)
+
+
+def test_evaluation_params_are_those_that_the_classs_eval_sets() -> None:
+    params = example()
+    loop, optimizer = TorchLoop(Averages, params), stateless(Averages)
+    opt_state = optimizer.init(params)
+    for _ in range(4):
+        grads = randn_like(params)
+        params, opt_state = optimizer.update(params, grads, opt_state)
+        loop.step(grads)
+    loop.optimizer.eval()
+    evaluated = optimizer.evaluation_params(params, opt_state)
+    assert_close(evaluated, loop.params(), 1e-6)
+    assert not torch.equal(evaluated["w"], params["w"])
+
+
+def test_a_late_first_gradient_begins_a_parameter_late() -> None:
+    params = example()
+    optimizer, loop = stateless(CountsInState), TorchLoop(CountsInState, params)
+    opt_state = optimizer.init(params)
+    for number in range(6):
+        grads: dict[str, Any] = {**randn_like(params), **({"b": None} if number < 3 else {})}
+        params, opt_state = optimizer.update(params, grads, opt_state)
+        assert_close(params, loop.step(grads), 1e-6)
+    begins = stateless(BeginsOtherwise)
+    with pytest.raises(ValueError, match="grads must all be tensors, because the first step of BeginsOtherwise"):
+        begins.update(params, {**randn_like(params), "b": None}, begins.init(params))
+
+
+def test_a_class_is_stored_per_tensor_and_leaves_the_callers_tensors_alone() -> None:
+    optimizer = stateless(CountsInGroup)
+    assert repr(optimizer).endswith("[per tensor]")
+    params: Any = ravel(example())
+    grads = params.ravel(example())
+    before = clone((params, grads))
+    new, opt_state = optimizer.update(params, grads, optimizer.init(params))
+    assert_same((params, grads), before)
+    assert type(new) is type(params)
+    assert opt_state.shared["k"] == 1
+
+
+@pytest.mark.compiled
+def test_torch_compile_is_refused_and_jit_is_named() -> None:
+    optimizer = stateless(CountsInGroup)
+    params = example()
+    update = torch.compile(optimizer.update, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"compile the step with funcamp\.jit"):
+        update(params, params, optimizer.init(params))

@@ -1,0 +1,23 @@
+"""Forgets the step of the second optimizer."""
+
+import sys
+
+import torch
+from torch.nn.functional import mse_loss
+
+from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+
+right = "--right" in sys.argv
+model, optimizer = model_and_optimizer()
+head, head_optimizer = model_and_optimizer()
+scaler = scaler_of()
+for x, y in batches():
+    optimizer.zero_grad()
+    head_optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = mse_loss(model(x), y) + mse_loss(head(x), y)
+    scaler.scale(loss).backward()  # wrong
+    scaler.step(optimizer)
+    if right:
+        scaler.step(head_optimizer)
+    scaler.update()

@@ -1,0 +1,26 @@
+"""Clips the gradients of two optimizers, one of which is not unscaled."""
+
+import sys
+
+import torch
+from torch.nn.functional import mse_loss
+
+from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+
+right = "--right" in sys.argv
+model, optimizer = model_and_optimizer()
+head, head_optimizer = model_and_optimizer()
+scaler = scaler_of()
+for x, y in batches():
+    optimizer.zero_grad()
+    head_optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = mse_loss(model(x), y) + mse_loss(head(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    if right:
+        scaler.unscale_(head_optimizer)
+    torch.nn.utils.clip_grad_norm_([*model.parameters(), *head.parameters()], 1.0)  # wrong
+    scaler.step(optimizer)
+    scaler.step(head_optimizer)
+    scaler.update()

@@ -1,0 +1,21 @@
+"""The optimizer steps once more after scaler.step, as after a branch for float32."""
+
+import sys
+
+import torch
+from torch.nn.functional import mse_loss
+
+from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+
+right = "--right" in sys.argv
+model, optimizer = model_and_optimizer()
+scaler = scaler_of()
+for x, y in batches():
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = mse_loss(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    if not right:
+        optimizer.step()  # wrong

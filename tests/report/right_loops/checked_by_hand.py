@@ -1,0 +1,30 @@
+"""Loops that unscale by the scaler, look for inf themselves, and step without it."""
+
+import torch
+from torch.nn.functional import mse_loss
+
+from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+
+model, optimizer = model_and_optimizer()
+scaler = scaler_of()
+for number, (x, y) in enumerate(batches(9)):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = mse_loss(model(x), y)
+        penalty = torch.stack([parameter.square().sum() for parameter in model.parameters()]).sum()
+        scaler.scale(1e-4 * penalty).backward()  # its forward pass has nothing that autocast runs in 16 bits
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    if number % 3 == 0:
+        if torch.isfinite(norm):
+            optimizer.step()
+    elif number % 3 == 1:
+        if all(torch.isfinite(gradient).all() for gradient in gradients):
+            optimizer.step()
+    else:
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients):
+                parameter.sub_(gradient, alpha=0.01)
+    scaler.update()

@@ -1,0 +1,42 @@
+"""A training in float32, two phases, and folds, each with a scaler of its own."""
+
+import copy
+import io
+import json
+
+import torch
+from torch.nn.functional import mse_loss
+
+from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+
+model, optimizer = model_and_optimizer()
+for x, y in batches(2):
+    optimizer.zero_grad()
+    mse_loss(model(x), y).backward()
+    optimizer.step()
+torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, io.BytesIO())
+
+
+def train() -> torch.amp.GradScaler:
+    scaler = scaler_of()
+    for x, y in batches(2):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = mse_loss(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return scaler
+
+
+data = io.BytesIO()
+torch.save({"x": torch.ones(3)}, data)
+data.seek(0)
+torch.load(data)
+frozen_scaler, full_scaler = train(), train()
+first_state = copy.deepcopy(optimizer.state_dict())
+for _fold in range(2):
+    optimizer.load_state_dict(first_state)
+    last_scaler = train()
+kept = json.dumps({"scale": last_scaler.get_scale()})
+torch.save({"optimizer": optimizer.state_dict(), "kept": kept}, io.BytesIO())

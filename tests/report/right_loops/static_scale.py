@@ -1,0 +1,45 @@
+"""A constant scale, multiplied and divided by the loop itself."""
+
+import torch
+from torch.nn.functional import mse_loss
+
+from tests.report.loops.parts import batches, model_and_optimizer
+
+model, optimizer = model_and_optimizer()
+for x, y in batches():
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = mse_loss(model(x), y)
+    (loss * 128).backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.div_(128)
+    optimizer.step()
+
+for x, y in batches():
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = mse_loss(model(x), y)
+    (loss * 128).backward()
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad / 128
+    optimizer.step()
+
+SCALE = 128.0
+own_model, own_optimizer = model_and_optimizer()
+
+
+def unscale(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad.div_(SCALE)
+
+
+own_optimizer.register_step_pre_hook(unscale)
+for x, y in batches():
+    own_optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = mse_loss(own_model(x), y)
+    (loss * SCALE).backward()
+    own_optimizer.step()

@@ -1,0 +1,49 @@
+"""An optimizer that wraps another, which is stepped (sharpness-aware minimization)."""
+
+from typing import Any
+
+import torch
+from torch.nn.functional import mse_loss
+
+from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+
+
+class Sharpness(torch.optim.Optimizer):
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        super().__init__(base.param_groups, {})
+        self.base = base
+
+    @torch.no_grad()
+    def climb(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["before"] = parameter.clone()
+                parameter.add_(parameter.grad, alpha=0.01)
+        self.zero_grad()
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        for parameter, state in self.state.items():
+            parameter.copy_(state["before"])
+
+    def step(self, closure: Any = None) -> Any:
+        raise NotImplementedError
+
+
+model, base_optimizer = model_and_optimizer()
+optimizer = Sharpness(base_optimizer)
+scaler = scaler_of()
+for x, y in batches():
+    with torch.autocast("cpu", torch.float16):
+        loss = mse_loss(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(base_optimizer)
+    optimizer.climb()
+    scaler.update()
+    with torch.autocast("cpu", torch.float16):
+        loss = mse_loss(model(x), y)
+    scaler.scale(loss).backward()
+    optimizer.restore()
+    scaler.step(base_optimizer)
+    scaler.update()
+    optimizer.zero_grad()

@@ -1,0 +1,228 @@
+"""`numerics_report` and the loss scale: the one of the run, the one it recommends, and why none helps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import funcamp
+from funcamp import ScalerConfig, init, jit, make_train_step, module_loss, stateless
+from funcamp.report import NumericsReport, numerics_report
+
+SGD = stateless(torch.optim.SGD, lr=0.0)
+ROADS = ["torch", "GradScaler", "step", "jit"]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.last(torch.tanh(self.between(torch.tanh(self.first(x)))))
+        return out
+
+    def between(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(x)
+        return out
+
+
+def steered(x: Tensor, factor: float | Tensor) -> Tensor:
+    """x, its gradient times a factor."""
+    return x.detach() + (x - x.detach()) * factor
+
+
+class Steep(Net):
+    """The gradient of the first layer is orders larger than that of the last."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return super().between(steered(x, 512.0))
+
+
+class Overflows(Net):
+    """The forward pass is infinite in float16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * 3e4 * 1e3
+
+
+class RootOfZero(Net):
+    """The loss is finite; its gradient is NaN at every scale."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return super().between(x) + torch.sqrt(x.float() * 0)
+
+
+def times(factor: float) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda out, target: F.mse_loss(out.float(), target) * factor
+
+
+def batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(4, 6, generator=generator), torch.randn(4, 3, generator=generator)
+
+
+def made(kind: type[Net]) -> Net:
+    torch.manual_seed(0)
+    return kind()
+
+
+def amp(scaler: Any, model: nn.Module, criterion: Any) -> None:
+    with torch.autocast("cpu", torch.float16):
+        out = model(batch()[0])
+    scaler.scale(criterion(out, batch()[1])).backward()
+
+
+def report_of(how: str, model: Net, criterion: Any, scale: float) -> NumericsReport:
+    """The report of one step at a loss scale, by four roads."""
+    if how in ("torch", "GradScaler"):
+        kind: Any = torch.amp.GradScaler if how == "torch" else funcamp.GradScaler
+        return numerics_report(lambda: amp(kind("cpu", init_scale=scale), model, criterion), module=model)
+    step: Any = make_train_step(module_loss(model, criterion), SGD, ScalerConfig(scale), policy="float16")
+    state = step.init()
+    return numerics_report(jit(step) if how == "jit" else step, state, batch(), module=model)
+
+
+def are_finite(model: Net, criterion: Any, scale: float) -> bool:
+    """Whether the gradients of a float16 step are finite at a loss scale."""
+    model.zero_grad()
+    amp(torch.amp.GradScaler("cpu", init_scale=scale), model, criterion)
+    return all(value.grad is None or bool(value.grad.isfinite().all()) for value in model.parameters())
+
+
+@pytest.mark.parametrize("kind", [torch.amp.GradScaler, funcamp.GradScaler])
+def test_a_disabled_scaler_has_no_scale_and_the_loop_runs(kind: Any) -> None:
+    model = nn.Linear(4, 1)
+    scaler = kind("cpu", enabled=False)
+    report = numerics_report(lambda: scaler.scale(model(torch.ones(2, 4)).sum()).backward(), module=model)
+    assert report.loss_scale == 1.0
+    assert model.weight.grad is not None
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("how", ROADS)
+@pytest.mark.parametrize(
+    ("kind", "factor", "scale"), [(Net, 1.0, 2.0**10), (Net, 1.0, 1.0), (Net, 1e-7, 2.0**24), (Steep, 1.0, 1.0)]
+)
+def test_the_recommended_scale_works_at_once(how: str, kind: type[Net], factor: float, scale: float) -> None:
+    model, criterion = made(kind), times(factor)
+    report = report_of(how, made(kind), criterion, scale)
+    assert report.loss_scale == scale
+    advice = report.recommend_scale(headroom=1.0)
+    assert not advice.is_upper_bound
+    assert are_finite(model, criterion, advice.scale)
+    assert not are_finite(model, criterion, 4 * advice.scale)  # magnitudes are rounded up to a power of two
+    assert report.recommend_scale().scale == advice.scale / 2
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("how", ROADS)
+def test_gradients_are_shown_without_the_scale_that_the_step_applied(how: str) -> None:
+    report = report_of(how, made(Net), times(1.0), 2.0**10)
+    model, (x, y) = made(Net), batch()
+    plain = numerics_report(lambda: times(1.0)(model(x), y), module=model)
+    for path, record in plain.records.items():
+        ours = report.unscaled_records()[path]
+        assert ours.backward.std.item() == pytest.approx(record.backward.std.item(), rel=2e-2)
+        assert report.records[path].backward.std.item() == pytest.approx(record.backward.std.item() * 2**10, rel=2e-2)
+    assert {one.loss_scale for one in report.operations if one.backward} == {2.0**10}
+    assert report.operations[-1].backward  # nothing of the optimizer
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("how", ROADS)
+@pytest.mark.parametrize(("kind", "operation", "backward"), [(Overflows, "mul", False), (RootOfZero, "div", True)])
+def test_no_scale_helps_and_the_operation_at_fault_is_named(
+    how: str, kind: type[Net], operation: str, backward: bool
+) -> None:
+    report = report_of(how, made(kind), times(1.0), 2.0**10)
+    cause = report.cause()
+    assert cause is not None
+    assert (cause.operation.name, cause.operation.backward, cause.made) == (operation, backward, True)
+    assert cause.operation.line is not None
+    file, line = cause.operation.line
+    assert f"class {kind.__name__}(" in "".join(Path(file).read_text().splitlines(keepends=True)[line - 6 : line])
+    said = "\n".join(report.summary())
+    assert f"No loss scale helps: the {'gradients are' if backward else 'loss is'} inf or NaN" in said
+    assert f"at {__file__}:{line}" in said
+    with pytest.raises(ValueError, match="recommend_scale: the gradients must be finite at some loss scale; got "):
+        report.recommend_scale()
+
+
+@pytest.mark.parametrize("how", ["torch", "step"])
+def test_a_scale_that_is_too_high_is_no_fault_and_bounds_the_right_one(how: str) -> None:
+    model = made(Net)
+    report = report_of(how, model, times(1.0), 2.0**40)
+    assert report.cause() is None
+    advice = report.recommend_scale()
+    assert advice.is_upper_bound
+    assert advice.scale <= 2.0**39
+    assert "Loss scale for float16: at most" in "\n".join(report.summary())
+    assert "inf of 12))" in report.annotate()
+
+
+def test_a_loss_that_overflows_by_its_scale_alone_is_no_fault() -> None:
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20)
+    report = numerics_report(lambda: scaler.scale(model(x).sum() * 1e-6 + 1e36).backward(), module=model)
+    assert report.cause() is None
+    assert report.first_nonfinite() is None
+    assert report.recommend_scale().scale > 1
+
+
+def test_half_of_a_gradient_infinite_is_shown_by_counts() -> None:
+    record = funcamp.numerics.Record(
+        funcamp.numerics.stats(torch.ones(2)), funcamp.numerics.stats(torch.tensor([math.nan, -math.inf, 1.0, 2.0]))
+    )
+    assert str(record) == "(-> 0, <- 0.707 (1 NaN, 1 inf of 4))"
+
+
+def test_a_scale_multiplied_by_hand_is_passed() -> None:
+    model, (x, y) = made(Net), batch()
+    report = numerics_report(lambda: times(2.0**10)(model(x), y), module=model, loss_scale=2.0**10)
+    plain = numerics_report(lambda: times(1.0)(model(x), y), module=model)
+    assert report.loss_scale == 2.0**10
+    assert report.recommend_scale().scale == plain.recommend_scale().scale
+
+
+@pytest.mark.parametrize("how", ["vmap", "penalty", "accumulate", "sparse"])
+def test_roads_of_a_backward_pass(how: str) -> None:
+    model, (x, y) = made(Net), batch()
+    kept = module_loss(model, times(1.0))
+    scaler: Any = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    if how == "accumulate":
+        step = make_train_step(kept, SGD, ScalerConfig(2.0**10), policy="float16", accumulate=2)
+        report = numerics_report(step, step.init(), (x.reshape(2, 2, 6), y.reshape(2, 2, 3)), module=model)
+        assert len(report.passes) == 2
+    elif how == "vmap":
+
+        def one(state: Any, params: Any) -> Any:
+            return funcamp.scaled_grad_and_value(lambda p: kept({n: v.half() for n, v in p.items()}, (x.half(), y)))(
+                state, params
+            )
+
+        states = torch.vmap(lambda scale: init()._replace(scale=scale))(torch.tensor([2.0**10, 2.0**10]))
+        params = {name: torch.stack([value, value]) for name, value in kept.params().items()}
+        report = numerics_report(torch.vmap(one), states, params, module=model)
+    elif how == "penalty":
+
+        def penalized() -> None:
+            given = x.half().requires_grad_()
+            (inner,) = torch.autograd.grad(model.half()(given).float().sum(), given, create_graph=True)
+            scaler.scale(inner.float().square().sum()).backward()
+
+        report = numerics_report(penalized, module=model)
+        assert [one.loss_scale for one in report.passes] == [1.0, 2.0**10]
+    else:
+        words = nn.Embedding(5, 4, sparse=True).half()
+        report = numerics_report(lambda: scaler.scale(words(torch.tensor([1, 2])).float().sum()).backward())
+    assert report.loss_scale == 2.0**10
+    assert not report.passes[-1].overflows
+    assert report.recommend_scale().scale > 1

@@ -31,7 +31,6 @@ from funcamp._autograd.module_memory import (
 from funcamp._autograd.module_tensors import ModuleTensors
 from funcamp._autograd.scaled_grad import Engine, pair
 from funcamp._storage.params import clone, expand
-from funcamp._trace.python_reads import own_flags
 from funcamp._trace.tracing import running
 from funcamp._types import Tree
 
@@ -319,15 +318,14 @@ class ModuleLoss(Loss):
 
         Sets the flags without calling `train` or `eval`, because a class may do more there, such as merging weights.
         """
-        with own_flags():
-            flags = [(module, module.training) for module in self.holder.modules()]
-            try:
-                for module, _ in flags:
-                    module.training = False
-                yield
-            finally:
-                for module, flag in flags:
-                    module.training = flag
+        flags = [(module, module.training) for module in self.holder.modules()]
+        try:
+            for module, _ in flags:
+                module.training = False
+            yield
+        finally:
+            for module, flag in flags:
+                module.training = flag
 
     # The module's memory.
 

@@ -12,7 +12,6 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._check import one_batch
 from funcamp._dtensor import is_distributed
-from funcamp._jit.constants import IndescribableError, describe
 from funcamp._jit.signature import PLAIN
 from funcamp._types import Tree
 
@@ -91,13 +90,6 @@ def _check_constant(where: str, leaf: object) -> None:
             f"{where} a tensor, or a constant that is equal to another of its value; got a {type(leaf).__name__}, "
             f"equal only to itself, so that a program would not see later changes in it: {fix}"
         )
-    try:
-        describe(leaf)
-    except IndescribableError as error:
-        raise TypeError(
-            f"{where} a tensor, or a constant that can be compared part by part; got a {type(leaf).__name__} with "
-            f"{error} in it: pass a dict of what step reads"
-        ) from None
 
 
 def _hashable_fix(leaf: object, fix: str) -> str:

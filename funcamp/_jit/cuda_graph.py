@@ -12,7 +12,6 @@ from torch import Tensor
 from funcamp import _upstream
 from funcamp._jit.donation import copy_in_layout
 from funcamp._jit.passes.program import Flat
-from funcamp._jit.written_inputs import WrittenInputs
 from funcamp._upstream.failed_capture import clear
 
 _WARM_UPS = 3
@@ -87,7 +86,6 @@ class Captured:
         run: Flat,
         state: list[Tensor],
         batch: list[Tensor],
-        written: WrittenInputs | None = None,
     ) -> None:
         """Warm up on clones and capture; no input keeps a write, even if this fails.
 
@@ -96,23 +94,10 @@ class Captured:
             run: the compiled function of state and batch.
             state: its static storage.
             batch: tensors like those of every later call.
-            written: the inputs that it writes, besides giving the state its new values.
 
         Raises:
             RuntimeError: the capture failed.
         """
-        self._written_batch_numbers = [] if written is None else written.batch
-        # The state and the batch are cloned; what the step writes besides its arguments is put back.
-        written_tensors = [] if written is None else written.captured
-        former_values = [tensor.clone() for tensor in written_tensors]
-        try:
-            self._prepare(graphs, run, state, batch)
-        finally:
-            for tensor, value in zip(written_tensors, former_values):
-                tensor.detach().copy_(value)
-
-    def _prepare(self, graphs: CudaGraphs, run: Flat, state: list[Tensor], batch: list[Tensor]) -> None:
-        """Warm up on clones, and capture."""
         self._run = run  # a graph keeps no memory that it reads, such as a program's constants
         # Not clone(), which makes a column of a matrix dense: the program reads these strides.
         self._batch = [copy_in_layout(leaf, leaf.stride()) for leaf in batch]
@@ -148,7 +133,4 @@ class Captured:
             _upstream.copy_each(self._batch, batch, non_blocking=True)
         self._replay()
         torch.autograd.graph.increment_version(self._state)  # torch's operations do this, a replay does not
-        for number in self._written_batch_numbers:
-            if batch[number].device == self._batch[number].device:
-                batch[number].copy_(self._batch[number])
         return [result.clone() for result in self._results]

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
-from torch import Tensor, fx
+from torch import Tensor
 
 from funcamp import _tree
 from funcamp._jit.compile import check_compiler, compile_graph, one_by_one_instead, target_of
 from funcamp._jit.compiler_error import reason_of
-from funcamp._jit.constants import IndescribableError, constant_key, structure_key
+from funcamp._jit.constants import constant_key, structure_key
 from funcamp._jit.cuda_graph import Captured
 from funcamp._jit.donation import Layouts, OwnedState, arranged, layouts_for
 from funcamp._jit.kinds import check_like
 from funcamp._jit.packed_metrics import with_packed_metrics
 from funcamp._jit.passes.program import Flat, Steps, Target
+from funcamp._jit.python_values import PythonValues
 from funcamp._jit.session import CompileSession, keeping_generators
 from funcamp._jit.state_memory import StateMemory
 from funcamp._jit.unroll import check_steps
-from funcamp._jit.written_inputs import WrittenInputs, writes_state, written_inputs
-from funcamp._trace.carried_state import CarriedState
+from funcamp._jit.written_inputs import check_writes
 from funcamp._trace.description import description_of
 from funcamp._trace.interface import Outputs
 from funcamp._trace.open_shapes import is_open
+from funcamp._trace.settle import Settled
 from funcamp._trace.trace import Graph, trace
 from funcamp._trace.tracing import HostError
 from funcamp._types import Step, Tree
@@ -68,12 +69,8 @@ class Executable(NamedTuple):
     """The tensors that it reads besides its arguments."""
     outside_state: list[Tensor]
     """Those of them whose memory no state may have."""
-    written: WrittenInputs | None
-    """The inputs that it writes, besides giving the state its new values; None for most."""
     description: Hashable
     """What it computes: an equal one is the same program."""
-    has_branches: bool
-    """Whether it has inner graphs, such as the branches of torch.cond."""
 
 
 class CompiledLater:
@@ -110,10 +107,10 @@ def make_executable(
     options: Options,
     memory: StateMemory,
     arguments: Arguments,
-    carried: CarriedState,
+    values: PythonValues,
     session: CompileSession,
     *,
-    known: Iterable[Executable],
+    known: Sequence[Executable],
     compile_at_once: bool,
 ) -> Executable:
     """Trace a step and compile it; with CUDA graphs, capture it. The program does not run.
@@ -125,7 +122,7 @@ def make_executable(
         options: those of `jit`.
         memory: where the state is.
         arguments: of the call that it is made for.
-        carried: the state that the step's Python keeps from call to call.
+        values: what is looked at in Python at every call.
         session: the surroundings.
         known: the programs for the same batch and other values in Python.
         compile_at_once: whether not to wait for `compile_after` calls.
@@ -145,37 +142,37 @@ def make_executable(
     layouts = layouts_for(inputs)
     inputs = arranged(inputs, layouts, memory.current.memory)
     inputs_of_one_step = inputs if options.unroll is None else [tensor[0] for tensor in inputs]
-    graph = trace_step(
+    known_by_description = {executable.description: executable for executable in known}
+    settled = trace_step(
         step,
         options,
         memory.current,
         memory.kinds,
         arguments.batch,
         inputs_of_one_step,
-        carried,
+        values.roots,
+        lambda graph: _description_of(graph) in known_by_description,
         in_cuda_graph=graphs is not None,
     )
+    graph = settled.graph
+    values.follow_trace(settled.own, graph.captured)
     description = _description_of(graph)
-    for executable in known:
-        if executable.description == description:
-            return executable
-    has_branches = any(isinstance(inner, fx.GraphModule) for inner in graph.module.children())
-    written = written_inputs(graph)
-    if written is not None:
-        is_current = memory.current.tree is arguments.state
-        memory.check_written(written, arguments.state, arguments.batch, is_current=is_current)
+    if description in known_by_description:
+        return known_by_description[description]
     outside_state = graph.captured
-    if writes_state(graph, written):
+    if check_writes(graph):
         memory.move_away_from(outside_state)
     else:
         # An evaluation may read a module whose memory is the state's, and follow it.
         outside_state = [tensor for tensor in graph.captured if not memory.current.memory.meets(tensor)]
+    if options.unroll is None:
+        graph = with_packed_metrics(graph)
     run = _compiled(graph, options, memory.current, session, compile_at_once=compile_at_once or graphs is not None)
     if graphs is not None:
         # Not `state_leaves`: the state may have been moved away since.
-        run = Captured(graphs, run, memory.current.leaves, inputs, written)
+        run = Captured(graphs, run, memory.current.leaves, inputs)
         memory.pin()
-    return Executable(run, graph.outputs, layouts, graph.captured, outside_state, written, description, has_branches)
+    return Executable(run, graph.outputs, layouts, graph.captured, outside_state, description)
 
 
 def _description_of(graph: Graph) -> Hashable:
@@ -184,7 +181,7 @@ def _description_of(graph: Graph) -> Hashable:
     try:
         constants = tuple(map(constant_key, graph.outputs.constants))
         return description_of(graph), captured_ids, structure_key(graph.outputs.structure), constants
-    except IndescribableError:  # no other program is the same
+    except TypeError:  # a constant that cannot be hashed: no other program is the same
         return object()
 
 
@@ -195,11 +192,12 @@ def trace_step(
     state_kinds: Tree,
     batch: Tree,
     tensors: list[Tensor],
-    carried: CarriedState,
+    roots: Mapping[str, object],
+    is_known: Callable[[Graph], bool],
     *,
     in_cuda_graph: bool = False,
-) -> Graph:
-    """Run a step once without values, and return its operations.
+) -> Settled:
+    """Run a step without values, and return its operations, which two runs agree on.
 
     Args:
         step: the step.
@@ -208,7 +206,8 @@ def trace_step(
         state_kinds: the kinds of its leaves, which the next state must have too.
         batch: the batch.
         tensors: its tensors, of one step.
-        carried: the state that the step's Python keeps from call to call.
+        roots: the objects that the step's Python reaches, by name.
+        is_known: whether a program of an earlier call computes the same.
         in_cuda_graph: whether it becomes a CUDA graph.
 
     Raises:
@@ -237,17 +236,17 @@ def trace_step(
         return [leaf.detach().clone() for leaf in next_leaves], metrics
 
     try:
-        graph = trace(
+        return trace(
             on_tensors,
             [*owned.leaves, *tensors],
             {leaf.device.type for leaf in owned.leaves},
             in_cuda_graph=in_cuda_graph,
-            carried=carried,
+            roots=roots,
+            is_known=is_known,
             state_count=state_count,
         )
     except HostError as error:
         raise RuntimeError(f"jit: step must {error}") from None
-    return graph if options.unroll is not None else with_packed_metrics(graph)
 
 
 def _tensor_replacer(batch: Tree) -> Callable[[list[Tensor]], Tree]:

@@ -10,7 +10,6 @@ import weakref
 from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
-import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
@@ -25,7 +24,6 @@ from funcamp._jit.python_values import PythonValues
 from funcamp._jit.session import CompileSession
 from funcamp._jit.signature import ONE_PROGRAM, Key, difference, flattened, frame_of, key_of, shapes, without_values
 from funcamp._jit.state_memory import StateMemory
-from funcamp._trace.carried_state import CarriedState
 from funcamp._trace.tracing import running
 from funcamp._types import Step, Tree
 from funcamp._upstream.advice import advise
@@ -69,8 +67,7 @@ class JitStep(Fixed):
         #: The checks that a TrainStep makes of its arguments; it returns the state.
         self._check_call = getattr(step, "check_call", None)
         self._state_moves = getattr(getattr(step, "loss_fn", None), "state_moves", None)
-        self._carried = CarriedState(_python_parts(step))
-        self._python_values = PythonValues()
+        self._python_values = PythonValues(_python_parts(step))
         self._traces_in_vain = 0
         """How often a value in Python changed, and the trace was that of a known program."""
         self._has_told_of_numbers = False
@@ -81,8 +78,6 @@ class JitStep(Fixed):
         """That of the last call."""
         self._recent: dict[int, Executable] = {}
         """All, by id, the one that was used last at the end."""
-        self._replacements = 0
-        """The number of the last calls that each found a captured tensor replaced."""
 
     def __repr__(self) -> str:
         return f"jit({self._step!r})"
@@ -186,12 +181,6 @@ class JitStep(Fixed):
 
         Written in one piece, because every call of Python takes time here; rare cases are in separate functions.
         """
-        replaced_path = self._carried.find_replaced()
-        if replaced_path is not None:
-            self._begin_again(replaced_path)
-        elif self._replacements:
-            self._replacements = 0
-
         if len(self._executables) > _MAX_KEYS:
             self._forget_values()
 
@@ -213,17 +202,13 @@ class JitStep(Fixed):
         # Python may have given tensors that programs read other memory.
         memory = self._sharing.memory
         if memory is not None and self._captured.tensors and not self._captured.are_as_before():
-            self._follow_captured(memory)
-        self._carried.follow()
+            memory.follow(self._captured)
 
         # Put the state where programs read it; the state of the last call is there.
         owned = None if memory is None else memory.current
         is_current = owned is not None and owned.is_of(state)
         if not is_current or not self._executables:
             state = self._checked_state(state, batch)
-        if executable is not None and executable.written is not None:
-            assert memory is not None
-            memory.check_written(executable.written, state, _tree.plain(batch), is_current=is_current)
         if not is_current:
             memory, tensors = self._take_state(state, tensors)
             owned = memory.current
@@ -243,7 +228,7 @@ class JitStep(Fixed):
                 inputs = tensors
             else:
                 inputs = arranged(tensors, executable.layouts, owned.memory)
-            results = _run(executable, owned, tensors, inputs)
+            results = executable.run([*owned.leaves, *inputs])
         # Tensors of a known call are read as they are, so only a call that did so is noted.
         if known_program is None and all(map(operator.is_, inputs, tensors)):
             self._known_calls.add(frame, tensors, executable)
@@ -302,24 +287,20 @@ class JitStep(Fixed):
         self._check_count(arguments.batch, key)
         alike = self._programs_of_other_values(key)
         try:
-            with (
-                CompileSession(self._task(arguments.batch, key)) as session,
-                self._python_values.followed(self._step, _python_parts(self._step)) as followed,
-            ):
+            with CompileSession(self._task(arguments.batch, key)) as session:
                 executable = make_executable(
-                    followed,
+                    self._step,
                     options,
                     memory,
                     arguments,
-                    self._carried,
+                    self._python_values,
                     session,
                     known=alike,
                     compile_at_once=not self._executables,
                 )
-                followed.has_branches = executable.has_branches
                 assert memory.current is not None
                 inputs = arranged(arguments.tensors, executable.layouts, memory.current.memory)
-                results = _run(executable, memory.current, arguments.tensors, inputs)
+                results = executable.run([*memory.current.leaves, *inputs])
         except RuntimeError as error:
             advise("jit", error)
             raise
@@ -410,26 +391,6 @@ class JitStep(Fixed):
         """Return the fields of the signature of the last call."""
         return next(key for key, executable in reversed(self._executables.items()) if executable is self._last)
 
-    def _begin_again(self, path: str) -> None:
-        """Drop all programs, because a tensor that they read besides their arguments was replaced, or what it is in.
-
-        Raises:
-            RuntimeError: this happens at every call.
-        """
-        self._replacements += 1
-        if self._replacements > self._options.max_signatures:
-            raise RuntimeError(
-                f"jit: {path} must stay what step was compiled with; each of the last {self._replacements} "
-                f"calls found another there, and compiled again (max_signatures={self._options.max_signatures}): "
-                "write into it with copy_, or pass it in the batch"
-            )
-        _log.warning(
-            "jit: %s is another object than the one that the step was compiled with, so that it is compiled again; "
-            "write into it with copy_, or pass it in the batch, to save this",
-            path,
-        )
-        self._forget_programs()
-
     def _forget_values(self) -> None:
         """Forget the values of Python under which each program was found: a loop that changes them often makes many.
 
@@ -442,7 +403,7 @@ class JitStep(Fixed):
             # A number that no values have.
             self._executables[structure, leaves, autocast, dtype, -1 - number] = executable
         self._known_calls = KnownCalls()
-        self._python_values = PythonValues()
+        self._python_values = PythonValues(_python_parts(self._step))
 
     def _forget_programs(self) -> None:
         self._executables = {}
@@ -450,28 +411,7 @@ class JitStep(Fixed):
         self._last = None
         self._known_calls = KnownCalls()
         self._captured = CapturedTensors()
-        self._carried.forget()
-        self._python_values = PythonValues()
-
-    def _follow_captured(self, memory: StateMemory) -> None:
-        """Adopt captured tensors that were given other memory.
-
-        Raises:
-            RuntimeError: a graph reads the former memory, or a program the former kind of tensor.
-        """
-        memory.follow(self._captured)
-        for executable in self._executables.values():
-            if executable.written is not None:
-                executable.written.forget()
-
-
-def _run(executable: Executable, owned: OwnedState, tensors: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
-    """Run a program on the state and on the batch's tensors, which are arranged for it in `inputs`."""
-    results = executable.run([*owned.leaves, *inputs])
-    if executable.written is not None:
-        with torch.no_grad():
-            executable.written.copy_back(tensors, inputs)
-    return results
+        self._python_values = PythonValues(_python_parts(self._step))
 
 
 def _python_parts(step: object) -> dict[str, object]:

@@ -13,7 +13,6 @@ from funcamp._jit import cuda_graph
 from funcamp._jit.captured_tensors import CapturedTensors
 from funcamp._jit.donation import OwnedState, take_over
 from funcamp._jit.kinds import kinds
-from funcamp._jit.written_inputs import WrittenInputs
 from funcamp._memory import Memory
 from funcamp._types import Tree
 
@@ -125,20 +124,3 @@ class StateMemory:
         captured.follow(may_move=self.graphs is None)
         if self.current is not None and any(map(self.current.memory.meets, captured.outside_state)):
             self.current = None
-
-    def check_written(self, written: WrittenInputs, state: Tree, batch: Tree, *, is_current: bool) -> None:
-        """Refuse inputs that share memory with one that a program writes.
-
-        Args:
-            written: what it writes, besides giving the state its new values.
-            state: the state, as it was passed.
-            batch: the batch.
-            is_current: whether the state is the last call's.
-
-        Raises:
-            ValueError: two inputs share memory, and the program writes one of them.
-        """
-        if self.current is None:
-            written.check(state, batch, Memory(), is_there=False)
-        else:
-            written.check(state, batch, self.current.memory, is_there=is_current and self._donate)

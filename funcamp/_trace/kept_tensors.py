@@ -1,17 +1,15 @@
 """Give values to tensors of a trace that Python keeps, for example in a module's cache.
 
 A trace runs the step's Python on tensors without values. A mask or a table of positions that a module creates at its
-first call and keeps is then such a tensor. The part of the graph that created it is computed, and the result replaces
-it.
+first call and keeps is then such a tensor. The part of the graph that created it is computed, and the result is put in
+its place.
 """
 
 from __future__ import annotations
 
-import gc
 import logging
-import types
-from collections.abc import Mapping, Set
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable, Set
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -19,6 +17,8 @@ from torch import Tensor, fx
 from funcamp import _tree, _upstream
 from funcamp._memory import Memory
 from funcamp._trace.aliases import Aliases, written_arguments
+from funcamp._trace.places import Place
+from funcamp._trace.tracing import NodeOf
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor
@@ -28,79 +28,68 @@ else:
 _log = logging.getLogger("funcamp")
 
 
-class KeptTensor(NamedTuple):
-    """A tensor of a trace that Python keeps."""
-
-    tensor: Tensor
-    node: fx.Node
-
-
-class _Replacement(NamedTuple):
-    """A tensor of a trace that Python keeps, and the one with values that takes its place."""
-
-    tensor: Tensor
-    value: Tensor
-
-
-def give_values(
-    kept_tensors: list[KeptTensor],
-    root: object,
-    values: dict[fx.Node, object],
-    *,
-    failed: bool,
-    constant: Set[fx.Node] = frozenset(),
-) -> list[Tensor]:
-    """Give tensors of a trace the values that they have after the step; return those that a later call may change.
+class KeptTensors:
+    """Computes what Python keeps of a trace.
 
     Args:
-        kept_tensors: the tensors that still exist, and their nodes; empty afterwards.
         root: has the graph's constants.
-        values: values of placeholders, and of constants that are not in root; afterwards of what was computed, too.
-        failed: whether the trace failed. Its frames then still exist, so only tensors that depend on no argument count.
+        graph: the graph.
+        node_of: returns the node of a tensor of the graph.
+        values: the values of placeholders, and of constants that are not in root.
         constant: placeholders that have the same values at every call.
-
-    Raises:
-        RuntimeError: a tensor is referenced from a place in which it cannot be replaced.
     """
-    evaluation = _Evaluation(kept_tensors[0].node.graph, root, values)
-    changing = evaluation.arguments - constant
-    ids_of_changing: set[int] = set()
-    redrawn: list[str] = []
-    replacements: list[_Replacement] = []
-    with torch.no_grad(), torch.random.fork_rng(devices=()):
-        for tensor, node in kept_tensors:
-            needed = evaluation.aliases.nodes_behind(node)
-            if any(map(evaluation.is_from_outside, needed)):
-                if failed:
+
+    def __init__(
+        self, root: object, graph: fx.Graph, node_of: NodeOf, values: dict[fx.Node, Any], constant: Set[fx.Node]
+    ) -> None:
+        self._evaluation = _Evaluation(graph, root, values)
+        self._node_of = node_of
+        self._changing = self._evaluation.arguments - constant
+        self._replaced: dict[int, Tensor] = {}
+        """What replaces each tensor, by its id: one tensor may be in several places."""
+        self._kept: list[Tensor] = []
+        """The tensors that are replaced."""
+        self.changing: list[Tensor] = []
+        """Those that follow from arguments that change from call to call."""
+
+    def put_values_into(self, places: Iterable[Place]) -> None:
+        """Put the values that they have after the step in the place of the trace's tensors."""
+        redrawn: list[str] = []
+        with torch.no_grad(), torch.random.fork_rng(devices=()):
+            for place in places:
+                value = place.now()
+                if not isinstance(value, (Tensor, tuple)):
                     continue
-                if evaluation.aliases.follows(node, changing):
-                    ids_of_changing.add(id(tensor))
+                leaves, spec = _tree.flatten(value)
+                if any(map(self._is_of_trace, leaves)):
+                    place.put(_tree.unflatten([self._with_value(leaf, redrawn) for leaf in leaves], spec))
+        if redrawn:
+            _log.warning(
+                "jit: Python keeps tensors of the step that are random, and a program draws them anew at every call: "
+                "make them before the first call: %s",
+                ", ".join(redrawn[:4]),
+            )
+
+    def _is_of_trace(self, leaf: object) -> bool:
+        return isinstance(leaf, FakeTensor) and self._node_of(leaf) is not None
+
+    def _with_value(self, leaf: Any, redrawn: list[str]) -> Any:
+        """Return what takes the place of a tensor of the trace; any other value as it is."""
+        if not self._is_of_trace(leaf):
+            return leaf
+        if id(leaf) not in self._replaced:
+            node = self._node_of(leaf)
+            assert node is not None
+            needed = self._evaluation.aliases.nodes_behind(node)
+            value = _like(leaf, self._evaluation.compute(node, needed))
+            if any(map(self._evaluation.is_from_outside, needed)):
+                if self._evaluation.aliases.follows(node, self._changing):
+                    self.changing.append(value)
             elif any(map(_draws_numbers, needed)):
-                redrawn.append(_tree.describe(tensor))
-            replacements.append(_Replacement(tensor, _like(tensor, evaluation.compute(node, needed))))
-    # A reference from here to a tensor would be in the way of its replacement.
-    kept_tensors.clear()
-    del tensor
-    replaced, unreplaced = _replace(replacements)
-    if not failed and redrawn:
-        log_kept("are random, and a program draws them anew at every call: make them before the first call", redrawn)
-    if not failed and unreplaced is not None:
-        raise RuntimeError(
-            f"jit: step must not keep {_tree.describe(unreplaced)} in Python where no other can take its place (a "
-            "tuple, an object of C): make it before the first call, or return it in the metrics"
-        )
-    return [value for id_before, value in replaced if id_before in ids_of_changing]
-
-
-def log_kept(what: str, descriptions: list[str]) -> None:
-    """Log that Python keeps tensors of the step, and what becomes of them."""
-    _log.warning("jit: Python keeps tensors of the step that %s: %s", what, join_first(descriptions))
-
-
-def join_first(descriptions: list[str]) -> str:
-    """Return the first four descriptions as one text, and dots for others."""
-    shown = descriptions[:4]
-    return ", ".join(shown if len(descriptions) == len(shown) else [*shown, "..."])
+                redrawn.append(_tree.describe(leaf))
+            self._kept.append(leaf)
+            self._replaced[id(leaf)] = value
+        return self._replaced[id(leaf)]
 
 
 class _Evaluation:
@@ -164,79 +153,3 @@ def _like(tensor: Tensor, value: Tensor) -> Tensor:
     if isinstance(tensor, torch.nn.Parameter):
         return torch.nn.Parameter(value, tensor.requires_grad)
     return value.detach().requires_grad_(tensor.requires_grad and tensor.is_leaf)
-
-
-def _replace(replacements: list[_Replacement]) -> tuple[list[tuple[int, Tensor]], Tensor | None]:
-    """Replace tensors by others with values, wherever Python keeps them.
-
-    Args:
-        replacements: the tensors; empty afterwards.
-
-    Returns:
-        For each tensor its former id, and the tensor that is now in its place; a tensor that could not be replaced.
-    """
-    replaced = _swap(replacements)
-    if not replacements:
-        return replaced, None
-    # torch 2.15 refers weakly to tensors of a branch, which cannot be swapped: their holders get the values.
-    values = {id(tensor): value for tensor, value in replacements}
-    tensors = [tensor for tensor, _ in replacements]
-    replacements.clear()
-    replaced += values.items()
-    for holder in gc.get_referrers(*tensors):
-        if holder is not tensors:
-            _put_values_into(holder, values)
-    for tensor in tensors:
-        if _has_holder_besides(tensor, tensors):
-            return replaced, tensor
-    return replaced, None
-
-
-def _swap(replacements: list[_Replacement]) -> list[tuple[int, Tensor]]:
-    """Swap tensors of a trace for those with values; leave those in the list that torch cannot swap.
-
-    Returns:
-        For each swapped tensor its id, and the tensor itself, which now has values.
-    """
-    swapped: list[tuple[int, Tensor]] = []
-    count_before = -1
-    while replacements and len(replacements) != count_before:
-        count_before = len(replacements)
-        refused: list[_Replacement] = []
-        while replacements:  # from the last: views first; afterwards nothing refers to their bases
-            replacement = replacements.pop()
-            try:
-                torch.utils.swap_tensors(*replacement)  # type: ignore[no-untyped-call]
-            except RuntimeError:
-                refused.append(replacement)
-            else:
-                swapped.append((id(replacement.tensor), replacement.tensor))
-        replacements += refused
-    return swapped
-
-
-def _put_values_into(holder: Any, values: Mapping[int, Tensor]) -> None:
-    """Replace tensors in what holds them, if that is a dict, a list or a variable of a closure.
-
-    Args:
-        holder: what refers to some of the tensors.
-        values: what replaces each of them, by the tensor's id.
-    """
-    if isinstance(holder, dict):
-        for key, item in list(holder.items()):
-            if id(item) in values:
-                holder[key] = values[id(item)]
-    elif isinstance(holder, list):
-        for index, item in enumerate(holder):
-            if id(item) in values:
-                holder[index] = values[id(item)]
-    elif isinstance(holder, types.CellType):
-        holder.cell_contents = values[id(holder.cell_contents)]
-
-
-def _has_holder_besides(tensor: Tensor, known_holder: object) -> bool:
-    """Return whether anything but a known holder and running functions refers to a tensor."""
-    for holder in gc.get_referrers(tensor):
-        if holder is not known_holder and not isinstance(holder, types.FrameType):
-            return True
-    return False

@@ -22,20 +22,21 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from funcamp import _tree, _upstream
 from funcamp._trace.as_compiled import as_compiled
-from funcamp._trace.carried_state import CarriedState
 from funcamp._trace.host_constants import compute_host
-from funcamp._trace.host_draws import HostDraws
 from funcamp._trace.inner_casts import InnerCasts, watch_autocast
 from funcamp._trace.interface import Input, Outputs
 from funcamp._trace.open_shapes import is_open, is_open_node
+from funcamp._trace.places import Survey
+from funcamp._trace.settle import Settled, settled
 from funcamp._trace.tensor_subclass import Wrapper, unwrap_all, wrap, wrapper_of
 from funcamp._trace.trace_errors import explain
-from funcamp._trace.tracing import HostError, NodeOf, current
+from funcamp._trace.tracing import HostError, current
 from funcamp._trace.user_line import asks_whether_compiled
 from funcamp._trace.watch import TORCH_DATA, TraceWatch
 from funcamp._types import Tree
 from funcamp._upstream.bugs.batch_norm_layout import give_kernels_layouts
 from funcamp._upstream.replaced import replaced
+from funcamp._upstream.value_reads import layers_without_reads
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -88,9 +89,10 @@ def trace(
     home: Set[str],
     *,
     in_cuda_graph: bool = False,
-    carried: CarriedState | None = None,
+    roots: Mapping[str, object] | None = None,
+    is_known: Callable[[Graph], bool] = lambda _: False,
     state_count: int = 0,
-) -> Graph:
+) -> Settled:
     """Trace fn for arguments like these.
 
     Args:
@@ -99,27 +101,19 @@ def trace(
         args: distinct tensors without aliases.
         home: the types of device that it must not leave.
         in_cuda_graph: whether it becomes a CUDA graph, which keeps shapes, and what the host has, as it was captured.
-        carried: the state that its Python keeps from call to call.
+        roots: the objects that its Python reaches, by name.
+        is_known: whether a program of an earlier call computes the same.
         state_count: the number of args, the first ones, that are the state.
 
     Raises:
-        HostError: an operation moves a tensor from home to another type of device, or reads it; Python draws numbers.
+        HostError: an operation moves a tensor from home to another type of device, or reads it; Python draws
+            numbers; two runs of it record other operations.
         RuntimeError: fn accumulates gradients in a tensor that is not an argument.
         Exception: any error of fn.
     """
-    carried = CarriedState({}) if carried is None else carried
-    trace_once = functools.partial(_trace_once, fn, args, home, in_cuda_graph, carried.record, state_count)
-    host_draws = HostDraws()
-    with host_draws.watched():
-        graph = carried.trace(lambda: _trace_as_compiled_or_eager(trace_once))
-    drawn = host_draws.find_draws()
-    if drawn is not None:
-        generators, line = drawn
-        raise HostError(
-            f"not draw from {generators}, as the program would repeat the numbers at every step; {line} does: draw "
-            "from torch's generator, or pass the numbers in the batch, as tensors"
-        )
-    return graph
+    roots = {} if roots is None else roots
+    trace_once = functools.partial(_trace_once, fn, args, home, in_cuda_graph, roots, state_count)
+    return settled(lambda: _trace_as_compiled_or_eager(trace_once), roots, is_known)
 
 
 def _trace_as_compiled_or_eager(trace_once: Callable[..., Graph]) -> Graph:
@@ -144,14 +138,13 @@ def _trace_once(
     args: list[Tensor],
     home: Set[str],
     in_cuda_graph: bool,
-    record_state: Callable[[NodeOf], None],
+    roots: Mapping[str, object],
     state_count: int,
     is_compiling: bool = True,
 ) -> Graph:
     """Trace by one run of the function, while torch.compiler.is_compiling() is True if `is_compiling`.
 
-    The other arguments are those of `trace`, and `record_state`, which is called inside the trace after fn with the
-    function that returns the node of a tensor.
+    The other arguments are those of `trace`.
     """
     for name in _NEEDED_NAMES:
         _upstream.check(name)
@@ -166,9 +159,10 @@ def _trace_once(
     arguments, inputs = _unwrap_arguments(args, state_count)
     with fake_mode:  # new tensors, because it is unknown what later arguments share with each other
         examples = [_new_like(argument) for argument in arguments]
-    plain_function = _PlainFunction(fn, [wrapper_of(arg) for arg in args], watch, record_state)
+    plain_function = _PlainFunction(fn, [wrapper_of(arg) for arg in args], watch)
     try:
         with (
+            layers_without_reads(Survey(roots).modules),
             as_compiled(is_compiling),
             replaced(Tensor, data=property(TORCH_DATA.__get__, _set_data)),
             # On a GPU autograd would call backward in another thread, outside these modes.
@@ -177,7 +171,6 @@ def _trace_once(
         ):
             module = _record_operations(plain_function, examples)
     except Exception as error:
-        watch.give_values_to_kept(arguments, inputs, failed=True)
         explanation = explain(error, in_cuda_graph=in_cuda_graph, operations=watch.operations())
         if explanation is None:
             raise
@@ -186,11 +179,13 @@ def _trace_once(
     _name_dtypes(module.graph)
     captured_by_fake_id = watch.captured_by_fake_id()
     _refuse_gradients(captured_by_fake_id.values())
-    kept_tensors = watch.give_values_to_kept(arguments, inputs, state_result_count=results.plain_state_count)
+    places = Survey(roots).places.values()
+    kept_tensors = watch.give_values_to_kept(places, arguments, inputs, results.plain_state_count)
     captured = _lift_captured(module, captured_by_fake_id)
     if any(isinstance(tensor, FakeTensor) for tensor in captured):
         raise RuntimeError(
-            "jit: step must not read a tensor that Python kept of an earlier trace, and that has no values"
+            "jit: step must not read a tensor that its Python has kept of an earlier run, in a function's cache or "
+            "an object of a package: make it before the first call, or keep it in a buffer"
         )
     _delete_fake_constants(module)
     if in_cuda_graph:
@@ -229,7 +224,6 @@ class _PlainFunction:
         fn: the step.
         argument_wrappers: the wrappers of its arguments.
         watch: what watches it.
-        record_state: called after it, with the function that returns the node of a tensor.
     """
 
     results: _Results
@@ -240,19 +234,16 @@ class _PlainFunction:
         fn: Traceable,
         argument_wrappers: list[Wrapper | None],
         watch: TraceWatch,
-        record_state: Callable[[NodeOf], None],
     ) -> None:
         self.argument_wrappers = argument_wrappers
         self._fn = fn
         self._watch = watch
-        self._record_state = record_state
 
     def __call__(self, *tensors: Tensor) -> list[Tensor]:
         """Run the function on the plain tensors of its arguments, and return those of its results."""
         with self._watch.on():
-            handles = iter([self._watch.handle_of(tensor) for tensor in tensors])
-            next_state, metrics = self._fn([wrap(wrapper, handles) for wrapper in self.argument_wrappers])
-            self._record_state(self._watch.node_of)
+            plain_tensors = iter(tensors)
+            next_state, metrics = self._fn([wrap(wrapper, plain_tensors) for wrapper in self.argument_wrappers])
             _refuse_open_numbers(metrics)
             results = [*next_state, *_tree.tensors_in(metrics)]
             self.results = _Results(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -21,8 +21,9 @@ from torch.fx.experimental.proxy_tensor import (
 from funcamp import _tree, _upstream
 from funcamp._trace.aliases import Aliases
 from funcamp._trace.interface import Input
-from funcamp._trace.kept_tensors import give_values
-from funcamp._trace.recorded_tensors import RecordedTensors, innermost_tracer, node_in
+from funcamp._trace.kept_tensors import KeptTensors
+from funcamp._trace.nodes import innermost_tracer, node_in
+from funcamp._trace.places import Place
 from funcamp._trace.refusals import (
     fake_tensors_of,
     refuse_capture,
@@ -68,7 +69,7 @@ class _CapturedTensor(NamedTuple):
 
 
 class TraceWatch(LetsDynamoIn, TorchDispatchMode):
-    """Watches every operation of a trace: reads, devices, random numbers, captured and kept tensors.
+    """Watches every operation of a trace: reads, devices, random numbers, captured tensors.
 
     Args:
         home: the types of device that the step must not leave.
@@ -84,8 +85,6 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         self._in_cuda_graph = in_cuda_graph
         self._fake_mode = fake_mode
         self._tracer: Any = None
-        self._recorded = RecordedTensors()
-        """The tensors of the graph."""
         self._captured: dict[int, _CapturedTensor] = {}
         """By the id of the tensor that the step reads."""
         self._slice_storages: set[int] = set()
@@ -133,7 +132,6 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             result = func(*args, **kwargs)
         for tensor in fake_tensors_of(result):
             refuse_move(func, tensor, args, kwargs, self._home)
-            self._note(tensor, args)
         return result
 
     def _is_anomaly_check(self, value: Tensor) -> bool:
@@ -195,18 +193,6 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         """Return the node of a tensor of this graph or of a graph inside it; None for any other tensor."""
         return self.node_of(value) or node_in(innermost_tracer(), value)
 
-    def handle_of(self, argument: Tensor) -> Tensor:
-        """Return another tensor for an argument, which exists for as long as Python keeps it.
-
-        The arguments themselves exist until the trace ends, so they do not show what the step has kept of them.
-        """
-        with disable_proxy_modes_tracing():
-            handle = argument.detach()
-        slot: Any = get_proxy_slot(argument, self._tracer)
-        set_proxy_slot(handle, self._tracer, slot)
-        self._recorded.add(handle, slot.proxy.node)
-        return handle
-
     def slices(self, tensor: Tensor, sizes: Sequence[int], requested: RequestedViews) -> list[Tensor] | None:
         """Record views; None for a tensor of no or another trace, and where derivatives have to pass."""
         if innermost_tracer() is not self._tracer:
@@ -226,7 +212,6 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
                 view = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
             proxy = _aten.view.default(part, list(shape))
             views.append(track_tensor_tree(view, proxy, constant=None, tracer=self._tracer))
-            self._recorded.add(view, proxy.node)
             self._slice_storages.add(view.untyped_storage()._cdata)
         return views
 
@@ -254,52 +239,33 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         if tracer is not None:
             value_slot: Any = get_proxy_slot(value, tracer)
             set_proxy_slot(tensor, tracer, value_slot)
-            if self._recorded.has(tensor):  # not in a branch of torch.cond
-                self._recorded.add(tensor, value_slot.proxy.node)
-
-    def _note(self, result: FakeTensor, args: Args) -> None:
-        """Note the node of a result, to know after the trace what Python has kept, and what computes it."""
-        is_argument = any(result is arg for arg in args)
-        if is_argument and not self._recorded.has(result):
-            return
-        node = self.node_of(result)
-        if node is not None:
-            self._recorded.add(result, node)
 
     # After the trace
 
     def give_values_to_kept(
-        self, arguments: list[Tensor], inputs: list[Input], *, failed: bool = False, state_result_count: int = 0
+        self, places: Iterable[Place], arguments: list[Tensor], inputs: list[Input], state_result_count: int
     ) -> list[Tensor]:
         """Give the tensors of a trace that Python has kept their values, computed from these arguments.
 
         Args:
+            places: where Python may keep them.
             arguments: the plain tensors of the arguments.
             inputs: what each of them is.
-            failed: whether the trace failed.
             state_result_count: the number of results, the first ones, that are the next state.
 
         Returns:
             Those that follow from arguments that change from call to call.
         """
-        # Examples in the graphs inside the graph would be taken for tensors that Python keeps.
-        for module in self._tracer.root.modules():
-            if isinstance(module, fx.GraphModule):
-                self._recorded.replace_examples(module)
-        kept_tensors = self._recorded.take_kept()
-        if not kept_tensors:
-            return []
-        self._drop_weak_references(kept_tensors[0].tensor)
         graph = self._tracer.graph
         placeholders = graph.find_nodes(op="placeholder")
         values: dict[fx.Node, Any] = dict(zip(placeholders, arguments))
         values.update(self._captured_values(graph))
-        constant: set[fx.Node] = set()
-        if not failed:
-            state_nodes = [node for node, argument in zip(placeholders, inputs) if argument.kind == "state"]
-            next_state_nodes = graph.output_node().args[0][:state_result_count]
-            constant = set(state_nodes) - Aliases(graph).changed(state_nodes, next_state_nodes)
-        return give_values(kept_tensors, self._tracer.root, values, failed=failed, constant=constant)
+        state_nodes = [node for node, argument in zip(placeholders, inputs) if argument.kind == "state"]
+        next_state_nodes = graph.output_node().args[0][:state_result_count]
+        constant = set(state_nodes) - Aliases(graph).changed(state_nodes, next_state_nodes)
+        kept = KeptTensors(self._tracer.root, graph, self.node_of, values, constant)
+        kept.put_values_into(places)
+        return kept.changing
 
     def _captured_values(self, graph: fx.Graph) -> dict[fx.Node, Tensor]:
         """Return the values of the nodes that are captured tensors."""
@@ -310,11 +276,6 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
             if id(fake) in captured:
                 values[node] = captured[id(fake)].detach()
         return values
-
-    def _drop_weak_references(self, kept_tensor: Any) -> None:
-        """Drop torch's weak references to tensors of the trace: torch cannot swap a tensor that has one."""
-        self._tracer.tensor_tracker.clear()
-        kept_tensor.fake_mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
 def _is_known_constant(value: object) -> bool:

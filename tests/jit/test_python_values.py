@@ -296,7 +296,7 @@ def test_a_global_of_a_method_that_is_not_called_may_change(monkeypatch: pytest.
     for epoch in range(3):
         monkeypatch.setitem(globals(), "EPOCH", epoch)
         _, first = run(start, (X, Y))
-    assert len(run._executables) == 1
+    assert run.programs == 1
     monkeypatch.setitem(globals(), "WEIGHT", 2.0)
     _, second = run(start, (X, Y))
     assert not torch.equal(first.loss, second.loss)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from funcamp import jit, make_train_step, module_loss, stateless
-from funcamp._trace.python_reads import recorded_reads
 from tests.support.helpers import assert_same, clone
 
 X, Y = torch.randn(16, 4), torch.randn(16, 1)
@@ -101,7 +99,7 @@ def test_the_reason_for_another_trace_is_named(caplog: pytest.LogCaptureFixture)
 
 
 def test_a_module_in_a_function_is_found() -> None:
-    model = normed()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
     names = dict(model.named_parameters())
 
     def step(state: dict[str, Tensor], batch: Tensor) -> Any:
@@ -197,37 +195,3 @@ def test_an_evaluation_that_sets_the_flags_follows_none() -> None:
     assert_same(trained(state, (X, Y))[1], expected)
     assert evaluate.programs == 1
     assert trained.programs == 2
-
-
-def test_only_flags_that_are_read_are_looked_at() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU(), nn.Dropout(), nn.Sequential(nn.Linear(4, 1)))
-    step = make_train_step(module_loss(model, F.mse_loss), SGD)
-    run = jit(step, backend="eager")
-    run(step.init(), (X, Y))
-    flags = [place.path for place in run._python_values._places.values() if place.key == "training"]
-    assert len(flags) == 2  # of the dropout, and of the model: a step in eval mode says so
-    assert "training" not in vars(nn.Module)
-
-
-def test_threads_that_trace_at_the_same_time_record_their_own() -> None:
-    first, second = nn.Dropout(), nn.Dropout()
-    began, ended = threading.Event(), threading.Event()
-
-    def other() -> None:
-        with recorded_reads() as reads:
-            began.set()
-            ended.wait()
-            second(torch.ones(2))
-        found.append(list(reads.modules.values()))
-
-    found: list[list[nn.Module]] = []
-    with recorded_reads() as reads:
-        thread = threading.Thread(target=other)
-        thread.start()
-        began.wait()
-        first(torch.ones(2))
-    ended.set()
-    thread.join()
-    assert list(reads.modules.values()) == [first]
-    assert found == [[second]]
-    assert "training" not in vars(nn.Module)

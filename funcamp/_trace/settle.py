@@ -1,0 +1,179 @@
+"""Run a step's Python twice: a program does not run it, so both runs must record the same operations.
+
+This finds what Python keeps from call to call, wherever it keeps it: a count, an iterator, a cache that grows, a file,
+a generator of random numbers. A table that is made in the first run needs a third one, which must be as the second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch import Tensor
+
+from funcamp import _tree
+from funcamp._trace.description import description_of, live_nodes
+from funcamp._trace.host_generators import host_generators, states_of
+from funcamp._trace.places import HOOKS, MISSING, Place, Survey
+from funcamp._trace.tracing import HostError
+
+if TYPE_CHECKING:
+    from funcamp._trace.trace import Graph
+
+_log = logging.getLogger("funcamp")
+_MAX_RUNS = 3
+_EQUAL_IF_EQUAL = (int, float, complex, bool, str, bytes, type(None))
+_FIX = (
+    "keep it in a buffer of the model (register_buffer, and copy_ to change it) or in loss(has_buffers=True), or pass "
+    "it in the batch"
+)
+
+
+class _Change(NamedTuple):
+    """A place in which a run has put another value."""
+
+    place: Place
+    before: object
+    after: object
+
+
+#: What was in each place, by its identity.
+_Values = dict[tuple[int, Hashable], tuple[Place, object]]
+
+
+class Settled(NamedTuple):
+    """A graph on which two runs agree."""
+
+    graph: Graph
+    own: set[tuple[int, Hashable]]
+    """The identities of the places that the step's Python changes in every run."""
+
+
+def settled(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_known: Callable[[Graph], bool]) -> Settled:
+    """Return the graph on which two runs of a step agree.
+
+    Args:
+        trace_once: runs it.
+        roots: the objects that its Python reaches, by name.
+        is_known: whether a program of an earlier call computes the same, so that one run is enough.
+
+    Raises:
+        HostError: what it computes depends on what its Python keeps, or it replaces a tensor that it reads.
+    """
+    first = before = _values_at(roots)
+    former: Graph | None = None
+    try:
+        for _ in range(_MAX_RUNS):
+            with _without_host_draws():
+                graph = trace_once()
+            after = _values_at(roots)
+            changes = _changes(before, after)
+            _refuse_replaced(graph, former, before, changes)
+            if is_known(graph) or (former is not None and _is_same(former, graph)):
+                _log_left(changes, graph.kept_tensors)
+                return Settled(graph, {change.place.identity for change in changes})
+            former, before = graph, after
+    except BaseException:
+        _put_back(first)
+        raise
+    _put_back(first)
+    raise HostError(
+        f"compute the same at every call, as a program does; its Python changes {_described(changes)}: {_FIX}"
+    )
+
+
+def _values_at(roots: Mapping[str, object]) -> _Values:
+    places = Survey(roots).places
+    return {identity: (place, place.now()) for identity, place in places.items() if place.key is not HOOKS}
+
+
+def _put_back(values: _Values) -> None:
+    """Put back what was in each place, after a run that is an error."""
+    for place, value in values.values():
+        if place.now() is not value:
+            with contextlib.suppress(IndexError, AttributeError, TypeError):
+                place.put(value)
+
+
+def _changes(before: _Values, after: _Values) -> list[_Change]:
+    """Return the places in which a run has put another value; an equal number or text is the same one."""
+    changes: list[_Change] = []
+    for identity, (place, value) in after.items():
+        _, former = before.get(identity, (place, MISSING))
+        is_of_one_type = type(former) is type(value)
+        is_equal = is_of_one_type and isinstance(value, _EQUAL_IF_EQUAL) and former == value
+        has_places = is_of_one_type and isinstance(value, (list, dict))  # what is in them is listed by itself
+        if former is not value and not is_equal and not has_places:
+            changes.append(_Change(place, former, value))
+    return changes
+
+
+def _refuse_replaced(graph: Graph, former: Graph | None, before: _Values, changes: Iterable[_Change]) -> None:
+    """Raise HostError if a run has replaced a tensor that it reads, or reads one that the run before has kept."""
+    read_ids = _ids_of_read(graph)
+    for change in changes:
+        if id(change.before) in read_ids:
+            raise HostError(
+                f"not replace a tensor that it reads, as a program does not; {change.place.path} is another one after "
+                f"the call: {_FIX}"
+            )
+    for tensor in [] if former is None else former.kept_tensors:
+        if id(tensor) in read_ids:
+            raise HostError(
+                f"not keep a tensor in Python from call to call that follows from its arguments; "
+                f"{_path_of(tensor, before)} is {_tree.describe(tensor)} after the first call: {_FIX}"
+            )
+
+
+def _path_of(tensor: Tensor, values: _Values) -> str:
+    return next((place.path for place, value in values.values() if value is tensor), "an attribute or a variable")
+
+
+def _ids_of_read(graph: Graph) -> set[int]:
+    """Return the ids of the captured tensors on which a result or a written input depends."""
+    live = live_nodes(graph)
+    inputs = graph.module.graph.find_nodes(op="placeholder")[len(graph.inputs) - len(graph.captured) :]
+    return {id(tensor) for tensor, node in zip(graph.captured, inputs) if node in live}
+
+
+def _is_same(one: Graph, other: Graph) -> bool:
+    """Return whether two graphs compute the same, from the same captured tensors."""
+    captured_ids = [list(map(id, graph.captured)) for graph in (one, other)]
+    return captured_ids[0] == captured_ids[1] and description_of(one) == description_of(other)
+
+
+def _described(changes: Collection[_Change]) -> str:
+    """Return the first changes as a text."""
+    texts = [f"{place.path} (from {_shown(before)} to {_shown(after)})" for place, before, after in [*changes][:3]]
+    return ", ".join(texts) or "what no attribute shows, such as an iterator, a file or a generator of random numbers"
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value is MISSING else _tree.brief(value)
+
+
+def _log_left(changes: Iterable[_Change], kept_tensors: list[Tensor]) -> None:
+    """Log what is that of the first call in later ones."""
+    left = [change for change in changes if change.after is not MISSING]
+    kept_ids = set(map(id, kept_tensors))
+    left = [change for change in left if not isinstance(change.after, Tensor) or id(change.after) in kept_ids]
+    if left:
+        _log.warning("jit: what the step's Python keeps stays that of the first call: %s", _described(left))
+
+
+@contextlib.contextmanager
+def _without_host_draws() -> Iterator[None]:
+    """Context manager: raise HostError if numbers are drawn from Python's or numpy's generator.
+
+    Two runs may draw numbers that lead to the same operations, as a layer that is rarely left out.
+    """
+    before = states_of(host_generators())
+    yield
+    for generator, former, state in zip(host_generators(), before, states_of(host_generators())):
+        if state != former:
+            raise HostError(
+                f"not draw from {generator.__name__}, as a program would repeat the numbers at every step: draw from "
+                "torch's generator, or pass the numbers in the batch, as tensors"
+            )

@@ -21,8 +21,7 @@ from funcamp._jit.python_values import PythonValues
 from funcamp._jit.session import CompileSession, keeping_generators
 from funcamp._jit.state_memory import StateMemory
 from funcamp._jit.unroll import check_steps
-from funcamp._jit.written_inputs import check_writes
-from funcamp._trace.description import description_of
+from funcamp._trace.description import description_of, written_inputs
 from funcamp._trace.interface import Outputs
 from funcamp._trace.open_shapes import is_open
 from funcamp._trace.settle import Settled
@@ -160,7 +159,7 @@ def make_executable(
     if description in known_by_description:
         return known_by_description[description]
     outside_state = graph.captured
-    if check_writes(graph):
+    if graph.outputs.next_state_count or written_inputs(graph):
         memory.move_away_from(outside_state)
     else:
         # An evaluation may read a module whose memory is the state's, and follow it.

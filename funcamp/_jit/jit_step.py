@@ -16,7 +16,7 @@ from funcamp import _tree, _upstream
 from funcamp._check import Fixed, integer, one_batch
 from funcamp._jit.arguments import check_batch, check_state
 from funcamp._jit.captured_tensors import CapturedTensors
-from funcamp._jit.donation import OwnedState, arranged
+from funcamp._jit.donation import arranged
 from funcamp._jit.executable import Arguments, Executable, Options, make_executable
 from funcamp._jit.jit import check_step
 from funcamp._jit.known_calls import KnownCalls

@@ -46,6 +46,13 @@ def live_nodes(graph: Graph) -> dict[fx.Node, None]:
     return dict.fromkeys(node for node in nodes.nodes if node in live)
 
 
+def written_inputs(graph: Graph) -> list[int]:
+    """Return the numbers of a graph's inputs that it writes."""
+    written = Aliases(graph.module.graph).writers.keys()
+    placeholders = graph.module.graph.find_nodes(op="placeholder")
+    return [number for number, node in enumerate(placeholders) if node in written]
+
+
 def _described(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> Iterator[bytes]:
     """Yield each node as a text, and what is behind the names of constants and of inner graphs.
 

@@ -7,7 +7,6 @@ its place.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Set
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +23,6 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor
 else:
     FakeTensor = _upstream.find("torch._subclasses.fake_tensor.FakeTensor")
-
-_log = logging.getLogger("funcamp")
 
 
 class KeptTensors:
@@ -54,7 +51,6 @@ class KeptTensors:
 
     def put_values_into(self, places: Iterable[Place]) -> None:
         """Put the values that they have after the step in the place of the trace's tensors."""
-        redrawn: list[str] = []
         with torch.no_grad(), torch.random.fork_rng(devices=()):
             for place in places:
                 value = place.now()
@@ -62,18 +58,12 @@ class KeptTensors:
                     continue
                 leaves, spec = _tree.flatten(value)
                 if any(map(self._is_of_trace, leaves)):
-                    place.put(_tree.unflatten([self._with_value(leaf, redrawn) for leaf in leaves], spec))
-        if redrawn:
-            _log.warning(
-                "jit: Python keeps tensors of the step that are random, and a program draws them anew at every call: "
-                "make them before the first call: %s",
-                ", ".join(redrawn[:4]),
-            )
+                    place.put(_tree.unflatten([self._with_value(leaf) for leaf in leaves], spec))
 
     def _is_of_trace(self, leaf: object) -> bool:
         return isinstance(leaf, FakeTensor) and self._node_of(leaf) is not None
 
-    def _with_value(self, leaf: Any, redrawn: list[str]) -> Any:
+    def _with_value(self, leaf: Any) -> Any:
         """Return what takes the place of a tensor of the trace; any other value as it is."""
         if not self._is_of_trace(leaf):
             return leaf
@@ -82,11 +72,8 @@ class KeptTensors:
             assert node is not None
             needed = self._evaluation.aliases.nodes_behind(node)
             value = _like(leaf, self._evaluation.compute(node, needed))
-            if any(map(self._evaluation.is_from_outside, needed)):
-                if self._evaluation.aliases.follows(node, self._changing):
-                    self.changing.append(value)
-            elif any(map(_draws_numbers, needed)):
-                redrawn.append(_tree.describe(leaf))
+            if self._evaluation.aliases.follows(node, self._changing):
+                self.changing.append(value)
             self._kept.append(leaf)
             self._replaced[id(leaf)] = value
         return self._replaced[id(leaf)]
@@ -125,12 +112,6 @@ class _Evaluation:
             return value.clone()
         return value
 
-    def is_from_outside(self, node: fx.Node) -> bool:
-        """Return whether a value comes from outside of the graph: from an argument, or from the graph around it."""
-        if node.op == "placeholder":
-            return True
-        return node.op == "get_attr" and isinstance(getattr(self._root, str(node.target), None), FakeTensor)
-
     def _run(self, node: fx.Node) -> Any:
         """Compute a node from the values of its arguments."""
         if node.op == "get_attr":
@@ -142,10 +123,6 @@ class _Evaluation:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
         operation: Any = node.target
         return operation(*args, **kwargs)
-
-
-def _draws_numbers(node: fx.Node) -> bool:
-    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 def _like(tensor: Tensor, value: Tensor) -> Tensor:

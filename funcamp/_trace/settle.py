@@ -1,12 +1,14 @@
-"""Run a step's Python twice: a program does not run it, so both runs must record the same operations.
+"""Run a step's Python until it has nothing more to change: a program does not run it.
 
-This finds what Python keeps from call to call, wherever it keeps it: a count, an iterator, a cache that grows, a file,
-a generator of random numbers. A table that is made in the first run needs a third one, which must be as the second.
+If a run changes something, or what it reaches may have changed unseen (an iterator, a generator of random numbers), a
+second one must record the same operations. So a count, an iterator or a cache that grows is found, wherever it is. A
+table that is made in the first run needs a third one, which must be as the second.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
@@ -14,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._trace.description import description_of, live_nodes
+from funcamp._trace.description import description_of, live_nodes, written_inputs
 from funcamp._trace.host_generators import host_generators, states_of
 from funcamp._trace.places import HOOKS, MISSING, Place, Survey
 from funcamp._trace.tracing import HostError
@@ -52,7 +54,7 @@ class Settled(NamedTuple):
 
 
 def settled(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_known: Callable[[Graph], bool]) -> Settled:
-    """Return the graph on which two runs of a step agree.
+    """Return the graph of a step's run that changed nothing in Python, or on which two runs agree.
 
     Args:
         trace_once: runs it.
@@ -60,41 +62,54 @@ def settled(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_kno
         is_known: whether a program of an earlier call computes the same, so that one run is enough.
 
     Raises:
-        HostError: what it computes depends on what its Python keeps, or it replaces a tensor that it reads.
+        HostError: what it computes depends on what its Python keeps; it replaces a tensor that it reads; it writes
+            into something else than its state.
     """
-    first = before = _values_at(roots)
+    survey = Survey(roots)
+    first = before = _values_of(survey)
     former: Graph | None = None
     try:
         for _ in range(_MAX_RUNS):
             with _without_host_draws():
                 graph = trace_once()
-            after = _values_at(roots)
+            after = _values_of(Survey(roots))
             changes = _changes(before, after)
+            has_changed_nothing = not changes and not survey.has_hidden_state
+            _refuse_writes(graph, before)
             _refuse_replaced(graph, former, before, changes)
-            if is_known(graph) or (former is not None and _is_same(former, graph)):
-                _log_left(changes, graph.kept_tensors)
+            is_like_former = former is not None and _is_same(former, graph)
+            if has_changed_nothing or is_known(graph) or is_like_former:
+                _log_notes(graph, changes)
                 return Settled(graph, {change.place.identity for change in changes})
             former, before = graph, after
     except BaseException:
-        _put_back(first)
+        _put_back(roots, first)
         raise
-    _put_back(first)
+    _put_back(roots, first)
     raise HostError(
         f"compute the same at every call, as a program does; its Python changes {_described(changes)}: {_FIX}"
     )
 
 
-def _values_at(roots: Mapping[str, object]) -> _Values:
-    places = Survey(roots).places
-    return {identity: (place, place.now()) for identity, place in places.items() if place.key is not HOOKS}
+def _values_of(survey: Survey) -> _Values:
+    """Return what is in each place."""
+    places = survey.places.items()
+    return {identity: (place, place.now()) for identity, place in places if place.key is not HOOKS}
 
 
-def _put_back(values: _Values) -> None:
-    """Put back what was in each place, after a run that is an error."""
-    for place, value in values.values():
+def _put_back(roots: Mapping[str, object], first: _Values) -> None:
+    """Put back what was in each place, after a run that is an error: it may have left tensors without values."""
+    now = _values_of(Survey(roots))
+    for identity, (place, _) in reversed(now.items()):  # the last item of a list is the first to go
+        if identity not in first:
+            with contextlib.suppress(LookupError, AttributeError, TypeError):
+                place.put(MISSING)
+    for place, value in first.values():
         if place.now() is not value:
-            with contextlib.suppress(IndexError, AttributeError, TypeError):
+            with contextlib.suppress(LookupError, AttributeError, TypeError):
                 place.put(value)
+        if isinstance(value, functools._lru_cache_wrapper):
+            value.cache_clear()
 
 
 def _changes(before: _Values, after: _Values) -> list[_Change]:
@@ -107,7 +122,31 @@ def _changes(before: _Values, after: _Values) -> list[_Change]:
         has_places = is_of_one_type and isinstance(value, (list, dict))  # what is in them is listed by itself
         if former is not value and not is_equal and not has_places:
             changes.append(_Change(place, former, value))
+    for identity, (place, former) in before.items():
+        if identity not in after:
+            changes.append(_Change(place, former, MISSING))
     return changes
+
+
+def _refuse_writes(graph: Graph, values: _Values) -> None:
+    """Raise HostError if a graph writes an input that is not the state.
+
+    In eager code such a write shows in every tensor over the same memory; a program assumes that its inputs share none.
+    """
+    placeholders = graph.module.graph.find_nodes(op="placeholder")
+    captured_nodes = placeholders[len(placeholders) - len(graph.captured) :]
+    captured = dict(zip(captured_nodes, graph.captured))
+    for number in written_inputs(graph):
+        node, kind = placeholders[number], graph.inputs[number].kind
+        if kind == "batch":
+            raise HostError(f"not write into its batch; it writes into {_tree.describe(node.meta['val'])}: clone it")
+        if kind == "captured":
+            tensor = captured[node]
+            raise HostError(
+                f"write into nothing but its state; it writes into {_path_of(tensor, values)}, "
+                f"{_tree.describe(tensor)}: {_FIX}; a module outside of the model, such as a teacher, must be in eval "
+                "mode if it has running statistics"
+            )
 
 
 def _refuse_replaced(graph: Graph, former: Graph | None, before: _Values, changes: Iterable[_Change]) -> None:
@@ -154,13 +193,19 @@ def _shown(value: object) -> str:
     return "nothing" if value is MISSING else _tree.brief(value)
 
 
-def _log_left(changes: Iterable[_Change], kept_tensors: list[Tensor]) -> None:
-    """Log what is that of the first call in later ones."""
-    left = [change for change in changes if change.after is not MISSING]
-    kept_ids = set(map(id, kept_tensors))
-    left = [change for change in left if not isinstance(change.after, Tensor) or id(change.after) in kept_ids]
+def _log_notes(graph: Graph, changes: Iterable[_Change]) -> None:
+    """Log what is that of the first call in later ones, and what else there is to say of a trace."""
+    kept_ids = set(map(id, graph.kept_tensors))
+    left: list[_Change] = []
+    for change in changes:
+        is_table = isinstance(change.after, Tensor) and id(change.after) not in kept_ids
+        if change.after is not MISSING and not is_table:
+            left.append(change)
+    notes = sorted(graph.notes)
     if left:
-        _log.warning("jit: what the step's Python keeps stays that of the first call: %s", _described(left))
+        notes.append(f"what the step's Python keeps stays that of the first call: {_described(left)}")
+    for note in notes:
+        _log.warning("jit: %s", note)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -51,7 +50,6 @@ _NEEDED_NAMES = (
     _upstream.find("torch.utils._python_dispatch.is_traceable_wrapper_subclass"),
 )
 
-_log = logging.getLogger("funcamp")
 _aten = torch.ops.aten
 
 #: From state and batch to the tensors of the next state, and the metrics.
@@ -81,6 +79,8 @@ class Graph(NamedTuple):
     """Whether an argument or a result is not a plain tensor."""
     is_open: bool
     """Whether an operation has a shape or strides that follow from values."""
+    notes: set[str]
+    """What the log has to say of it."""
 
 
 def trace(
@@ -129,7 +129,7 @@ def _trace_as_compiled_or_eager(trace_once: Callable[..., Graph]) -> Graph:
             graph = trace_once(is_compiling=False)
         if graph is None:  # raise the error of the first run
             raise
-    _log.warning("jit: step fails where torch.compiler.is_compiling() is True, so it is traced as in eager mode")
+    graph.notes.add("step fails where torch.compiler.is_compiling() is True, so it is traced as in eager mode")
     return graph
 
 
@@ -205,6 +205,7 @@ def _trace_once(
         outputs=results.outputs,
         has_subclasses=any(plain_function.argument_wrappers) or any(results.wrappers),
         is_open=any(map(is_open_node, module.graph.nodes)),
+        notes=watch.notes,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,7 +49,6 @@ else:
     TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
 _without_modes = _upstream.find("torch.utils._python_dispatch._disable_current_modes")
 
-_log = logging.getLogger("funcamp")
 _aten = torch.ops.aten
 _ITEM = _aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
@@ -90,8 +88,8 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         self._slice_storages: set[int] = set()
         """The storages of `slices`, whose offset in the trace is not that in the state."""
         self._draws = TraceDraws(self._node_in_any_graph)
-        self._has_logged_anomaly_mode = False
-        """Whether this trace has logged that a program does not check for NaN."""
+        self.notes: set[str] = set()
+        """What the log has to say of this trace."""
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:
@@ -141,12 +139,10 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         node = self.node_of(value)
         if node is None or node.target is not _aten._is_any_true.default:
             return False
-        if not self._has_logged_anomaly_mode:
-            self._has_logged_anomaly_mode = True
-            _log.warning(
-                "jit: a program does not check gradients for NaN as torch.autograd.set_detect_anomaly asks for: call "
-                "the step without jit to find the operation"
-            )
+        self.notes.add(
+            "a program does not check gradients for NaN as torch.autograd.set_detect_anomaly asks for: call the step "
+            "without jit to find the operation"
+        )
         return True
 
     # Tensors that the step reads besides its arguments

@@ -42,8 +42,10 @@ def constant_key(value: Any) -> tuple[type, Hashable]:
     kind = type(value)
     if kind in _COMPARED_AS_TEXT:
         return kind, repr(value)
-    if kind in (tuple, frozenset):
-        return kind, kind([constant_key(part) for part in value])
+    if kind in (tuple, list):
+        return kind, tuple([constant_key(part) for part in value])
+    if kind is frozenset:
+        return kind, frozenset([constant_key(part) for part in value])
     hash(value)
     return kind, value
 
@@ -57,5 +59,4 @@ def structure_key(spec: _tree.TreeSpec) -> Hashable:
     """Return the key of a pytree's structure: the types of its nodes, and what they hold besides their children."""
     if spec.type is None:
         return None
-    context = names_key(spec.context) if type(spec.context) is list else spec.context
-    return spec.type, context, tuple(map(structure_key, spec.children()))
+    return spec.type, constant_key(spec.context), tuple(map(structure_key, spec.children()))

@@ -24,7 +24,6 @@ from funcamp._jit.unroll import check_steps
 from funcamp._trace.description import description_of, written_inputs
 from funcamp._trace.interface import Outputs
 from funcamp._trace.open_shapes import is_open
-from funcamp._trace.settle import Settled
 from funcamp._trace.trace import Graph, trace
 from funcamp._trace.tracing import HostError
 from funcamp._types import Step, Tree
@@ -142,7 +141,7 @@ def make_executable(
     inputs = arranged(inputs, layouts, memory.current.memory)
     inputs_of_one_step = inputs if options.unroll is None else [tensor[0] for tensor in inputs]
     known_by_description = {executable.description: executable for executable in known}
-    settled = trace_step(
+    graph = trace_step(
         step,
         options,
         memory.current,
@@ -153,8 +152,7 @@ def make_executable(
         lambda graph: _description_of(graph) in known_by_description,
         in_cuda_graph=graphs is not None,
     )
-    graph = settled.graph
-    values.follow_trace(settled.own, graph.captured)
+    values.follow_trace(graph.changed_places, graph.captured)
     description = _description_of(graph)
     if description in known_by_description:
         return known_by_description[description]
@@ -195,8 +193,8 @@ def trace_step(
     is_known: Callable[[Graph], bool],
     *,
     in_cuda_graph: bool = False,
-) -> Settled:
-    """Run a step without values, and return its operations, which two runs agree on.
+) -> Graph:
+    """Run a step without values, and return its operations.
 
     Args:
         step: the step.

@@ -45,15 +45,7 @@ class _Change(NamedTuple):
 _Values = dict[tuple[int, Hashable], tuple[Place, object]]
 
 
-class Settled(NamedTuple):
-    """A graph on which two runs agree."""
-
-    graph: Graph
-    own: set[tuple[int, Hashable]]
-    """The identities of the places that the step's Python changes in every run."""
-
-
-def settled(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_known: Callable[[Graph], bool]) -> Settled:
+def settle(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_known: Callable[[Graph], bool]) -> Graph:
     """Return the graph of a step's run that changed nothing in Python, or on which two runs agree.
 
     Args:
@@ -80,7 +72,7 @@ def settled(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_kno
             is_like_former = former is not None and _is_same(former, graph)
             if has_changed_nothing or is_known(graph) or is_like_former:
                 _log_notes(graph, changes)
-                return Settled(graph, {change.place.identity for change in changes})
+                return graph._replace(changed_places={change.place.identity for change in changes})
             former, before = graph, after
     except BaseException:
         _put_back(roots, first)

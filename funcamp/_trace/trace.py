@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -26,7 +26,7 @@ from funcamp._trace.inner_casts import InnerCasts, watch_autocast
 from funcamp._trace.interface import Input, Outputs
 from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.places import Survey
-from funcamp._trace.settle import Settled, settled
+from funcamp._trace.settle import settle
 from funcamp._trace.tensor_subclass import Wrapper, unwrap_all, wrap, wrapper_of
 from funcamp._trace.trace_errors import explain
 from funcamp._trace.tracing import HostError, current
@@ -81,6 +81,8 @@ class Graph(NamedTuple):
     """Whether an operation has a shape or strides that follow from values."""
     notes: set[str]
     """What the log has to say of it."""
+    changed_places: Set[tuple[int, Hashable]] = frozenset()
+    """The identities of the places in which the step's Python puts another value at every run."""
 
 
 def trace(
@@ -92,7 +94,7 @@ def trace(
     roots: Mapping[str, object] | None = None,
     is_known: Callable[[Graph], bool] = lambda _: False,
     state_count: int = 0,
-) -> Settled:
+) -> Graph:
     """Trace fn for arguments like these.
 
     Args:
@@ -113,7 +115,7 @@ def trace(
     """
     roots = {} if roots is None else roots
     trace_once = functools.partial(_trace_once, fn, args, home, in_cuda_graph, roots, state_count)
-    return settled(lambda: _trace_as_compiled_or_eager(trace_once), roots, is_known)
+    return settle(lambda: _trace_as_compiled_or_eager(trace_once), roots, is_known)
 
 
 def _trace_as_compiled_or_eager(trace_once: Callable[..., Graph]) -> Graph:

@@ -171,7 +171,7 @@ def test_a_tensor_in_the_memory_of_the_state_that_a_later_step_reads(mode: str) 
         assert state["generator"].tolist() == [number + 2.0, number + 3.0, number + 4.0, number + 5.0]
 
 
-def test_a_replaced_tensor_drops_the_programs_of_its_step_only(mode: str) -> None:
+def test_a_replaced_tensor_makes_a_program_of_its_step_only(mode: str) -> None:
     class Criterion:
         def __init__(self) -> None:
             self.table = torch.ones(4)
@@ -191,7 +191,7 @@ def test_a_replaced_tensor_drops_the_programs_of_its_step_only(mode: str) -> Non
     expected, row = step(clone(state), batch)
     state, metrics = run(state, batch)
     assert_same((state, metrics), (expected, row))
-    assert (run.programs, evaluate.programs) == (1, 1)
+    assert (run.programs, evaluate.programs) == (2, 1)
 
 
 def test_the_other_step_has_options_of_its_own() -> None:

@@ -52,9 +52,11 @@ def log() -> Iterator[logging.Logger]:
 def compiled(stream: Stream, *batches: Tensor) -> str:
     """What a jitted step says whose trace goes on until something is said."""
 
+    spoken = stream.spoken  # of a stream that it holds `jit` would not know whether a run has changed it
+
     def take(state: Tensor, batch: Tensor) -> Any:
-        assert stream.spoken.wait(60)
-        stream.spoken.clear()
+        assert spoken.wait(60)
+        spoken.clear()
         return state + batch.sum(), {}
 
     run, state = jit(take, backend="eager"), torch.zeros(())

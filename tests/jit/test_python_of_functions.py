@@ -114,60 +114,7 @@ def test_a_number_that_a_function_counts_is_refused_by_name(make: Callable[[], A
     step, state, batch = make()
     with pytest.raises(RuntimeError) as raised:
         jit(step, backend="eager")(state, batch)
-    assert f"{name} changed from 0 to " in str(raised.value)
-
-
-class Recurrent(nn.Module):
-    """Keeps a hidden state, in a container of some kind."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        self.linear, self.kind = nn.Linear(4, 1), kind
-        self.reset()
-
-    def reset(self) -> None:
-        zeros = torch.zeros(2, 1)
-        self.hidden: Any = {"tensor": zeros, "tuple": (zeros,), "list": [zeros], "dict": {"h": zeros}}[self.kind]
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.hidden if self.kind == "tensor" else self.hidden["h" if self.kind == "dict" else 0]
-        out = torch.tanh(self.linear(x) + hidden)
-        kept = out.detach()
-        if self.kind in ("list", "dict"):
-            self.hidden["h" if self.kind == "dict" else 0] = kept
-        else:
-            self.hidden = kept if self.kind == "tensor" else (kept,)
-        return out
-
-
-@pytest.mark.parametrize("where", ["itself", "a function"])
-@pytest.mark.parametrize("kind", ["tensor", "tuple", "list", "dict"])
-def test_a_hidden_state_is_carried_and_can_be_replaced_with_its_container(kind: str, where: str) -> None:
-    losses: list[list[Tensor]] = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = Recurrent(kind)
-        step = make_train_step(module_loss(model, F.mse_loss), stateless(torch.optim.SGD, lr=0.0))
-        function: Any = step if where == "itself" else lambda state, batch, step=step: step(state, batch)
-        run, state = jit(function, backend="eager") if compiled else function, step.init()
-        losses.append([])
-        for index in range(4):
-            if index == 2:
-                model.reset()
-            state, metrics = run(state, (X, Y))
-            losses[-1].append(metrics.loss)
-    assert_same(losses[1], losses[0])
-    assert torch.equal(losses[0][2], losses[0][0])
-
-
-def test_a_container_of_another_structure_is_refused_by_name() -> None:
-    model = Recurrent("list")
-    step = make_train_step(module_loss(model, F.mse_loss), SGD)
-    run = jit(step, backend="eager")
-    state, _ = run(step.init(), (X, Y))
-    model.hidden = [torch.zeros(2, 1), torch.zeros(2, 1)]
-    with pytest.raises(RuntimeError, match=r"jit: model.hidden must keep its structure.*a program writes it"):
-        run(state, (X, Y))
+    assert f"{name} (from " in str(raised.value)
 
 
 class Reading(nn.Module):

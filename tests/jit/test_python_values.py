@@ -428,7 +428,7 @@ def test_a_count_in_a_constant_is_refused(way: str) -> None:
             return out * constants.get(way, torch.as_tensor(count))
 
     step = make_train_step(module_loss(Counts(), F.mse_loss), SGD)
-    with pytest.raises(RuntimeError, match=r"model\.calls changed from 0 to 1"):
+    with pytest.raises(RuntimeError, match=r"model\.calls \(from \d to \d\)"):
         jit(step, backend="eager")(step.init(), (X, Y))
 
 

@@ -6,6 +6,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -225,11 +226,11 @@ def test_what_is_traced_as_in_eager_mode_is_the_programs_step() -> None:
 @pytest.mark.parametrize("asks", [True, False])
 def test_an_error_is_that_of_the_first_attempt(asks: bool) -> None:
     """A step that does not ask whether it is compiled has no second one."""
-    seen = []
+    seen = mock.Mock()
 
     def fails() -> None:
-        seen.append(())
-        raise KeyError(f"attempt {len(seen)}") from ValueError("its cause")
+        seen()
+        raise KeyError(f"attempt {seen.call_count}") from ValueError("its cause")
 
     def step(state: Any, batch: Tensor) -> Any:
         if asks:
@@ -242,7 +243,7 @@ def test_an_error_is_that_of_the_first_attempt(asks: bool) -> None:
     with pytest.raises(KeyError, match="attempt 1") as caught:
         compiled(step if asks else other)(start(), torch.ones(2))
     assert isinstance(caught.value.__cause__, ValueError)
-    assert len(seen) == 1 + asks
+    assert seen.call_count == 1 + asks
 
 
 class Keeps(nn.Module):

@@ -10,7 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -31,6 +32,7 @@ _FIX = (
     "keep it in a buffer of the model (register_buffer, and copy_ to change it) or in loss(has_buffers=True), or pass "
     "it in the batch"
 )
+_DRAW_INSTEAD = "draw from torch's generator, or pass the numbers in the batch, as tensors"
 
 
 class _Change(NamedTuple):
@@ -62,11 +64,12 @@ def settle(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_know
     former: Graph | None = None
     try:
         for _ in range(_MAX_RUNS):
-            with _without_host_draws():
-                graph = trace_once()
+            generators_before = states_of(host_generators())
+            graph = trace_once()
+            has_drawn = _note_draws(graph, generators_before)
             after = _values_of(Survey(roots))
             changes = _changes(before, after)
-            has_changed_nothing = not changes and not survey.has_hidden_state
+            has_changed_nothing = not changes and not has_drawn and not survey.has_hidden_state
             _refuse_writes(graph, before)
             _refuse_replaced(graph, former, before, changes)
             is_like_former = former is not None and _is_same(former, graph)
@@ -200,17 +203,27 @@ def _log_notes(graph: Graph, changes: Iterable[_Change]) -> None:
         _log.warning("jit: %s", note)
 
 
-@contextlib.contextmanager
-def _without_host_draws() -> Iterator[None]:
-    """Context manager: raise HostError if numbers are drawn from Python's or numpy's generator.
+def _note_draws(graph: Graph, generators_before: list[bytes]) -> bool:
+    """Return whether numbers were drawn from Python's or numpy's generator during a run.
 
     Two runs may draw numbers that lead to the same operations, as a layer that is rarely left out.
+
+    Raises:
+        HostError: the step drew them, as there is no other thread that could have.
     """
-    before = states_of(host_generators())
-    yield
-    for generator, former, state in zip(host_generators(), before, states_of(host_generators())):
-        if state != former:
-            raise HostError(
-                f"not draw from {generator.__name__}, as a program would repeat the numbers at every step: draw from "
-                "torch's generator, or pass the numbers in the batch, as tensors"
-            )
+    generators = host_generators()
+    drawn: list[str] = []
+    for generator, before, now in zip(generators, generators_before, states_of(generators)):
+        if before != now:
+            drawn.append(generator.__name__)
+    if not drawn:
+        return False
+    names = " and ".join(drawn)
+    others = [thread for thread in threading.enumerate() if not thread.name.startswith("funcamp")]
+    if len(others) == 1:
+        raise HostError(f"not draw from {names}, as a program would repeat the numbers at every step: {_DRAW_INSTEAD}")
+    graph.notes.add(
+        f"another thread, or the step, drew from {names} while it was traced; a program would repeat the step's "
+        f"numbers: {_DRAW_INSTEAD}"
+    )
+    return True

@@ -14,6 +14,7 @@ import functools
 import itertools
 import os
 import random
+import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -149,7 +150,7 @@ def mode_of_the_whole() -> Program:
 
 
 def mode_of_a_part() -> Program:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4)), nn.Linear(4, 4))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.BatchNorm1d(4)), nn.Linear(4, 4))
     return Program(model, before=lambda index: model[1][0].train(index < LATE))
 
 
@@ -206,10 +207,11 @@ def held(value: Any, read: Callable[[Any], Any], change: Callable[[Any], object]
 
 
 def deep() -> Config:
-    outer: Any = Config()
-    outer.next = Config()
-    outer.next.next = Config()
-    outer.next.next.next = Config()
+    outer = Config()
+    inner: Any = outer
+    for _ in range(3):
+        inner.next = Config()
+        inner = inner.next
     return outer
 
 
@@ -224,7 +226,7 @@ def layer_of_torch(layer: nn.Module, name: str, after: object) -> Callable[[], P
 
 
 def momentum_and_mode() -> Program:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
     def before(index: int) -> None:
         model[1].momentum = 0.1 if index < 2 else 0.5
@@ -293,7 +295,7 @@ def criterion_with_global_dict() -> Program:
     return Program(linear(), Trainer().by_global, late(lambda: WEIGHTS.update(w=2.0)))
 
 
-def helper(out: Tensor) -> Tensor:
+def helper(out: Tensor) -> Any:
     return out * SETTINGS.scale
 
 
@@ -304,7 +306,7 @@ def criterion_with_helper() -> Program:
 def criterion_with_default() -> Program:
     weights = {"w": 1.0}
 
-    def criterion(out: Tensor, y: Tensor, weights: Any = weights) -> Tensor:
+    def criterion(out: Tensor, y: Tensor, weights: Any = weights) -> Any:
         return F.mse_loss(out, y) * weights["w"]
 
     return Program(linear(), criterion, late(lambda: weights.update(w=2.0)))
@@ -313,7 +315,7 @@ def criterion_with_default() -> Program:
 def criterion_partial() -> Program:
     weights = {"w": 1.0}
 
-    def criterion(out: Tensor, y: Tensor, weights: Any) -> Tensor:
+    def criterion(out: Tensor, y: Tensor, weights: Any) -> Any:
         return F.mse_loss(out, y) * weights["w"]
 
     return Program(linear(), functools.partial(criterion, weights=weights), late(lambda: weights.update(w=2.0)))
@@ -433,11 +435,11 @@ def left_behind() -> Program:
         self.penalty = out.square().mean()
         return out
 
-    model = Net(forward)
+    model: Any = Net(forward)
     return Program(model, lambda out, y: F.mse_loss(out, y) + model.penalty)
 
 
-def lazy(make: Callable[[Net], Tensor], **attributes: object) -> Callable[[], Program]:
+def lazy(make: Callable[[Any], Tensor], **attributes: object) -> Callable[[], Program]:
     """Return a program whose model makes a table in its first call."""
 
     def forward(self: Any, x: Tensor) -> Any:
@@ -696,6 +698,7 @@ class Center(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
+        self.center: Tensor
         self.register_buffer("center", torch.zeros(4))
 
     def forward(self, out: Tensor, y: Tensor) -> Tensor:
@@ -709,7 +712,7 @@ class Center(nn.Module):
 
 
 def memory_bank() -> Program:
-    def criterion(out: Tensor, y: Tensor) -> Tensor:
+    def criterion(out: Tensor, y: Tensor) -> Any:
         bank.rows[bank.next : bank.next + 8] = out.detach()
         bank.next = (bank.next + 8) % 16
         return F.mse_loss(out, y) + bank.rows.mean()
@@ -737,9 +740,8 @@ REFUSED: dict[str, tuple[Callable[[], Program], str]] = {
     "a count": (counting(float), rf"Python changes model\.calls \(from \d to \d\).*{_FIX}"),
     "a count that ends": (counting(lambda calls: min(calls / 4, 1.0)), r"model\.calls"),
     "a count in a list": (counting_in_a_list, r"criterion\.seen\[\d\] \(from nothing to 1\)"),
-    "Python's generator": (drawing(random.random), "not draw from random"),
-    "numpy's generator": (drawing(np.random.rand), r"not draw from numpy\.random"),
-    "a draw on which little depends": (drawing(lambda: 2.0 if random.random() < 1e-9 else 1.0), "not draw from random"),
+    "Python's generator": (drawing(random.random), "compute the same at every call"),
+    "numpy's generator": (drawing(np.random.rand), "compute the same at every call"),
     "a generator of its own": (own_generator, "what no attribute shows, such as an iterator"),
     "an iterator": (iterating(lambda: itertools.cycle([1.0, 2.0])), "what no attribute shows, such as an iterator"),
     "a hidden state": (hidden(ZEROS, lambda held: held, lambda _, new: new), r"not replace .* model\.hidden"),
@@ -858,3 +860,18 @@ def test_what_lies_deeper_stays_as_in_the_first_call(name: str, first_values: Ca
     followed = losses_of(CONSTANT[name], jitted=False)
     assert_same(found[: LATE - 1], followed[: LATE - 1])
     assert not torch.equal(found[STEPS - 1], followed[STEPS - 1])
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand])
+def test_a_draw_on_which_little_depends_is_refused_if_no_other_thread_may_have_drawn(
+    draw: Callable[[], float], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    make = drawing(lambda: 2.0 if draw() < 1e-12 else 1.0)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading, "enumerate", lambda: [threading.current_thread()])
+        with pytest.raises(RuntimeError, match=r"jit: step must not draw from .*random.*draw from torch's generator"):
+            losses_of(make, jitted=True)
+        caplog.clear()
+        patch.setattr(threading, "enumerate", lambda: [threading.current_thread(), threading.Thread()])
+        losses_of(make, jitted=True)
+    assert "another thread, or the step, drew from" in caplog.text

@@ -23,7 +23,6 @@ from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.module_tensors import ModuleTensors
 from funcamp._jit import jit_step
 from funcamp._trace import trace as trace_module
-from funcamp._trace.settle import Settled
 from funcamp._verify.report import Outcome, Verification
 from funcamp._verify.rounding import Rounding
 from funcamp._verify.torch_loop import TorchLoop
@@ -370,7 +369,7 @@ def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "check_hooks", lambda model: None)
     monkeypatch.setattr(ModuleTensors, "attributes_on", lambda self, values: contextlib.nullcontext())
     monkeypatch.setattr(jit_step, "_python_parts", lambda step: {})
-    monkeypatch.setattr(trace_module, "settled", lambda trace_once, roots, is_known: Settled(trace_once(), set()))
+    monkeypatch.setattr(trace_module, "settle", lambda trace_once, roots, is_known: trace_once())
 
 
 class OneLayer(nn.Module):

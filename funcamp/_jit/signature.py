@@ -33,8 +33,7 @@ class Signature(NamedTuple):
 
     - values, strides and memory of the batch's tensors: they are copied to the layout of the program if need be;
     - the state: all programs of a step have one kind of state (`StateMemory.kinds`), and another one is an error;
-    - tensors that the step reads besides its arguments: they are read at every call (`CapturedTensors`), and if one is
-      replaced by another, all programs are made again (`CarriedState.find_replaced`);
+    - tensors that the step reads besides its arguments: they are read at every call (`CapturedTensors`);
     - grad mode, inference mode and the state of random number generators.
     """
 
@@ -47,7 +46,7 @@ class Signature(NamedTuple):
     default_dtype: torch.dtype
     """torch's, around the call."""
     python_values: int
-    """The number of the combination of values that the step's Python reads (`PythonValues`)."""
+    """The number of the combination of values that the step's Python may read (`PythonValues`)."""
 
 
 def flattened(batch: Tree) -> tuple[Hashable, list[object]]:

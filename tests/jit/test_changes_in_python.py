@@ -826,12 +826,12 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(8, 4, generator=generator), torch.randn(8, 4, generator=generator)) for _ in range(STEPS)]
 
 
-def losses_of(make: Callable[[], Program], *, jitted: bool) -> list[Tensor]:
+def losses_of(make: Callable[[], Program], *, jitted: bool, policy: str | None = None, **options: Any) -> list[Tensor]:
     """Train a few steps; return the losses, and the parameters at the end."""
     torch.manual_seed(0)
     model, criterion, before = make()
-    step = make_train_step(module_loss(model, criterion), SGD)
-    run, state, found = jit(step, backend="eager") if jitted else step, step.init(), []
+    step = make_train_step(module_loss(model, criterion), SGD, policy=policy)
+    run, state, found = jit(step, backend="eager", **options) if jitted else step, step.init(), []
     for index, batch in enumerate(batches()):
         before(index)
         state, metrics = run(state, batch)
@@ -844,6 +844,13 @@ def test_a_change_is_followed(name: str, first_values: Callable[[], None]) -> No
     expected = losses_of(FOLLOWED[name], jitted=False)
     first_values()
     assert_same(losses_of(FOLLOWED[name], jitted=True), expected)
+
+
+@pytest.mark.parametrize("donate", [True, False])
+@pytest.mark.parametrize("policy", [None, "float16"])
+def test_a_table_of_a_buffer_that_no_step_changes_is_kept(policy: str | None, donate: bool) -> None:
+    expected = losses_of(lazy_of_a_buffer, jitted=False, policy=policy)
+    assert_same(losses_of(lazy_of_a_buffer, jitted=True, policy=policy, donate=donate), expected)
 
 
 @pytest.mark.parametrize("name", REFUSED)

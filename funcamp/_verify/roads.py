@@ -7,7 +7,7 @@ import copy
 import io
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -28,37 +28,36 @@ _OVERFLOWS = 2.0**120
 Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
 
 
-class Generators:
-    """The states of the random number generators: Python's, numpy's, and torch's on the devices of some tensors."""
-
-    def __init__(self, tree: Tree) -> None:
-        self._python = random.getstate()
-        # numpy is no requirement: it is not imported for this.
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        self._devices = {tensor.device for tensor in _tree.tensors_in(tree)} | {torch.device("cpu")}
-        self._torch = self._torch_states()
-
-    def _torch_states(self) -> list[Tensor]:
-        return [_torch_generator(device).get_state() for device in self._devices]
-
-    def restore(self) -> None:
-        """Put the generators back."""
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        for device, state in zip(self._devices, self._torch):
-            _torch_generator(device).set_state(state)
-
-    def have_drawn(self) -> bool:
-        """Return whether torch's generators have moved since."""
-        return not all(map(torch.equal, self._torch, self._torch_states()))
+def devices_of(tree: Tree) -> set[torch.device]:
+    """Return the devices of a pytree's tensors, except the CPU."""
+    return {tensor.device for tensor in _tree.tensors_in(tree)} - {torch.device("cpu")}
 
 
-def _torch_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    generators: Sequence[torch.Generator] = torch.get_device_module(device).default_generators
-    return generators[device.index]
+@contextlib.contextmanager
+def generators_restored(devices: set[torch.device]) -> Iterator[None]:
+    """Context manager: the random number generators of Python, numpy and torch are put back, those of devices too."""
+    numpy = sys.modules.get("numpy")  # no requirement: it is not imported for this
+    of_python, of_numpy = random.getstate(), numpy and numpy.random.get_state()
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(of_python)
+        if numpy:
+            numpy.random.set_state(of_numpy)
+
+
+def _generator_states(devices: set[torch.device]) -> list[Tensor]:
+    """Return the states of torch's generators."""
+    of_devices = [torch.get_device_module(device).get_rng_state(device) for device in devices]
+    return [torch.get_rng_state(), *of_devices]
+
+
+def _seed_generators(number: int) -> None:
+    random.seed(number)
+    torch.manual_seed(number)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(number)
 
 
 class Training(NamedTuple):
@@ -74,67 +73,67 @@ class Training(NamedTuple):
     """The number of the step whose scale is too high, on purpose."""
     contents: CopiedContents
     """The user's objects."""
-    generators: Generators
-    """The random number generators, as they are at the start."""
-
-    @contextlib.contextmanager
-    def from_start(self) -> Iterator[None]:
-        """Context manager: everything outside of the state is as at the start."""
-        self.generators.restore()
-        with self.contents.entered():
-            yield
 
     def torch_rows(self, scales: list[float]) -> tuple[list[Row], TorchLoop]:
         """Run torch's loop with these scales; return its rows, and the loop."""
         assert isinstance(self.step, TrainStep)
-        with self.from_start():
+        with self.contents.entered():
             loop = TorchLoop(self.step, self.state)
-            rows = [loop.step(batch, scale) for batch, scale in zip(copy.deepcopy(self.batches), scales)]
+            rows = [loop.step(self.batch(number), scale) for number, scale in enumerate(scales)]
         return rows, loop
 
-    def step_rows(self, run: Step, seed: int | None = None) -> list[Row]:
-        """Run a step, eager or compiled; with a seed from disturbed parameters. Return its rows."""
+    def step_rows(self, run: Step, *, seed: int | None = None, resumed_at: int = 0) -> list[Row]:
+        """Run a step, eager or compiled, and return its rows.
+
+        Args:
+            run: the step.
+            seed: disturb the first parameters with this seed.
+            resumed_at: save the state before the step of this number, and go on from what was saved.
+        """
         state = clone(self.state)
         if seed is not None:
             _disturb(self.step, state, seed)
-        with self.from_start():
-            rows, _ = self.rows_and_state(run, state, range(len(self.batches)))
+        rows: list[Row] = []
+        for numbers in range(resumed_at), range(resumed_at, len(self.batches)):
+            with self.contents.entered():  # a new process begins with a new module
+                if rows:
+                    state = self._saved_and_loaded(state)
+                for number in numbers:
+                    state, row = self.take_step(run, state, number)
+                    rows.append(row)
         return rows
 
-    def resumed_rows(self, run: Step, middle: int) -> list[Row]:
-        """Run a step, save the state in the middle, and go on from what was saved; return all rows."""
-        step = self.step
-        file = io.BytesIO()
-        with self.from_start():
-            rows, state = self.rows_and_state(run, clone(self.state), range(middle))
-            torch.save(step.state_dict(state) if isinstance(step, TrainStep) else state, file)
-            generators = Generators(state)
-        file.seek(0)
-        saved = torch.load(file, weights_only=False)
-        with self.from_start():  # a new process begins with a new module
-            generators.restore()
-            state = step.load_state_dict(saved, like=clone(self.state)) if isinstance(step, TrainStep) else saved
-            later_rows, _ = self.rows_and_state(run, state, range(middle, len(self.batches)))
-        return rows + later_rows
-
-    def rows_and_state(self, run: Step, state: Tree, numbers: range) -> tuple[list[Row], Tree]:
-        """Take some steps, for which everything else is ready; return their rows, and the state after them."""
-        rows: list[Row] = []
-        for number in numbers:
-            state, row = self._step(run, state, number)
-            rows.append(row)
-        return rows, state
-
-    def _step(self, run: Step, state: Tree, number: int) -> tuple[Tree, Row]:
+    def take_step(self, run: Step, state: Tree, number: int) -> tuple[Tree, Row]:
         """Return the state after a step and the step's row; the step of the overflow gets a scale that is too high."""
-        batch = copy.deepcopy(self.batches[number])  # a step may write into it
         if number != self.overflow:
-            state, metrics = run(state, batch)
+            state, metrics = run(state, self.batch(number))
             return state, row_of(self.step, state, metrics)
         scale = float(state.scaler.scale)
-        state, metrics = run(with_scale(state, _OVERFLOWS), batch)
-        row = row_of(self.step, state, metrics)
-        return with_scale(state, scale), row
+        state, metrics = run(with_scale(state, _OVERFLOWS), self.batch(number))
+        return with_scale(state, scale), row_of(self.step, state, metrics)
+
+    def batch(self, number: int) -> Tree:
+        """Return a copy of the batch of a step, which may write into it, and seed the generators for the step."""
+        _seed_generators(number)
+        return copy.deepcopy(self.batches[number])
+
+    def probe(self) -> tuple[list[str], bool]:
+        """Take one eager step; return which of the user's attributes it changes, and whether it draws random numbers."""
+        devices = devices_of((self.state, self.contents.tensors))
+        with self.contents.entered():
+            before = self.contents.described()
+            self.take_step(self.step, clone(self.state), 0)
+            after, generators = self.contents.described(), _generator_states(devices)
+        _seed_generators(0)
+        has_drawn = not all(map(torch.equal, generators, _generator_states(devices)))
+        return [name for name in before | after if before.get(name) != after.get(name)], has_drawn
+
+    def _saved_and_loaded(self, state: Tree) -> Tree:
+        step, file = self.step, io.BytesIO()
+        torch.save(step.state_dict(state) if isinstance(step, TrainStep) else state, file)
+        file.seek(0)
+        saved = torch.load(file, weights_only=False)
+        return step.load_state_dict(saved, like=clone(self.state)) if isinstance(step, TrainStep) else saved
 
 
 def with_scale(state: TrainState, scale: float) -> TrainState:
@@ -144,16 +143,9 @@ def with_scale(state: TrainState, scale: float) -> TrainState:
 
 def row_of(step: Step, state: Tree, metrics: Tree) -> Row:
     """Return copies of what there is to compare after a step, by name, on the host."""
-    row: Row = {}
-    trees = {"state": state, "metrics": metrics}
-    if isinstance(step, TrainStep):
-        row |= step.state_dict(state)
-        del trees["state"], row["scaler.found_inf"]  # 0 after each update; the flag of the step is in its metrics
-    for prefix, tree in trees.items():
-        for name, leaf in zip(_tree.names(tree), _tree.leaves(tree)):
-            if isinstance(leaf, Tensor):
-                row[f"{prefix}.{name}"] = leaf
-    return copied_to_host(row)
+    values = step.state_dict(state) if isinstance(step, TrainStep) else {"state": state}
+    named = zip(_tree.names({**values, "metrics": metrics}), [*_tree.leaves(values), *_tree.leaves(metrics)])
+    return copied_to_host({name: leaf for name, leaf in named if isinstance(leaf, Tensor)})
 
 
 @torch.no_grad()

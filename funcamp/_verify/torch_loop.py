@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp import _tree
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.chain import Chain
+from funcamp._step.accumulate import micro_batches
 from funcamp._step.state import TrainState
 from funcamp._step.step import TrainStep
-from funcamp._step.torch_state import TorchGroup, groups_of, hyperparameters_of
+from funcamp._step.torch_state import TorchGroup, groups_of, hyperparameters_of, optimizer_state_dict
 from funcamp._storage.params import clone, expand
 from funcamp._types import Tree
 from funcamp._verify.rounding import Row, copied_to_host, distance
@@ -63,102 +63,92 @@ class TorchLoop:
         # The state's values in the module. Of two names of one parameter the one under which it is stored.
         named = dict(self._loss_fn.model.named_parameters())
         self.parameters = {name: named[name] for name in dict.fromkeys(self._loss_fn.names.values())}
-        values = expand(state.params)
         with torch.no_grad():
-            for name, parameter in self.parameters.items():
-                parameter.copy_(values[name])
-            self._write_buffers(state.buffers)
-        self._average: dict[str, Tensor] = {}
+            self._write(self.parameters, expand(state.params))
+            self._write(self._loss_fn.buffers(), state.buffers)
+        decay = self._options.ema_decay
+        self._average: dict[str, Tensor] = {} if decay is None else clone(expand(state.ema))
         """The average of the parameters by name; empty without `ema_decay`."""
-        if self._options.ema_decay is not None:
-            self._average = {name: value.clone() for name, value in expand(state.ema).items()}
 
         self._optimizers: list[tuple[TorchGroup, torch.optim.Optimizer]] = []
-        saved = step.to_torch(state)["optimizer"] if self._applied else {}
-        for index, group in enumerate(groups_of("verify", step, state, None)):
-            parameters = [named[name] for name in group.names]
-            param_group = {**self._hyperparameters(group), "params": parameters}
+        for group in groups_of("verify", step, state, None):
+            param_group = {**self._hyperparameters(group), "params": [named[name] for name in group.names]}
             optimizer = group.optimizer._cls([param_group], **group.optimizer._arguments)
             if self._applied:
-                # One for all groups, or by label if the classes differ.
-                groups = saved.get("param_groups")
-                part = {**saved, "param_groups": [groups[index]]} if groups else saved[group.label]
-                optimizer.load_state_dict(part)
+                optimizer.load_state_dict(optimizer_state_dict([group], step.state_dict(state)))
             self._optimizers.append((group, optimizer))
 
     def _hyperparameters(self, group: TorchGroup) -> dict[str, object]:
         """Return the hyperparameters of a group at this step: schedules evaluated."""
         return hyperparameters_of(group.optimizer, torch.tensor(self._applied, device=self._device))
 
+    @staticmethod
+    def _write(tensors: dict[str, Any], values: dict[str, Tensor]) -> None:
+        for name, tensor in tensors.items():
+            tensor.copy_(values[name])
+
     def step(self, batch: Tree, scale: float) -> Row:
         """Train on one batch with a scale, and return what there is to compare."""
         self._loss_fn.model.zero_grad()
-        buffers_before = clone(self._loss_fn.buffers())
+        buffers = self._loss_fn.buffers()
+        buffers_before = clone(buffers)
         scaler = torch.amp.GradScaler(self._device.type, init_scale=scale)
         loss = self._backward(batch, scaler)
         is_skipped = self._apply(scaler)
         if is_skipped and not self._loss_fn.keep_buffers:  # as the step does by default
-            self._write_buffers(buffers_before)
+            self._write(buffers, buffers_before)
 
         row = {"metrics.loss": loss, "metrics.found_inf": torch.tensor(float(is_skipped))}
-        row |= {f"params.{name}": value for name, value in self.parameters.items()}
-        row |= {f"buffers.{name}": value for name, value in self._loss_fn.buffers().items()}
-        row |= {f"ema.{name}": value for name, value in self._average.items()}
+        for kind, values in ("params", self.parameters), ("buffers", buffers), ("ema", self._average):
+            row |= {f"{kind}.{name}": value for name, value in values.items()}
         for group, optimizer in self._optimizers:
-            for name in set(group.names) & set(self.parameters):
-                for entry, value in optimizer.state.get(self.parameters[name], {}).items():
+            for name, parameter in self.parameters.items():
+                for entry, value in optimizer.state.get(parameter, {}).items():
                     if isinstance(value, Tensor):
                         row[group.key(entry, name)] = value
         return copied_to_host(row)
 
-    def _write_buffers(self, values: dict[str, Tensor]) -> None:
-        for name, buffer in self._loss_fn.buffers().items():
-            buffer.copy_(values[name])
-
     def _backward(self, batch: Tree, scaler: torch.amp.GradScaler) -> Tensor:
         """Add up the scaled gradients of all micro-batches; return the mean of their losses."""
-        pieces = [batch]
-        if self._options.accumulate > 1:
-            pieces = _tree.unstacked(batch, len(_tree.tensors_in(batch)[0]))
-        weight = self._options.weight
+        limit, weight, dtype = self._options.accumulate, self._options.weight, self._options.policy.compute_dtype
+        pieces = micro_batches(batch, limit) if limit > 1 else [batch]
         weights = [1.0 if weight is None else float(weight(piece)) for piece in pieces]
         total = sum(weights) or math.nan  # as in the step, which skips if all weights are 0
-        dtype = self._options.policy.compute_dtype
+        buffers = self._loss_fn.buffers()
         mean_loss: Any = 0.0
         for piece, weight_of_piece in zip(pieces, weights):
             with torch.autocast(self._device.type, dtype, enabled=dtype != torch.float32):
                 returned: Any = self._loss_fn._evaluate(piece)
             loss = returned[0] if self._loss_fn.has_aux else returned
-            # The factors of a step: a float32 tensor with weights, else a division.
-            share = loss / len(pieces) if weight is None else loss * torch.tensor(weight_of_piece / total)
-            after_forward = clone(self._loss_fn.buffers())
+            share = loss * (weight_of_piece / total)
+            after_forward = clone(buffers)
             scaler.scale(share).backward()
-            for name, buffer in self._loss_fn.buffers().items():
-                if distance(buffer, after_forward[name]):
-                    self.written_backward.add(name)
-            self._write_buffers(after_forward)
+            self.written_backward |= {name for name, buffer in buffers.items() if distance(buffer, after_forward[name])}
+            self._write(buffers, after_forward)
             mean_loss = mean_loss + share.detach()
         return mean_loss.to(loss.dtype)  # type: ignore[no-any-return]
 
     def _apply(self, scaler: torch.amp.GradScaler) -> bool:
         """Unscale, clip, take the optimizers' steps and move the average; return whether that was skipped."""
+        gradients: list[Tensor] = []
         for name, parameter in self.parameters.items():
             if parameter.grad is None:
                 self.without_gradient.add(name)
                 parameter.grad = torch.zeros_like(parameter)
+            gradients.append(parameter.grad)
         for group, optimizer in self._optimizers:
             optimizer.param_groups[0].update(self._hyperparameters(group))
             scaler.unscale_(optimizer)
-        trained = list(self.parameters.values())
-        is_skipped = not all(torch.isfinite(tensor.grad).all() for tensor in trained if tensor.grad is not None)
+        is_skipped = not all(bool(gradient.isfinite().all()) for gradient in gradients)
         if self._options.max_norm is not None:
-            torch.nn.utils.clip_grad_norm_(trained, float(self._options.max_norm))
+            torch.nn.utils.clip_grad_norm_(self.parameters.values(), float(self._options.max_norm))
         if self._options.max_value is not None:
-            torch.nn.utils.clip_grad_value_(trained, float(self._options.max_value))
-        if not is_skipped:
-            self._applied += 1
-            for _, optimizer in self._optimizers:
-                scaler.step(optimizer)
-            for name, average in self._average.items():
-                average.lerp_(self.parameters[name].detach(), 1 - (self._options.ema_decay or 0.0))
-        return is_skipped
+            torch.nn.utils.clip_grad_value_(self.parameters.values(), float(self._options.max_value))
+        if is_skipped:
+            return True
+        self._applied += 1
+        for _, optimizer in self._optimizers:
+            scaler.step(optimizer)
+        for name, average in self._average.items():
+            average.lerp_(self.parameters[name].detach(), 1 - (self._options.ema_decay or 0.0))
+        return False

@@ -19,7 +19,7 @@ from funcamp._trace.autocast_regions import without_autocast
 from funcamp._types import Tree
 from funcamp._verify.copied_contents import CopiedContents
 from funcamp._verify.report import Verification
-from funcamp._verify.roads import Generators, Training, with_scale
+from funcamp._verify.roads import Training, devices_of, generators_restored, with_scale
 
 #: The step whose scale is too high: not the first, so that there is something to undo.
 _OVERFLOW = 1
@@ -93,7 +93,7 @@ def verify(
     """
     from funcamp._jit.jit import check_step
     from funcamp._jit.jit_step import JitStep  # imports torch's compiler, which takes seconds
-    from funcamp._verify.comparer import Comparer
+    from funcamp._verify.compare import compare
 
     compiled = step if isinstance(step, JitStep) else None
     if compiled is not None and compiled._options.unroll is not None:
@@ -106,8 +106,7 @@ def verify(
     if state is None and not isinstance(plain_step, TrainStep):
         raise TypeError("verify: state must be given for a step that make_train_step did not make; got None")
     contents = CopiedContents(_objects(plain_step))
-    generators = Generators((state, contents.tensors))
-    try:
+    with generators_restored(devices_of((state, contents.tensors))):
         chosen = _first_batches(batches, steps)  # which may draw random numbers
         # A step with a policy disables an autocast around it, and torch's loop would not.
         with without_autocast(), torch.inference_mode(False), torch.enable_grad():
@@ -117,9 +116,7 @@ def verify(
                 state = with_scale(state, min(float(state.scaler.scale), _FIRST_SCALE))
             is_float16 = isinstance(plain_step, TrainStep) and plain_step._options.policy.compute_dtype == torch.float16
             overflow = _OVERFLOW if is_float16 else None
-            return Comparer(Training(plain_step, state, chosen, overflow, contents, generators), compiled).run()
-    finally:
-        generators.restore()
+            return compare(Training(plain_step, state, chosen, overflow, contents), compiled)
 
 
 def _first_batches(batches: Iterable[Tree], steps: int) -> list[Tree]:

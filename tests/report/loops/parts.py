@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 
 def model_and_optimizer(lr: float = 0.01) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -24,6 +25,14 @@ def batches(count: int = 6) -> Iterator[tuple[Tensor, Tensor]]:
     for _ in range(count):
         x = torch.randn(3, 4)
         yield x, x.sum(1, keepdim=True)
+
+
+def losses(model: nn.Module, count: int = 6) -> Iterator[Tensor]:
+    """The loss of each batch, by a forward pass in float16."""
+    for x, y in batches(count):
+        with torch.autocast("cpu", torch.float16):
+            loss = mse_loss(model(x), y)
+        yield loss
 
 
 def one_process() -> None:

@@ -3,23 +3,19 @@
 import torch
 from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer
+from tests.report.loops.parts import batches, losses, model_and_optimizer
 
 model, optimizer = model_and_optimizer()
-for x, y in batches():
+for loss in losses(model):
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
     (loss * 128).backward()
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.div_(128)
     optimizer.step()
 
-for x, y in batches():
+for loss in losses(model):
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
     (loss * 128).backward()
     for parameter in model.parameters():
         if parameter.grad is not None:

@@ -19,10 +19,7 @@ from funcamp.__main__ import main
 from funcamp.report.audit import Auditor, Finding
 from tests.report.loops.parts import batches, losses, model_and_optimizer, scaler_of
 from tests.report.scripts import LOOPS, watch
-
-
-def names(auditor: Auditor) -> list[str]:
-    return [finding.rule.name for finding in auditor.findings()]
+from tests.report.training import names
 
 
 def accumulate(loss_of: Callable[[Tensor, Tensor], Tensor]) -> list[str]:

@@ -2,7 +2,7 @@
 
 import sys
 
-from tests.report.loops.parts import losses, model_and_optimizer, scaler_of
+from tests.report.loops.parts import gradients_of, losses, model_and_optimizer, scaler_of
 
 right = "--right" in sys.argv
 model, optimizer = model_and_optimizer()
@@ -14,7 +14,7 @@ for loss in losses(model):
         scaler.unscale_(optimizer)
     else:
         inverse = 1.0 / scaler.get_scale()
-        for gradient in [parameter.grad for parameter in model.parameters() if parameter.grad is not None]:
+        for gradient in gradients_of(model):
             gradient.mul_(inverse)  # wrong
     scaler.step(optimizer)
     scaler.update()

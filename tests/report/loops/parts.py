@@ -27,12 +27,20 @@ def batches(count: int = 6) -> Iterator[tuple[Tensor, Tensor]]:
         yield x, x.sum(1, keepdim=True)
 
 
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of a batch, by a forward pass in float16."""
+    with torch.autocast("cpu", torch.float16):
+        return mse_loss(model(x), y)
+
+
 def losses(model: nn.Module, count: int = 6) -> Iterator[Tensor]:
-    """The loss of each batch, by a forward pass in float16."""
+    """The loss of each batch."""
     for x, y in batches(count):
-        with torch.autocast("cpu", torch.float16):
-            loss = mse_loss(model(x), y)
-        yield loss
+        yield loss_of(model, x, y)
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def one_process() -> None:

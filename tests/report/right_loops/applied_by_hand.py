@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.report.loops.parts import losses, model_and_optimizer, scaler_of
+from tests.report.loops.parts import gradients_of, losses, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
@@ -10,7 +10,7 @@ for loss in losses(model):
     optimizer.zero_grad()
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = gradients_of(model)
     if all(torch.isfinite(gradient).all() for gradient in gradients):
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients):

@@ -2,7 +2,7 @@
 
 import torch
 
-from tests.report.loops.parts import losses, model_and_optimizer, scaler_of
+from tests.report.loops.parts import gradients_of, losses, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
@@ -16,7 +16,7 @@ def bound(max_norm: float) -> float:
 for number, loss in enumerate(losses(model, 9)):
     optimizer.zero_grad()
     scaler.scale(loss).backward()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = gradients_of(model)
     norm = sum(gradient.norm().item() ** 2 for gradient in gradients) ** 0.5
     if number % 3 == 0:
         norms.append(norm / scaler.get_scale())

@@ -7,38 +7,27 @@ names in torch's order. What torch keeps of a parameter has the name under which
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from funcamp import _tree
-from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
-from funcamp._optim.arguments import WITHOUT_EFFECT, torch_group
+from funcamp._optim.arguments import torch_group
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.chain import only_optimizer_of
+from funcamp._optim.hyperparameters import map_items
 from funcamp._optim.optimizer import StatelessOptimizer
 from funcamp._optim.torch_optim import RULES
 from funcamp._optim.torch_optim.sgd import APPLIED_ENTRY
-from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.state_dict import from_state_dict, to_state_dict
+from funcamp._scaler.state_dict import CONSTANTS, from_state_dict, to_state_dict
 from funcamp._step.state import TrainState, check_train_state
-from funcamp._step.state_dict import export, gather, restore
+from funcamp._step.state_dict import export, restore
 from funcamp._types import StateDict
 
-#: Entries of a torch group that do not affect the result: how the class runs, and what a scheduler stores there.
-_WITHOUT_EFFECT = (*WITHOUT_EFFECT, "param_names", "initial_lr")
-#: The constants of a configuration that torch's scaler has, too.
-_SCALER_CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
-
-
-class Step(Protocol):
-    """What the conversion asks of a `TrainStep`."""
-
-    loss_fn: Loss
-    optimizer: object
-    config: ScalerConfig
+if TYPE_CHECKING:
+    from funcamp._step.step import TrainStep
 
 
 # The groups of a step, as torch's optimizer has them.
@@ -50,8 +39,6 @@ class TorchGroup(NamedTuple):
     label: str | None
     """Its label in `by_group`; None without."""
     optimizer: StatelessOptimizer
-    prefix: str
-    """The prefix of its entries among the exported names."""
     names: list[str]
     """The names of its parameters, in torch's order."""
 
@@ -60,17 +47,21 @@ class TorchGroup(NamedTuple):
         """Return whether the class is torch.optim's, so that torch's format holds its state."""
         return self.optimizer._cls in RULES
 
+    @property
+    def prefix(self) -> str:
+        """Return the prefix of the optimizer's state among the exported names."""
+        return "opt_state." if self.label is None else f"opt_state.{self.label}."
+
     def key(self, entry: str, name: str) -> str:
         """Return the exported name of an optimizer entry of a parameter."""
         return f"{self.prefix}state.{entry}.{name}"
 
-    def entries_in(self, saved: Iterable[str]) -> list[str]:
+    def entries_in(self, saved: Mapping[str, Tensor]) -> list[str]:
         """Return the names of the optimizer's entries, as in torch, that are among exported names."""
-        start = f"{self.prefix}state."
-        return list(dict.fromkeys(key.removeprefix(start).partition(".")[0] for key in saved if key.startswith(start)))
+        return list(dict.fromkeys(name.partition(".")[0] for name in _part(saved, f"{self.prefix}state.")))
 
 
-def groups_of(call: str, step: Step, state: TrainState, names: Iterable[str] | None) -> list[TorchGroup]:
+def groups_of(call: str, step: TrainStep, state: TrainState, names: Iterable[str] | None) -> list[TorchGroup]:
     """Return the parameter groups of torch's optimizer: one, or one for each label of `by_group`.
 
     Args:
@@ -84,7 +75,6 @@ def groups_of(call: str, step: Step, state: TrainState, names: Iterable[str] | N
         ValueError: names are not those of the step's parameters.
     """
     labels = state.params.layout.label_of()
-    optimizer = only_optimizer_of(step.optimizer)
     of_module: dict[str, nn.Parameter] = {}
     if isinstance(step.loss_fn, ModuleLoss):
         of_module = dict(step.loss_fn.model.named_parameters())
@@ -94,34 +84,19 @@ def groups_of(call: str, step: Step, state: TrainState, names: Iterable[str] | N
         odd = sorted(labels.keys() ^ set(order))
         raise ValueError(f"{call}: names must be those of the step's parameters, each once; got {order}, odd is {odd}")
 
-    if not isinstance(optimizer, GroupedOptimizer):
-        return [TorchGroup(None, _made_by_stateless(call, optimizer), "opt_state.", order)]
-    for name in order:
-        if name not in labels:  # a frozen parameter of the module
-            labels[name] = optimizer.group(name, of_module[name])
-    groups: list[TorchGroup] = []
-    for label, optimizer_of_label in optimizer.optimizers.items():
-        names_of_label = [name for name in order if labels[name] == label]
-        made = _made_by_stateless(call, optimizer_of_label)
-        groups.append(TorchGroup(label, made, f"opt_state.{label}.", names_of_label))
-    return groups
-
-
-def _made_by_stateless(call: str, optimizer: object) -> StatelessOptimizer:
-    if not isinstance(optimizer, StatelessOptimizer):
-        raise TypeError(f"{call}: the step's optimizer must be made by stateless; got {optimizer!r}")
-    return optimizer
-
-
-def _check_classes(call: str, groups: Iterable[TorchGroup]) -> None:
-    """Raise TypeError for a class that is not torch.optim's, whose state torch's format may not hold."""
+    optimizer = only_optimizer_of(step.optimizer)
+    if isinstance(optimizer, GroupedOptimizer):
+        frozen_names = [name for name in order if name not in labels]
+        labels |= {name: optimizer.group(name, of_module[name]) for name in frozen_names}
+        groups: list[TorchGroup] = []
+        for label, optimizer_of_label in optimizer.optimizers.items():
+            groups.append(TorchGroup(label, optimizer_of_label, [name for name in order if labels[name] == label]))
+    else:
+        groups = [TorchGroup(None, optimizer, order)]
     for group in groups:
-        if not group.is_of_torch:
-            raise TypeError(
-                f"{call}: the step's optimizer must be of a class of torch.optim; got {group.optimizer!r}: save and "
-                "load with step.state_dict and step.load_state_dict; a module's values are "
-                "loss_fn.state_dict(state.params, state.buffers)"
-            )
+        if not isinstance(group.optimizer, StatelessOptimizer):
+            raise TypeError(f"{call}: the step's optimizer must be made by stateless; got {group.optimizer!r}")
+    return groups
 
 
 def hyperparameters_of(optimizer: StatelessOptimizer, applied: Tensor) -> dict[str, object]:
@@ -135,59 +110,72 @@ def hyperparameters_of(optimizer: StatelessOptimizer, applied: Tensor) -> dict[s
 
 def _as_number(value: object) -> object:
     """Return a hyperparameter as a number, or as a tuple of numbers."""
-    if isinstance(value, (tuple, list)):
-        return tuple(_as_number(item) for item in value)
-    return value.item() if isinstance(value, Tensor) else value
+    if isinstance(value, list):
+        value = tuple(value)
+    return map_items(lambda _, item: item.item() if isinstance(item, Tensor) else item, "", value)
 
 
-def _by_optimizer(groups: list[TorchGroup]) -> dict[str | None, list[TorchGroup]]:
-    """Return the groups of each of torch's optimizers: one, by the label None; or one by label, if classes differ."""
-    classes = {group.optimizer._cls for group in groups}
-    if len(classes) == 1:
+def _torch_optimizers(
+    call: str, step: TrainStep, state: TrainState, names: Iterable[str] | None
+) -> dict[str | None, list[TorchGroup]]:
+    """Return the groups of each of torch's optimizers: one, by the label None; or one by label, if classes differ.
+
+    Raises:
+        TypeError: a class is not torch.optim's, so that torch's format may not hold its state; and as `groups_of`.
+        ValueError: as `groups_of`.
+    """
+    groups = groups_of(call, step, state, names)
+    for group in groups:
+        if not group.is_of_torch:
+            raise TypeError(
+                f"{call}: the step's optimizer must be of a class of torch.optim; got {group.optimizer!r}: save and "
+                "load with step.state_dict and step.load_state_dict; a module's values are "
+                "loss_fn.state_dict(state.params, state.buffers)"
+            )
+    if len({group.optimizer._cls for group in groups}) == 1:
         return {None: groups}
     return {group.label: [group] for group in groups}
+
+
+def _part(saved: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the exported tensors whose names have a prefix, by the rest of the name."""
+    return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
 
 
 # To torch.
 
 
-def to_torch(step: Step, state: TrainState, names: Iterable[str] | None) -> StateDict:
+def to_torch(step: TrainStep, state: TrainState, names: Iterable[str] | None) -> StateDict:
     """Return the state_dicts of `TrainStep.to_torch`."""
     saved = export("to_torch", state)
-    groups = groups_of("to_torch", step, state, names)
-    _check_classes("to_torch", groups)
-    optimizers = {label: _optimizer_state_dict(members, saved) for label, members in _by_optimizer(groups).items()}
+    optimizers: dict[str | None, StateDict] = {}
+    for label, groups in _torch_optimizers("to_torch", step, state, names).items():
+        optimizers[label] = _optimizer_state_dict(groups, saved)
+    model = _part(saved, "params.")
+    if isinstance(step.loss_fn, ModuleLoss):
+        model = step.loss_fn.state_dict(model, _part(saved, "buffers."))
     return {
-        "model": _model_state_dict(step.loss_fn, state, saved),
+        "model": model,
         "optimizer": optimizers.get(None, optimizers),
         "scaler": to_state_dict(state.scaler, step.config),
     }
-
-
-def _model_state_dict(loss_fn: Loss, state: TrainState, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the module's state_dict; for a loss without a module, the parameters by name."""
-    if isinstance(loss_fn, ModuleLoss):
-        return loss_fn.state_dict(gather("to_torch", state).params, state.buffers)
-    start = "params."
-    return {key.removeprefix(start): tensor for key, tensor in saved.items() if key.startswith(start)}
 
 
 def _optimizer_state_dict(groups: Sequence[TorchGroup], saved: Mapping[str, Tensor]) -> StateDict:
     """Return the state_dict of one torch optimizer."""
     state: dict[int, StateDict] = {}
     param_groups: list[StateDict] = []
-    number = 0
+    count = 0
     for group in groups:
+        numbers = range(count, count + len(group.names))
         entries = group.entries_in(saved)
-        numbers: list[int] = []
-        for name in group.names:
+        for number, name in zip(numbers, group.names):
             parameter_state = _parameter_state(group, entries, name, saved)
             if parameter_state:
                 state[number] = parameter_state
-            numbers.append(number)
-            number += 1
         hyperparameters = hyperparameters_of(group.optimizer, saved[f"{group.prefix}applied"])
-        param_groups.append({**hyperparameters, "params": numbers})
+        param_groups.append({**hyperparameters, "params": list(numbers)})
+        count += len(numbers)
     return {"state": state, "param_groups": param_groups}
 
 
@@ -207,40 +195,33 @@ def _parameter_state(group: TorchGroup, entries: Iterable[str], name: str, saved
 
 
 def from_torch(
-    step: Step,
+    step: TrainStep,
     like: TrainState,
     optimizer: Mapping[str, StateDict] | StateDict | None,
     scaler: StateDict | None,
     names: Iterable[str] | None,
     steps: int | None,
 ) -> TrainState:
-    """Return the state of `TrainStep.from_torch`."""
+    """Return the state of `TrainStep.from_torch`: like's, into whose exported tensors torch's are written."""
     call = "from_torch"
     check_train_state(call, "like", like)
     saved = export(call, like)
     if optimizer is not None:
-        groups = groups_of(call, step, like, names)
-        _check_classes(call, groups)
-        by_optimizer = _by_optimizer(groups)
-        labels = [label for label in by_optimizer if label is not None]
-        if labels and (not isinstance(optimizer, Mapping) or set(optimizer) != set(labels)):
+        groups_by_label = _torch_optimizers(call, step, like, names)
+        state_dicts: Any = {None: optimizer} if None in groups_by_label else optimizer
+        if not isinstance(state_dicts, Mapping) or state_dicts.keys() != groups_by_label.keys():
+            labels = list(groups_by_label)
             raise ValueError(f"{call}: optimizer must have a state_dict for each of {labels}; got {list(optimizer)}")
-        for label, members in by_optimizer.items():
-            state_dict: Any = optimizer if label is None else optimizer[label]
-            _read_optimizer(call, state_dict, members, saved, names_are_given=names is not None)
-        _read_counts(call, groups, steps, saved)
+        for label, groups in groups_by_label.items():
+            _read_optimizer(call, state_dicts[label], groups, saved, names_are_given=names is not None)
+        _read_counts(call, [group for groups in groups_by_label.values() for group in groups], steps, saved)
     if scaler is not None:
-        _read_scaler(call, step.config, scaler, saved)
+        saved |= _scaler_tensors(call, step, scaler, like)
     return restore(saved, like)
 
 
 def _read_optimizer(
-    call: str,
-    state_dict: StateDict,
-    groups: Sequence[TorchGroup],
-    saved: dict[str, Tensor],
-    *,
-    names_are_given: bool,
+    call: str, state_dict: StateDict, groups: Sequence[TorchGroup], saved: dict[str, Tensor], *, names_are_given: bool
 ) -> None:
     """Write a torch optimizer's state among the exported tensors.
 
@@ -254,19 +235,14 @@ def _read_optimizer(
     names = _names_by_number(call, state_dict, groups, saved, names_are_given=names_are_given)
     groups_by_name = {name: group for group in groups for name in group.names}
     for saved_group in state_dict["param_groups"]:
-        checked: set[str] = set()
         for number in saved_group["params"]:
             name = names[number]
             if name not in groups_by_name:
                 raise ValueError(f"{call}: names must be of the step's parameters; got {name!r}")
-            if not _is_trained(name, saved):
-                continue
-            group = groups_by_name[name]
-            # Once for all parameters of two groups, because the check makes an optimizer of torch's class.
-            if group.prefix not in checked:
+            if _is_trained(name, saved):
+                group = groups_by_name[name]
                 _check_hyperparameters(call, group.optimizer, saved_group, name)
-                checked.add(group.prefix)
-            _read_parameter(call, group, name, state_dict["state"].get(number, {}), saved)
+                _read_parameter(call, group, name, state_dict["state"].get(number, {}), saved)
 
 
 def _names_by_number(
@@ -335,10 +311,9 @@ def _check_hyperparameters(
     call: str, optimizer: StatelessOptimizer, saved_group: Mapping[str, object], name: str
 ) -> None:
     """Raise ValueError if a saved group has another number than the step would continue with."""
-    # Dynamic ones are tensors and schedules: the step goes on with its own.
-    ignored = (*_WITHOUT_EFFECT, *optimizer._dynamic)
-    for key, own_value in torch_group(optimizer._cls, optimizer._arguments).items():
-        if key not in saved_group or key in ignored:
+    for key, own_value in optimizer._constants.items():
+        # Dynamic ones are tensors and schedules: the step goes on with its own.
+        if key not in saved_group or key in optimizer._dynamic:
             continue
         value = _as_number(saved_group[key])
         if value != _as_number(own_value):
@@ -360,7 +335,7 @@ def _read_counts(call: str, groups: Sequence[TorchGroup], steps: int | None, sav
         keys = [group.key("step", name) for group in groups for name in group.names]
         counts = [int(saved[key]) for key in keys if key in saved]
         for group in groups:
-            if not counts and _has_schedule(group.optimizer):
+            if not counts and any(map(callable, _tree.leaves(group.optimizer._hyperparameters))):
                 raise ValueError(
                     f"{call}: steps must be given, the number of steps applied, as a schedule counts them and torch's "
                     f"{group.optimizer._cls.__name__} does not"
@@ -371,24 +346,19 @@ def _read_counts(call: str, groups: Sequence[TorchGroup], steps: int | None, sav
     saved.update({key: torch.full_like(saved[key], number) for key, number in numbers.items()})
 
 
-def _has_schedule(optimizer: StatelessOptimizer) -> bool:
-    values = [optimizer._hyperparameters[name] for name in optimizer._dynamic]
-    return any(callable(value) for value in _tree.leaves(values))
-
-
-def _read_scaler(call: str, config: ScalerConfig, state_dict: StateDict, saved: dict[str, Tensor]) -> None:
-    """Write the state of a torch scaler among the exported tensors.
+def _scaler_tensors(call: str, step: TrainStep, state_dict: StateDict, like: TrainState) -> dict[str, Tensor]:
+    """Return the state of a torch scaler as exported tensors.
 
     Raises:
         ValueError: its constants are not the step's.
     """
-    scaler_state, saved_config = from_state_dict(state_dict, config, device=saved["scaler.scale"].device)
-    for name in _SCALER_CONSTANTS:
-        own_value = getattr(config, name)
+    scaler_state, saved_config = from_state_dict(state_dict, step.config, device=like.scaler.scale.device)
+    for name in CONSTANTS:
+        own_value = getattr(step.config, name)
         value = getattr(saved_config, name)
         if own_value != value:
             raise ValueError(
                 f"{call}: scaler must have the step's {name}, {own_value}; got {value}: make the step with "
                 f"ScalerConfig({name}={value})"
             )
-    saved.update({f"scaler.{name}": value for name, value in scaler_state._asdict().items()})
+    return {f"scaler.{name}": value for name, value in scaler_state._asdict().items()}

@@ -4,21 +4,47 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Size, Tensor, nn
 
 from funcamp import _tree
 from funcamp._autograd.scaled_grad import Engine, check_engine, put_leaves_in_graphs
-from funcamp._autograd.tape import Taps
 from funcamp._check import boolean
 from funcamp._layers import layer
 from funcamp._types import Tree
 
 
+class Taps(Protocol):
+    """The taps of a loss, which it takes as an argument; `numerics` has them.
+
+    Their tape is zeros that are differentiated together with the parameters, and whose gradients are records:
+
+        d loss / d tape = a record        not a derivative: an operation inside the loss returns a record in its place
+
+    So a backward pass returns what was seen in it, through checkpoints, transforms and compilers: the counts of taps
+    (`numerics.tap`). autograd sums the records of several uses; those of micro-batches are summed too, and each rank
+    keeps its own.
+    """
+
+    names: tuple[str, ...]
+
+    def tape(self, device: torch.device) -> Tree:
+        """Return empty records by name."""
+        ...
+
+    def collected(self, records: Tree) -> Mapping[str, object]:
+        """Return the records in the form in which metrics have them."""
+        ...
+
+
 class Loss:
     """A loss function with a description of its inputs and outputs; made by `loss`."""
+
+    has_module = False
+    """Whether a module has the tensors of a call until the backward pass has ended."""
 
     def __init__(
         self,
@@ -48,6 +74,16 @@ class Loss:
     def __call__(self, *args: Any) -> Any:
         """Return what the function returns."""
         return self.function(*args)
+
+    def call_then(self, then: Callable[[Tree], Any], region: AbstractContextManager[object], *args: Any) -> Any:
+        """Return then(loss): what a function, which differentiates it, makes of what a call in a region returns.
+
+        A loss of a module has the tensors of the call in it until then. `torch.utils.checkpoint` calls the module again
+        in the backward pass.
+        """
+        with region:
+            returned = self(*args)
+        return then(returned)
 
     @property
     def names(self) -> dict[str, str] | None:
@@ -105,7 +141,7 @@ class Loss:
     def state_moves(self) -> None:
         """Note that a step moves a state on, also if a program takes it."""
 
-    def eval_mode(self) -> contextlib.AbstractContextManager[None]:
+    def eval_mode(self) -> AbstractContextManager[None]:
         """Context manager: dropout and similar layers are off, if the loss knows its module."""
         return contextlib.nullcontext()
 
@@ -113,7 +149,7 @@ class Loss:
         self,
         params: Tree,  # noqa: ARG002
         buffers: dict[str, Tensor],  # noqa: ARG002
-    ) -> contextlib.AbstractContextManager[nn.Module]:
+    ) -> AbstractContextManager[nn.Module]:
         """Context manager: the module has these values."""
         raise TypeError(f"evaluating: the step must have a loss of module_loss, whose module it yields; got {self!r}")
 

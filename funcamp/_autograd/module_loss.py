@@ -11,6 +11,7 @@ import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -22,14 +23,9 @@ from funcamp._autograd.left_behind import LeftBehind, TensorSlot
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_batch import arguments_of, check_fit, loss_in
 from funcamp._autograd.module_checks import check_arguments, check_call, check_hooks, memory_of
-from funcamp._autograd.module_memory import (
-    check_memory_can_be_shared,
-    share_buffers,
-    share_params,
-    tensors_replaced,
-)
 from funcamp._autograd.module_tensors import ModuleTensors
 from funcamp._autograd.scaled_grad import Engine, pair
+from funcamp._memory import rebind
 from funcamp._storage.params import clone, expand
 from funcamp._trace.python_reads import own_flags
 from funcamp._trace.tracing import running
@@ -59,12 +55,18 @@ class Holder(nn.Module):
         return run()
 
 
+def _accept(returned: Tree) -> None:
+    """Check nothing."""
+
+
 class ModuleLoss(Loss):
     """A module and a criterion as a function of the module's parameters; made by `module_loss`.
 
     `(params, batch) -> loss`, or for a module with buffers `(params, buffers, batch) -> (loss, buffers)`. The module is
     not changed.
     """
+
+    has_module = True
 
     def __init__(
         self,
@@ -119,6 +121,25 @@ class ModuleLoss(Loss):
                 a parameter since the loss was made; the forward pass writes a parameter, or reads one through a tensor
                 kept from before the call.
         """
+        return self._call(None, contextlib.nullcontext(), params, *buffers_and_batch)
+
+    def call_then(self, then: Callable[[Tree], Any], region: AbstractContextManager[object], *args: Any) -> Any:
+        """Return then(loss) as `Loss` does; the module has the tensors of the call until then has returned.
+
+        In the backward pass it has copies of the buffers after the forward pass: what is computed again may write them.
+        """
+        if torch.compiler.is_dynamo_compiling():
+            return super().call_then(then, region, *args)
+        return self._call(then, region, *args)
+
+    def _call(
+        self,
+        then: Callable[[Tree], Any] | None,
+        region: AbstractContextManager[object],
+        params: dict[str, Tensor],
+        *buffers_and_batch: Tree,
+    ) -> Any:
+        """Return the loss, computed in a region, or what then makes of it."""
         *passed_buffers, batch = buffers_and_batch
         if len(passed_buffers) != int(self.has_buffers):
             expected = "params, buffers and batch" if self.has_buffers else "params and batch"
@@ -128,20 +149,27 @@ class ModuleLoss(Loss):
         buffer_copies = {name: value.clone() for name, value in buffers.items()}
         values = self.tensors.values_by_name(params, buffer_copies)
 
-        def call() -> Tree:
-            returned = self._evaluate(batch)
+        check: Callable[[Tree], None] = _accept
+
+        def run() -> Any:
+            with region:
+                returned = self._evaluate(batch)
             loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
-            if not self.has_buffers:
+            if self.has_buffers:
+                after = self.tensors.buffers_after(self.model, values)
+                returned = (loss, (after, aux) if self.has_aux else after)
+            check(returned)
+            if then is None:
                 return returned
-            after = self.tensors.buffers_after(self.model, values)
-            return loss, (after, aux) if self.has_aux else after
+            if self.has_buffers:
+                self.tensors.put_copies(self.model, after)
+            return then(returned)
 
         if torch.compiler.is_dynamo_compiling():
-            return self._run(values, call)
+            return self._run(values, run)
         with self._lock():
-            if self.model.training in self._modes_checked and running() is None:
-                return self._run(values, call)
-            return self._run_checked(params, values, batch, call)
+            check = self._check_of_call(params, values, batch)
+            return self._run(values, run)
 
     def _lock(self) -> threading.RLock:
         """Return the lock with which no other thread has its tensors in the module."""
@@ -168,20 +196,26 @@ class ModuleLoss(Loss):
         returned: _Returned = functional_call(self.holder, passed, (call,), tie_weights=False)
         return returned
 
-    def _run_checked(
-        self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Tree, call: Callable[[], Tree]
-    ) -> Tree:
-        """Return what `_run` returns, with the checks of a first call."""
-        if running() is None:
+    def _check_of_call(
+        self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Tree
+    ) -> Callable[[Tree], None]:
+        """Return what checks the result of a call: nothing but in a trace, and once in training and in eval mode."""
+        is_traced = running() is not None
+        training = self.model.training
+        if training in self._modes_checked and not is_traced:
+            return _accept
+        if not is_traced:
             self.tensors.check_kinds()
         marks_before = {name: memory_of(value) for name, value in params.items()}
         own_tensors = self.tensors.in_module()
         outside_nodes = {tensor.grad_fn for tensor in _tree.tensors_in((values, batch))}
-        returned = self._run(values, call)
-        check_call(returned, own_tensors, params, marks_before, outside_nodes)
-        if torch.is_grad_enabled() and running() is None:
-            self._modes_checked.add(self.model.training)
-        return returned
+
+        def check(returned: Tree) -> None:
+            check_call(returned, own_tensors, params, marks_before, outside_nodes)
+            if torch.is_grad_enabled() and not is_traced:
+                self._modes_checked.add(training)
+
+        return check
 
     def _evaluate(self, batch: Tree) -> Tree:
         """Return the loss of a batch, and aux if the criterion returns it."""
@@ -206,25 +240,6 @@ class ModuleLoss(Loss):
                 "module_loss: criterion is called with the model's output and the target, in this order; got "
                 f"{_tree.brief(outputs)} and {_tree.brief(target)}, for which torch says: {error}"
             ) from error
-
-    def run_backward(self, params: dict[str, Tensor], after: Tree, run: Callable[[], _Returned]) -> _Returned:
-        """Call run while the module has these parameters and copies of the buffers after its forward pass.
-
-        For a backward pass that calls the module again (`torch.utils.checkpoint`): recomputation needs the same values
-        as in torch's own loop, and may write into buffers that are discarded.
-
-        Args:
-            params: the parameters of the forward pass.
-            after: what the loss function returned besides the loss.
-            run: runs the backward pass.
-        """
-        buffers: dict[str, Tensor] = {}
-        if self.has_buffers:
-            buffers = after[0] if self.has_aux else after
-        buffer_copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-        values = self.tensors.values_by_name(params, buffer_copies)
-        with self._lock():
-            return self._run(values, run)
 
     # What a step asks of a loss.
 
@@ -339,14 +354,14 @@ class ModuleLoss(Loss):
             ValueError: as in `params`.
         """
         self._check_unchanged()
-        check_memory_can_be_shared(self.tensors)
+        self.tensors.check_memory_can_be_shared()
         torch.clear_autocast_cache()  # it contains casts of the previous memory
         return self.tensors.own_params()
 
     def take_buffers(self) -> dict[str, Tensor]:
         """Return copies of the module's buffers by name, and make the module's buffers share their memory."""
         copies = {name: buffer.clone() for name, buffer in self.buffers().items()}
-        share_buffers(self.holder, self.tensors, copies)
+        self.tensors.share_buffers(self.holder, copies)
         return copies
 
     def adopt(self, params: Tree, buffers: dict[str, Tensor]) -> None:
@@ -355,8 +370,10 @@ class ModuleLoss(Loss):
         Raises:
             TypeError, ValueError: as in `own_params`.
         """
-        share_params(self.own_params(), expand(params))
-        share_buffers(self.holder, self.tensors, buffers)
+        values = expand(params)
+        for name, parameter in self.own_params().items():
+            rebind(parameter, values[name])
+        self.tensors.share_buffers(self.holder, buffers)
 
     def state_dict(self, params: Tree, buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the module's own `state_dict` with these values.
@@ -374,7 +391,7 @@ class ModuleLoss(Loss):
             self.tensors.check_kinds()
             if buffers is None:
                 buffers = self.tensors.own_buffers()
-            with tensors_replaced(self.made_of, self._values(params, buffers)):
+            with self.tensors.replaced(self._values(params, buffers)):
                 entries = self.made_of.state_dict()
         # Copies; what a module has registered as extra state may be no tensor.
         return {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in entries.items()}
@@ -385,7 +402,7 @@ class ModuleLoss(Loss):
         with self._lock(), self.eval_mode():
             self.tensors.check_kinds()
             values = self._values(clone(expand(params)), clone(buffers))
-            with tensors_replaced(self.made_of, values):
+            with self.tensors.replaced(values):
                 yield self.made_of
 
     def _values(self, params: Tree, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._scaler.skip_step import old_where
 from funcamp._step.shares import Shares
 from funcamp._types import Tree
 
@@ -71,52 +72,28 @@ def accumulate(
         micro_batches: the parts of the batch.
         shares: how much each one counts.
     """
-    leaves, spec = _tree.flatten(params)
-    sums: list[Tensor | None] = [None if leaf is None else torch.zeros_like(leaf) for leaf in leaves]
-    tape_leaves, tape_spec = _tree.flatten(tape)
-    records = _tree.map_leaves(torch.zeros_like, tape_leaves, tape_spec)
+    sums = _tree.map_leaves(torch.zeros_like, *_tree.flatten(params))
+    records = _tree.map_leaves(torch.zeros_like, *_tree.flatten(tape))
     losses: list[Tensor] = []
     each_aux: list[Tree] = []
     each_share = [None] * len(micro_batches) if shares.each is None else shares.each
     for micro_batch, share in zip(micro_batches, each_share):
         result = differentiate(buffers, micro_batch, share)
-        gradients = _tree.leaves(result.gradients)
-        new_buffers = result.buffers
-        new_records = _tree.unflatten(_added(_tree.leaves(records), _tree.leaves(result.records)), tape_spec)
+        new = (_added(sums, result.gradients), _added(records, result.records), result.buffers)
         if share is not None:
             # A micro-batch with a share of 0 changes nothing: the backward pass of a mean over 0 examples gives NaN.
-            is_left_out = share == 0
-            gradients = _zeroed_if(is_left_out, gradients)
-            new_buffers = _where(is_left_out, buffers, new_buffers)
-            new_records = _where(is_left_out, records, new_records)
-        sums, buffers, records = _added(sums, gradients), new_buffers, new_records
+            new = old_where("step", share == 0, new, (sums, records, buffers))
+        sums, records, buffers = new
         losses.append(result.loss)
         each_aux.append(result.aux)
     loss = shares.mean(torch.stack(losses))
-    return Result(_tree.unflatten(sums, spec), loss, buffers, records, _tree.stacked(each_aux))
+    return Result(sums, loss, buffers, records, _tree.stacked(each_aux))
 
 
-def _added(sums: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _added(sums: Tree, addends: Tree) -> Tree:
     """Return the sums with gradients, or records, added in the dtype of the sums; None adds nothing."""
-    new_sums: list[Tensor | None] = []
-    for total, gradient in zip(sums, gradients):
-        if total is None or gradient is None:
-            new_sums.append(total)
-        else:
-            new_sums.append(total + gradient.to(total.dtype))
-    return new_sums
-
-
-def _zeroed_if(condition: Tensor, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return zeros instead of the gradients if a condition of shape () holds."""
-    chosen: list[Tensor | None] = []
-    for gradient in gradients:
-        chosen.append(None if gradient is None else torch.where(condition, 0.0, gradient))
-    return chosen
-
-
-def _where(condition: Tensor, if_true: Tree, if_false: Tree) -> Tree:
-    """Return the first tree if a condition of shape () holds, else the second."""
-    leaves, spec = _tree.flatten(if_true)
-    chosen = [torch.where(condition, one, other) for one, other in zip(leaves, _tree.leaves(if_false))]
-    return _tree.unflatten(chosen, spec)
+    totals, spec = _tree.flatten(sums)
+    for index, addend in enumerate(_tree.leaves(addends)):
+        if addend is not None:
+            totals[index] = totals[index] + addend.to(totals[index].dtype)
+    return _tree.unflatten(totals, spec)

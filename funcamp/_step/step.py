@@ -18,7 +18,7 @@ from funcamp._optim.chain import chain, group_functions_in, single_parts_in
 from funcamp._optim.clip import clip_by_norm, clip_by_value
 from funcamp._optim.part import Transform, Update
 from funcamp._scaler.config import ScalerConfig
-from funcamp._step.differentiate import LossArguments, call_loss
+from funcamp._step.differentiate import arguments_of
 from funcamp._step.first_state import consumed_loss, first_state
 from funcamp._step.options import Options
 from funcamp._step.state import Metrics, TrainState, check_train_state
@@ -223,8 +223,9 @@ class TrainStep(Fixed):
         with torch.no_grad(), mode, self._precision_of_policy(state):
             params = self._params_of_loss("loss", state.params).tree()
             taps = self.loss_fn.tape(state.scaler.scale.device)
-            arguments = LossArguments(params, taps, state.buffers, state.scaler, _tree.plain(batch))
-            returned = call_loss(self.loss_fn, self._options.policy, arguments)
+            arguments = arguments_of(self.loss_fn, params, taps, state.buffers, state.scaler, _tree.plain(batch))
+            with self.autocast(state):
+                returned = self.loss_fn(*arguments)
         returns_pair = self.loss_fn.has_buffers or self.loss_fn.has_aux
         loss, _ = loss_and_aux("loss", returned, returns_pair)
         return loss

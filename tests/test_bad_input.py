@@ -247,7 +247,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "init flat": (lambda: STEP.init({"w": W}, flat=1), TypeError, "init: flat must be True or False; got 1"),  # type: ignore[arg-type]
     "init group": (lambda: STEP.init({"w": W}, group="matrix"), TypeError, "init: group must be callable; got 'matrix'"),  # type: ignore[arg-type]
     "init group of a tree": (lambda: STEP.init({"w": W}, flat=False, group=lambda name, leaf: name), ValueError, "init: flat must be True with a group; got False"),
-    "init Params as a tree": (lambda: STEP.init(START.params, flat=False), ValueError, "init: flat must be True with Params; got False"),
     "init nothing": (lambda: STEP.init(), TypeError, "params must be given.*got None"),
     "init empty": (lambda: STEP.init({}), ValueError, "params must hold a tensor; got {}"),
     "module_loss criterion class": (lambda: module_loss(LINEAR, torch.nn.MSELoss), TypeError, r"criterion must be a function or an object; got the class MSELoss: pass MSELoss\(\)"),

@@ -120,10 +120,6 @@ class Loss:
         """Return the shapes of the parameters that the loss knows, by their stored names."""
         return {}
 
-    def fresh(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the buffers that the function is called with: copies, because it may write them."""
-        return {name: value.clone() for name, value in buffers.items()}
-
     def buffers(self) -> dict[str, Tensor]:
         """Return the initial buffers."""
         return {}

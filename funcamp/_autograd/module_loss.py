@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -268,10 +268,6 @@ class ModuleLoss(Loss):
         """Return the shapes of the module's parameters and buffers, by name."""
         return self.tensors.shapes()
 
-    def fresh(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the buffers as they are: a call copies them."""
-        return buffers
-
     def why_empty(self) -> str:
         """Return why there are no parameters, for an error message."""
         has_parameters = next(self.made_of.parameters(), None) is not None
@@ -391,7 +387,7 @@ class ModuleLoss(Loss):
             self.tensors.check_kinds()
             if buffers is None:
                 buffers = self.tensors.own_buffers()
-            with self.tensors.replaced(self._values(params, buffers)):
+            with self.tensors.replaced(self.tensors.values_by_name(expand(params), buffers)):
                 entries = self.made_of.state_dict()
         # Copies; what a module has registered as extra state may be no tensor.
         return {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in entries.items()}
@@ -401,15 +397,9 @@ class ModuleLoss(Loss):
         """Context manager: the module, in eval mode, has copies of these values; then it is as it was before."""
         with self._lock(), self.eval_mode():
             self.tensors.check_kinds()
-            values = self._values(clone(expand(params)), clone(buffers))
+            values = self.tensors.values_by_name(clone(expand(params)), clone(buffers))
             with self.tensors.replaced(values):
                 yield self.made_of
-
-    def _values(self, params: Tree, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return values by all of the module's names, of which tied tensors have several."""
-        params_by_name = expand(params)
-        stored = {stored_name: params_by_name[stored_name] for stored_name in self.tensors.names.values()}
-        return self.tensors.values_by_name(stored, buffers)
 
 
 def module_loss(

@@ -77,13 +77,18 @@ class ModuleTensors:
         """Return the tensors for the module by its names, in which a tied one has several.
 
         Args:
-            params: by stored name.
+            params: by stored name; what has another name (probes) is returned too.
             buffers: by stored name.
+
+        Raises:
+            KeyError: a parameter or buffer is missing.
         """
-        values = dict(params)
-        for name, stored_name in self.names.items():
-            if name not in params and stored_name in params:
-                values[name] = params[stored_name]
+        tied = {name: params[stored_name] for name, stored_name in self.names.items()}
+        return {**params, **tied, **self._buffers_by_name(buffers)}
+
+    def _buffers_by_name(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return buffers for the module by its names, in which a tied one has several."""
+        values: dict[str, Tensor] = {}
         for name, stored_name in self.buffer_names.items():
             # A frozen parameter is another object in the same memory, as in the module: an object that is both would
             # make `self.buffer += 1` register the buffer as a parameter.
@@ -123,7 +128,7 @@ class ModuleTensors:
     def put_copies(self, model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
         """Put copies of buffers, by stored name, into a module that was called."""
         copies = {stored_name: buffer.detach().clone() for stored_name, buffer in buffers.items()}
-        for name, copy in self.values_by_name({}, copies).items():
+        for name, copy in self._buffers_by_name(copies).items():
             slot = TensorSlot.of(model, name)
             slot.owner[slot.key] = copy
 
@@ -193,12 +198,10 @@ class ModuleTensors:
 
         values: by its names. Parameters become parameters, tied ones one.
         """
-        own_tensors = tensors_of(self._model)
         replacements: dict[int, Tensor] = {}
-        for name, value in values.items():
-            own = own_tensors[name]
+        for name, own in self.in_module().items():
             if id(own) not in replacements:
-                replacements[id(own)] = _like(own, value)
+                replacements[id(own)] = _like(own, values[name])
         replaced: list[tuple[Any, str, Tensor]] = []
         try:
             for module in self._model.modules():

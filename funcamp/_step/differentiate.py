@@ -78,7 +78,8 @@ def arguments_of(
     if loss_fn.probes:
         arguments.append(taps)
     if loss_fn.has_buffers:
-        arguments.append(loss_fn.fresh(buffers))
+        # A function may write them. A call of a module copies them itself.
+        arguments.append(buffers if loss_fn.has_module else {name: value.clone() for name, value in buffers.items()})
     if loss_fn.has_scaler:
         arguments.append(scaler)
     arguments.append(batch)
@@ -114,17 +115,10 @@ def _buffers_and_aux(loss_fn: Loss, before: dict[str, Tensor], beside: Tree) -> 
     if not isinstance(after, dict):
         raise TypeError(f"step: loss_fn must return its buffers as a dict; got {_tree.brief(after)}")
     for name in {**before, **after}:
-        _check_buffer(name, before.get(name), after.get(name))
+        was, now = before.get(name), after.get(name)
+        if was is None or now is None or was.shape != now.shape or was.dtype != now.dtype:
+            raise ValueError(
+                f"step: loss_fn must return buffers like those given; {name!r} was {_tree.describe(was)}, is "
+                f"{_tree.describe(now)}; call a model that fills a buffer in its first call once before init"
+            )
     return {name: after[name] for name in before}, aux
-
-
-def _check_buffer(name: str, before: Tensor | None, after: Tensor | None) -> None:
-    """Raise ValueError if a buffer appears, disappears, or has another shape or dtype than before."""
-    if before is not None and after is not None and before.shape == after.shape and before.dtype == after.dtype:
-        return
-    was = "nothing" if before is None else _tree.describe(before)
-    now = "nothing" if after is None else _tree.describe(after)
-    raise ValueError(
-        f"step: loss_fn must return buffers like those given; {name!r} was {was}, is {now}; call a model "
-        "that fills a buffer in its first call once before init"
-    )

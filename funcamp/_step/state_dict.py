@@ -85,8 +85,11 @@ def saved_names(state: TrainState) -> list[str]:
 
     names: list[str] = []
     for name in _tree.names(state):
-        prefix = next((prefix for prefix in saved_prefixes if name.startswith(prefix)), "")
-        names.append(saved_prefixes.get(prefix, "") + name.removeprefix(prefix))
+        for prefix, saved_prefix in saved_prefixes.items():
+            if name.startswith(prefix):
+                name = saved_prefix + name.removeprefix(prefix)
+                break
+        names.append(name)
     return names
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from funcamp._check import Fixed, boolean, one_batch
 from funcamp._optim.average import average
 from funcamp._optim.chain import chain, group_functions_in, single_parts_in
 from funcamp._optim.clip import clip_by_norm, clip_by_value
-from funcamp._optim.part import Transform, Update
 from funcamp._scaler.config import ScalerConfig
 from funcamp._step.differentiate import arguments_of
 from funcamp._step.first_state import consumed_loss, first_state
@@ -26,34 +25,10 @@ from funcamp._step.state_dict import export, gather, restore
 from funcamp._step.take_step import take_step
 from funcamp._step.torch_state import from_torch, to_torch
 from funcamp._storage.inputs import check_params
-from funcamp._storage.layout import Layout
 from funcamp._storage.params import Params, clone, matrix_or_vector, stored
 from funcamp._storage.policy import autocast_of
 from funcamp._trace.tracing import compiling
 from funcamp._types import StateDict, Tree
-
-
-class _Checked(NamedTuple):
-    """The layout of parameters that were checked, and for every group its dtype."""
-
-    layout: Layout
-    dtypes: tuple[torch.dtype | None, ...]
-
-
-def _clipping(options: Options) -> list[Callable[[Update], Update]]:
-    """Return the part of the chain that clips; none without a limit."""
-    if options.max_norm is not None:
-        return [clip_by_norm(options.max_norm)]
-    if options.max_value is not None:
-        return [clip_by_value(options.max_value)]
-    return []
-
-
-def _averaging(options: Options) -> list[Transform]:
-    """Return the part of the chain that averages; none without a decay."""
-    if options.ema_decay is None:
-        return []
-    return [average(options.ema_decay)]
 
 
 def _is_in_autocast(state: TrainState) -> bool:
@@ -75,11 +50,19 @@ class TrainStep(Fixed):
         self.optimizer = optimizer
         self.config = config
         self._options = options
-        self._last_checked: _Checked | None = None
+        self._last_checked: object = None
+        """The layout and the dtypes of the parameters that were checked last."""
         #: Gives parameters the labels of their groups, unless `init` gets another function. The optimizer has at most
         #: one (`make_train_step`).
         self._group = next(iter(group_functions_in(optimizer)), matrix_or_vector)
-        self._transforms = chain(*_clipping(options), optimizer, *_averaging(options))
+        parts = [optimizer]
+        if options.max_norm is not None:
+            parts.insert(0, clip_by_norm(options.max_norm))
+        if options.max_value is not None:
+            parts.insert(0, clip_by_value(options.max_value))
+        if options.ema_decay is not None:
+            parts.append(average(options.ema_decay))
+        self._transforms = chain(*parts)
 
     def python_parts(self) -> dict[str, object]:
         """Return the objects whose Python the step runs, by name: `jit` looks there for state besides its own."""
@@ -145,7 +128,7 @@ class TrainStep(Fixed):
 
         Args:
             params: a pytree of floating-point or complex tensors, or `Params`; by default the module's, if the
-                loss is of `module_loss`. `Params` keep their groups: `DataParallel(buckets=...)` does not split them.
+                loss is of `module_loss`. `Params` are taken apart and stored anew.
             buffers: tensors by name; by default the module's.
             flat: store the parameters in a few 1-D tensors, so that the number of kernel launches does not depend on
                 the number of tensors; False stores each tensor by itself.
@@ -288,8 +271,7 @@ class TrainStep(Fixed):
         Raises:
             ValueError, TypeError: they are not the loss's parameters (`check_params`), once for each layout.
         """
-        dtypes = tuple([None if group is None else group.dtype for group in params.groups])
-        about = _Checked(params.layout, dtypes)
+        about = params.layout, [None if group is None else group.dtype for group in params.groups]
         if torch.compiler.is_dynamo_compiling():  # torch.compile would guard what is known, and compile anew for it
             check_params(call, params, self.loss_fn)
         elif self._last_checked != about:

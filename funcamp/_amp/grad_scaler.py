@@ -24,8 +24,7 @@ from funcamp._amp.unscale import by_device, unscale
 from funcamp._amp.write_scale import apply_rule, set_scale
 from funcamp._check import boolean, integer
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.precision import reciprocal
-from funcamp._scaler.state import ScalerState, tensors_of
+from funcamp._scaler.state import ScalerState, reciprocal, tensors_of
 from funcamp._types import Args, Kwargs, StateDict
 
 _INT32_MAX = torch.iinfo(torch.int32).max

@@ -9,9 +9,8 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._optim.chain import Chain
 from funcamp._optim.part import Update
-from funcamp._scaler.limits import exhausted, saturated
 from funcamp._scaler.skip_step import old_where
-from funcamp._scaler.update import update
+from funcamp._scaler.update import cannot_fall, cannot_grow, decided, moved
 from funcamp._step.accumulate import accumulate, micro_batches
 from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
 from funcamp._step.differentiate import differentiator
@@ -86,7 +85,8 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
     is_skipped = skips.long()
     calls = state.step + 1
     skipped = state.skipped + is_skipped
-    next_scaler = update(scaler, step.config)
+    decision = decided(scaler, step.config)
+    next_scaler = moved(scaler, *decision)
     if shares.is_empty is not None:  # neither a good step nor an overflow
         next_scaler = old_where("step", shares.is_empty, next_scaler, state.scaler)
     after = TrainState(
@@ -105,8 +105,8 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
         scale=state.scaler.scale.clone(),
         lr=step._transforms.learning_rate(state.opt_state),
         found_inf=scaler.found_inf,
-        exhausted=exhausted(scaler, step.config).float(),
-        saturated=saturated(scaler, step.config).float(),
+        exhausted=cannot_fall(scaler, *decision).float(),
+        saturated=cannot_grow(scaler, *decision).float(),
         applied=calls - skipped,
         skipped=skipped.clone(),
         consecutive_skips=after.consecutive_skips.clone(),

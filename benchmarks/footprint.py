@@ -28,8 +28,8 @@ from _variants import funcamp_step, torch_loop
 from torch.utils import _pytree
 
 import funcamp
+from funcamp._step.accumulate import Shares
 from funcamp._step.differentiate import differentiator
-from funcamp._step.shares import Shares
 
 LOW = torch.bfloat16
 LARGE = CPU_SIZES["MLP 38 M"]

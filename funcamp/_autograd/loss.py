@@ -45,6 +45,10 @@ class Loss:
 
     has_module = False
     """Whether a module has the tensors of a call until the backward pass has ended."""
+    names: dict[str, str] | None = None
+    """The name of every trainable parameter of a module, with the stored name, which differs for tied ones."""
+    uncast_names: frozenset[str] = frozenset()
+    """The stored names of a module's parameters that autocast does not cast, such as those of embeddings."""
 
     def __init__(
         self,
@@ -84,16 +88,6 @@ class Loss:
         with region:
             returned = self(*args)
         return then(returned)
-
-    @property
-    def names(self) -> dict[str, str] | None:
-        """Return the names of a module's parameters, each with the stored name; None for any other loss."""
-        return None
-
-    @property
-    def uncast_names(self) -> frozenset[str]:
-        """Return the stored names of a module's parameters that autocast does not cast."""
-        return frozenset()
 
     @property
     def probes(self) -> tuple[str, ...]:

@@ -67,6 +67,7 @@ class ModuleLoss(Loss):
     """
 
     has_module = True
+    names: dict[str, str]
 
     def __init__(
         self,
@@ -82,6 +83,8 @@ class ModuleLoss(Loss):
         """The module that the loss was made of. `model` is the one that it calls: the same, or a copy with taps."""
         self.criterion = criterion
         self.tensors = ModuleTensors(model)
+        self.names = self.tensors.names
+        self.uncast_names = self.tensors.uncast_names
         self.has_buffers = bool(self.tensors.buffer_names)
         self._left_behind: LeftBehind | None = None
         self._has_logged_eval_mode = False
@@ -94,16 +97,6 @@ class ModuleLoss(Loss):
         self._recurrent_layers = [module for module in self.holder.modules() if isinstance(module, nn.RNNBase)]
         self._modes_checked: set[bool] = set()
         """The values of model.training with which a call was checked."""
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The name of every trainable parameter, to the name under which it is stored (different for tied ones)."""
-        return self.tensors.names
-
-    @property
-    def uncast_names(self) -> frozenset[str]:
-        """The stored names of the parameters that autocast does not cast, such as those of embeddings."""
-        return self.tensors.uncast_names
 
     def __repr__(self) -> str:
         criterion = "" if self.criterion is None else f", {self.criterion!r}"
@@ -124,10 +117,7 @@ class ModuleLoss(Loss):
         return self._call(None, contextlib.nullcontext(), params, *buffers_and_batch)
 
     def call_then(self, then: Callable[[Tree], Any], region: AbstractContextManager[object], *args: Any) -> Any:
-        """Return then(loss) as `Loss` does; the module has the tensors of the call until then has returned.
-
-        In the backward pass it has copies of the buffers after the forward pass: what is computed again may write them.
-        """
+        """Return then(loss) as `Loss` does; the module has the tensors of the call until then has returned."""
         if torch.compiler.is_dynamo_compiling():
             return super().call_then(then, region, *args)
         return self._call(then, region, *args)
@@ -157,13 +147,11 @@ class ModuleLoss(Loss):
             loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
             if self.has_buffers:
                 after = self.tensors.buffers_after(self.model, values)
+                if then is not None:  # what the backward pass computes again may write into those of the module
+                    after = {name: buffer.clone() for name, buffer in after.items()}
                 returned = (loss, (after, aux) if self.has_aux else after)
             check(returned)
-            if then is None:
-                return returned
-            if self.has_buffers:
-                self.tensors.put_copies(self.model, after)
-            return then(returned)
+            return returned if then is None else then(returned)
 
         if torch.compiler.is_dynamo_compiling():
             return self._run(values, run)

@@ -83,12 +83,9 @@ class ModuleTensors:
         Raises:
             KeyError: a parameter or buffer is missing.
         """
-        tied = {name: params[stored_name] for name, stored_name in self.names.items()}
-        return {**params, **tied, **self._buffers_by_name(buffers)}
-
-    def _buffers_by_name(self, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return buffers for the module by its names, in which a tied one has several."""
-        values: dict[str, Tensor] = {}
+        values = dict(params)
+        for name, stored_name in self.names.items():
+            values[name] = params[stored_name]
         for name, stored_name in self.buffer_names.items():
             # A frozen parameter is another object in the same memory, as in the module: an object that is both would
             # make `self.buffer += 1` register the buffer as a parameter.
@@ -124,13 +121,6 @@ class ModuleTensors:
                     "the forward pass assigned another tensor to one of them: register a clone() for the other"
                 )
         return {stored_name: tensors[stored_name] for stored_name in self.buffer_names.values()}
-
-    def put_copies(self, model: nn.Module, buffers: Mapping[str, Tensor]) -> None:
-        """Put copies of buffers, by stored name, into a module that was called."""
-        copies = {stored_name: buffer.detach().clone() for stored_name, buffer in buffers.items()}
-        for name, copy in self._buffers_by_name(copies).items():
-            slot = TensorSlot.of(model, name)
-            slot.owner[slot.key] = copy
 
     @contextlib.contextmanager
     def attributes_on(self, values: Mapping[str, Tensor]) -> Iterator[None]:

@@ -12,8 +12,7 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.scaled_grad import choose_engine, differentiate, refuse_hooks_beside
 from funcamp._scaler.state import ScalerState
-from funcamp._step.accumulate import Differentiate, Result
-from funcamp._step.shares import Shares
+from funcamp._step.accumulate import Differentiate, Result, Shares
 from funcamp._step.state import TrainState
 from funcamp._storage.inputs import gradients_as_stored
 from funcamp._storage.params import Params, clone

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from funcamp._autograd.loss import Loss
 from funcamp._scaler.config import ScalerConfig
+from funcamp._step.accumulate import Weight
 from funcamp._step.parallel import Parallel
-from funcamp._step.shares import Weight
 from funcamp._storage.policy import Policy
 from funcamp._types import Tree
 

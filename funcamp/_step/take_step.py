@@ -11,10 +11,9 @@ from funcamp._optim.chain import Chain
 from funcamp._optim.part import Update
 from funcamp._scaler.skip_step import old_where
 from funcamp._scaler.update import cannot_fall, cannot_grow, decided, moved
-from funcamp._step.accumulate import accumulate, micro_batches
+from funcamp._step.accumulate import accumulate, micro_batches, shares_of
 from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
 from funcamp._step.differentiate import differentiator
-from funcamp._step.shares import shares_of
 from funcamp._step.state import Metrics, TrainState
 from funcamp._storage.params import Params, clone, expand
 from funcamp._types import Tree

@@ -35,7 +35,7 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
     parallel = options.parallel
     device = state.scaler.scale.device
     batch = _tree.plain(batch)
-    _check_options(step, state)
+    _refuse_average(step, state)
 
     # What the loss gets: full parameters, in float32. Autocast casts them at their use.
     params_of_loss = step._params_of_loss("step", state.params)
@@ -116,17 +116,9 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
     return after, metrics
 
 
-def _check_options(step: TrainStep, state: TrainState) -> None:
-    """Raise ValueError if the state or the loss does not fit the options."""
-    decay = step._options.ema_decay
-    has_average = isinstance(state.ema, Params)
-    if decay is not None and not has_average:
-        raise ValueError(
-            f"step: state must have an average for ema_decay={decay}; got a state without: begin one with "
-            f"state._replace(opt_state=(state.opt_state, funcamp.average({decay}).init(state.params)))"
-        )
-    # A chain may contain an average.
-    if decay is None and has_average and not isinstance(step.optimizer, Chain):
+def _refuse_average(step: TrainStep, state: TrainState) -> None:
+    """Raise ValueError if the state has an average and the step has none. Of the reverse the chain reports."""
+    if isinstance(state.ema, Params) and step._options.ema_decay is None and not isinstance(step.optimizer, Chain):
         raise ValueError(
             "step: state must have no average without ema_decay; got one: drop it with "
             "state._replace(opt_state=state.opt_state[0])"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -381,7 +381,7 @@ class TrainStep(Fixed):
             consuming_loss.state_was_made(shares_memory=True)
         return state
 
-    def to_torch(self, state: TrainState, *, names: Iterable[str] | None = None) -> StateDict:
+    def to_torch(self, state: TrainState) -> StateDict:
         """Return the state_dicts with which a torch loop continues: its module, optimizer and scaler.
 
         torch's optimizer must be created with `model.parameters()`, frozen ones included. For `by_group` it has one
@@ -390,7 +390,6 @@ class TrainStep(Fixed):
 
         Args:
             state: the state after a step.
-            names: the parameters in the order in which torch's optimizer got them; by default the module's.
 
         Returns:
             "model", "optimizer" (by label if classes differ) and "scaler", each for torch's `load_state_dict`. foreach,
@@ -399,7 +398,6 @@ class TrainStep(Fixed):
         Raises:
             TypeError: an optimizer was not made by `stateless`, or its class is not torch.optim's: its state is saved
                 by `state_dict`.
-            ValueError: names are not those of the parameters.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)
@@ -411,7 +409,7 @@ class TrainStep(Fixed):
             >>> torch.optim.AdamW(model.parameters()).load_state_dict(saved["optimizer"])
             >>> torch.amp.GradScaler("cpu").load_state_dict(saved["scaler"])
         """
-        return to_torch(self, state, names)
+        return to_torch(self, state)
 
     def from_torch(
         self,
@@ -419,7 +417,6 @@ class TrainStep(Fixed):
         *,
         optimizer: Mapping[str, StateDict] | StateDict | None = None,
         scaler: StateDict | None = None,
-        names: Iterable[str] | None = None,
         steps: int | None = None,
         consume: bool = False,
     ) -> TrainState:
@@ -431,18 +428,17 @@ class TrainStep(Fixed):
         Args:
             like: from `init`; not changed.
             optimizer: `torch.optim.Optimizer.state_dict()` of the step's class; None to start anew. For `by_group`, as
-                `to_torch` returns it.
+                `to_torch` returns it. Its parameters are in the module's order, or their names are in its groups as
+                "param_names": an optimizer created with `named_parameters()` saves them.
             scaler: `torch.amp.GradScaler.state_dict()`; None to start anew.
-            names: the parameters in the order in which torch's optimizer got them; by default the names it saved (an
-                optimizer created with `named_parameters()` saves them), else the module's order.
             steps: number of applied steps, for schedules; by default the optimizer's count (SGD has none).
             consume: let the module share the memory of the returned state, as in `init`.
 
         Raises:
             TypeError: like is not a `TrainState`; optimizer is not a state_dict, or the step's was not made by
                 `stateless` from a class of torch.optim.
-            ValueError: optimizer is of another class or has other numbers (lr, betas) than the step; scaler has other
-                constants; names or steps are missing and needed.
+            ValueError: optimizer is of another class, or has other numbers (lr, betas) or parameters than the step;
+                scaler has other constants; steps are missing and needed.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)
@@ -454,5 +450,5 @@ class TrainStep(Fixed):
             >>> step.from_torch(step.init(), optimizer=adamw.state_dict()).opt_state.applied
             tensor(1)
         """
-        state = from_torch(self, like, optimizer, scaler, names, steps)
+        state = from_torch(self, like, optimizer, scaler, steps)
         return self._adopted("from_torch", state, consume)

@@ -6,7 +6,7 @@ names in torch's order. What torch keeps of a parameter has the name under which
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -56,43 +56,42 @@ class TorchGroup(NamedTuple):
         """Return the exported name of an optimizer entry of a parameter."""
         return f"{self.prefix}state.{entry}.{name}"
 
-    def entries_in(self, saved: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of the optimizer's entries, as in torch, that are among exported names."""
-        return list(dict.fromkeys(name.partition(".")[0] for name in _part(saved, f"{self.prefix}state.")))
+    def states_in(self, saved: Mapping[str, Tensor]) -> dict[str, StateDict]:
+        """Return the exported entries of each parameter, by the parameter's name and by theirs."""
+        states: dict[str, StateDict] = {}
+        for entry_and_name, value in _part(saved, f"{self.prefix}state.").items():
+            entry, _, name = entry_and_name.partition(".")
+            states.setdefault(name, {})[entry] = value
+        return states
 
 
-def groups_of(call: str, step: TrainStep, state: TrainState, names: Iterable[str] | None) -> list[TorchGroup]:
+def groups_of(call: str, step: TrainStep, state: TrainState) -> list[TorchGroup]:
     """Return the parameter groups of torch's optimizer: one, or one for each label of `by_group`.
+
+    A group has the parameters in the order of the module, frozen ones too.
 
     Args:
         call: the public function, for errors.
         step: the step.
         state: a state of it.
-        names: the parameters in the order in which torch's optimizer got them; None for the module's.
 
     Raises:
         TypeError: an optimizer was not made by `stateless`.
-        ValueError: names are not those of the step's parameters.
     """
     labels = state.params.layout.label_of()
     of_module: dict[str, nn.Parameter] = {}
     if isinstance(step.loss_fn, ModuleLoss):
         of_module = dict(step.loss_fn.model.named_parameters())
-    order = list(names if names is not None else of_module or labels)
-    is_repeated = len(set(order)) < len(order)
-    if is_repeated or not labels.keys() <= set(order) <= labels.keys() | of_module.keys():
-        odd = sorted(labels.keys() ^ set(order))
-        raise ValueError(f"{call}: names must be those of the step's parameters, each once; got {order}, odd is {odd}")
-
+    names = list(of_module or labels)
     optimizer = only_optimizer_of(step.optimizer)
     if isinstance(optimizer, GroupedOptimizer):
-        frozen_names = [name for name in order if name not in labels]
+        frozen_names = [name for name in names if name not in labels]
         labels |= {name: optimizer.group(name, of_module[name]) for name in frozen_names}
         groups: list[TorchGroup] = []
         for label, optimizer_of_label in optimizer.optimizers.items():
-            groups.append(TorchGroup(label, optimizer_of_label, [name for name in order if labels[name] == label]))
+            groups.append(TorchGroup(label, optimizer_of_label, [name for name in names if labels[name] == label]))
     else:
-        groups = [TorchGroup(None, optimizer, order)]
+        groups = [TorchGroup(None, optimizer, names)]
     for group in groups:
         if not isinstance(group.optimizer, StatelessOptimizer):
             raise TypeError(f"{call}: the step's optimizer must be made by stateless; got {group.optimizer!r}")
@@ -115,16 +114,13 @@ def _as_number(value: object) -> object:
     return map_items(lambda _, item: item.item() if isinstance(item, Tensor) else item, "", value)
 
 
-def _torch_optimizers(
-    call: str, step: TrainStep, state: TrainState, names: Iterable[str] | None
-) -> dict[str | None, list[TorchGroup]]:
+def _torch_optimizers(call: str, step: TrainStep, state: TrainState) -> dict[str | None, list[TorchGroup]]:
     """Return the groups of each of torch's optimizers: one, by the label None; or one by label, if classes differ.
 
     Raises:
         TypeError: a class is not torch.optim's, so that torch's format may not hold its state; and as `groups_of`.
-        ValueError: as `groups_of`.
     """
-    groups = groups_of(call, step, state, names)
+    groups = groups_of(call, step, state)
     for group in groups:
         if not group.is_of_torch:
             raise TypeError(
@@ -145,11 +141,11 @@ def _part(saved: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
 # To torch.
 
 
-def to_torch(step: TrainStep, state: TrainState, names: Iterable[str] | None) -> StateDict:
+def to_torch(step: TrainStep, state: TrainState) -> StateDict:
     """Return the state_dicts of `TrainStep.to_torch`."""
     saved = export("to_torch", state)
     optimizers: dict[str | None, StateDict] = {}
-    for label, groups in _torch_optimizers("to_torch", step, state, names).items():
+    for label, groups in _torch_optimizers("to_torch", step, state).items():
         optimizers[label] = _optimizer_state_dict(groups, saved)
     model = _part(saved, "params.")
     if isinstance(step.loss_fn, ModuleLoss):
@@ -168,9 +164,9 @@ def _optimizer_state_dict(groups: Sequence[TorchGroup], saved: Mapping[str, Tens
     count = 0
     for group in groups:
         numbers = range(count, count + len(group.names))
-        entries = group.entries_in(saved)
+        states = group.states_in(saved)
         for number, name in zip(numbers, group.names):
-            parameter_state = _parameter_state(group, entries, name, saved)
+            parameter_state = _as_torchs(states.get(name, {}))
             if parameter_state:
                 state[number] = parameter_state
         hyperparameters = hyperparameters_of(group.optimizer, saved[f"{group.prefix}applied"])
@@ -179,16 +175,14 @@ def _optimizer_state_dict(groups: Sequence[TorchGroup], saved: Mapping[str, Tens
     return {"state": state, "param_groups": param_groups}
 
 
-def _parameter_state(group: TorchGroup, entries: Iterable[str], name: str, saved: Mapping[str, Tensor]) -> StateDict:
+def _as_torchs(entries: StateDict) -> StateDict:
     """Return torch's state of one parameter; empty for a frozen one, and for one that no step has changed."""
-    keys = {entry: group.key(entry, name) for entry in entries}
-    parameter_state: StateDict = {entry: saved[key] for entry, key in keys.items() if key in saved}
     # The count of steps that changed the parameter, for classes whose first step differs; torch has no such entry.
-    if APPLIED_ENTRY in parameter_state and parameter_state.pop(APPLIED_ENTRY) == 0:
+    if entries.pop(APPLIED_ENTRY, None) == 0:
         return {}
-    if "step" in parameter_state:
-        parameter_state["step"] = parameter_state["step"].cpu()  # torch stores the step counter on the host
-    return parameter_state
+    if "step" in entries:
+        entries["step"] = entries["step"].cpu()  # torch stores the step counter on the host
+    return entries
 
 
 # From torch.
@@ -199,7 +193,6 @@ def from_torch(
     like: TrainState,
     optimizer: Mapping[str, StateDict] | StateDict | None,
     scaler: StateDict | None,
-    names: Iterable[str] | None,
     steps: int | None,
 ) -> TrainState:
     """Return the state of `TrainStep.from_torch`: like's, into whose exported tensors torch's are written."""
@@ -207,22 +200,20 @@ def from_torch(
     check_train_state(call, "like", like)
     saved = export(call, like)
     if optimizer is not None:
-        groups_by_label = _torch_optimizers(call, step, like, names)
+        groups_by_label = _torch_optimizers(call, step, like)
         state_dicts: Any = {None: optimizer} if None in groups_by_label else optimizer
         if not isinstance(state_dicts, Mapping) or state_dicts.keys() != groups_by_label.keys():
             labels = list(groups_by_label)
             raise ValueError(f"{call}: optimizer must have a state_dict for each of {labels}; got {list(optimizer)}")
         for label, groups in groups_by_label.items():
-            _read_optimizer(call, state_dicts[label], groups, saved, names_are_given=names is not None)
+            _read_optimizer(call, state_dicts[label], groups, saved)
         _read_counts(call, [group for groups in groups_by_label.values() for group in groups], steps, saved)
     if scaler is not None:
         saved |= _scaler_tensors(call, step, scaler, like)
     return restore(saved, like)
 
 
-def _read_optimizer(
-    call: str, state_dict: StateDict, groups: Sequence[TorchGroup], saved: dict[str, Tensor], *, names_are_given: bool
-) -> None:
+def _read_optimizer(call: str, state_dict: StateDict, groups: Sequence[TorchGroup], saved: dict[str, Tensor]) -> None:
     """Write a torch optimizer's state among the exported tensors.
 
     Raises:
@@ -232,51 +223,47 @@ def _read_optimizer(
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         got = _tree.brief(state_dict)
         raise TypeError(f"{call}: optimizer must be the state_dict() of a torch.optim.Optimizer; got {got}")
-    names = _names_by_number(call, state_dict, groups, saved, names_are_given=names_are_given)
+    names = _names_by_number(call, state_dict, groups, saved)
     groups_by_name = {name: group for group in groups for name in group.names}
+    known = {group.label: group.states_in(saved) for group in groups}
     for saved_group in state_dict["param_groups"]:
         for number in saved_group["params"]:
             name = names[number]
             if name not in groups_by_name:
-                raise ValueError(f"{call}: names must be of the step's parameters; got {name!r}")
+                raise ValueError(f"{call}: param_names of optimizer must be of the step's parameters; got {name!r}")
             if _is_trained(name, saved):
                 group = groups_by_name[name]
                 _check_hyperparameters(call, group.optimizer, saved_group, name)
-                _read_parameter(call, group, name, state_dict["state"].get(number, {}), saved)
+                own_entries = known[group.label].get(name, {})
+                for entry, value in _entries_of(call, name, state_dict["state"].get(number, {}), own_entries).items():
+                    saved[group.key(entry, name)] = value
 
 
 def _names_by_number(
-    call: str,
-    state_dict: StateDict,
-    groups: Sequence[TorchGroup],
-    saved: Mapping[str, Tensor],
-    *,
-    names_are_given: bool,
+    call: str, state_dict: StateDict, groups: Sequence[TorchGroup], saved: Mapping[str, Tensor]
 ) -> dict[int, str]:
     """Return the name of each parameter that a torch optimizer has by a number.
 
-    The order is the caller's, which the groups have, if it gave the names; else that of the names that torch saved, of
-    an optimizer created with `named_parameters()`; else the module's, with or without its frozen parameters.
+    The order is that of the names that torch saved, of an optimizer created with `named_parameters()`; else the
+    module's, with or without its frozen parameters.
 
     Raises:
         ValueError: the numbers of parameters or of groups differ, so that the order is not known.
     """
     saved_groups = state_dict["param_groups"]
     numbers = [number for saved_group in saved_groups for number in saved_group["params"]]
-    saved_names = [name for saved_group in saved_groups for name in saved_group.get("param_names", ())]
-    names = [name for group in groups for name in group.names]
-    is_known_order = names_are_given or len(saved_groups) == len(groups)  # several groups have another order
-    if not names_are_given and saved_names:
-        names, is_known_order = saved_names, True
-    elif not names_are_given and len(names) != len(numbers):
-        # torch's optimizer got only the trainable parameters.
-        names = [name for name in names if _is_trained(name, saved)]
-    if len(names) != len(numbers) or not is_known_order:
-        raise ValueError(
-            f"{call}: names must be given, the names of all parameters in the order in which torch's optimizer was "
-            f"given them; it has {len(numbers)} in {len(saved_groups)} groups, the step {len(names)} in {len(groups)}"
-        )
-    return dict(zip(numbers, names))
+    own_names = [name for group in groups for name in group.names]
+    orders = [[name for saved_group in saved_groups for name in saved_group.get("param_names", ())]]
+    if len(saved_groups) == len(groups):  # several groups have another order
+        orders += [own_names, [name for name in own_names if _is_trained(name, saved)]]
+    for names in orders:
+        if len(names) == len(numbers):
+            return dict(zip(numbers, names))
+    raise ValueError(
+        f"{call}: optimizer must have the step's parameters; it has {len(numbers)} in {len(saved_groups)} groups, the "
+        f"step {len(own_names)} in {len(groups)}: if they are the same in another order, write their names into it, "
+        "group['param_names'] = [...] for each group of optimizer['param_groups']"
+    )
 
 
 def _is_trained(name: str, saved: Mapping[str, Tensor]) -> bool:
@@ -284,27 +271,26 @@ def _is_trained(name: str, saved: Mapping[str, Tensor]) -> bool:
     return f"params.{name}" in saved
 
 
-def _read_parameter(
-    call: str, group: TorchGroup, name: str, entries: Mapping[str, object], saved: dict[str, Tensor]
-) -> None:
-    """Write torch's state of one parameter among the exported tensors.
+def _entries_of(
+    call: str, name: str, entries: Mapping[str, object], own_entries: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """Return torch's state of one parameter in the form of the step's own.
 
     Raises:
         ValueError: torch's class has other entries.
     """
     # A class may save None for an entry that it does not use.
     values = {entry: value for entry, value in entries.items() if value is not None}
-    if group.key(APPLIED_ENTRY, name) in saved:
+    if APPLIED_ENTRY in own_entries:
         # torch has no entries of a parameter that no step has changed.
         values[APPLIED_ENTRY] = 1 if values else 0
-    for entry, value in values.items():
-        key = group.key(entry, name)
-        if key not in saved:
-            known = group.entries_in(saved)
-            raise ValueError(
-                f"{call}: optimizer must be of the step's class, which keeps {known} for {name!r}; got {entry!r}"
-            )
-        saved[key] = torch.as_tensor(value).to(saved[key].device, saved[key].dtype)
+    unknown = [entry for entry in values if entry not in own_entries]
+    if unknown:
+        raise ValueError(
+            f"{call}: optimizer must be of the step's class, which keeps {list(own_entries)} for {name!r}; got "
+            f"{unknown[0]!r}"
+        )
+    return {entry: torch.as_tensor(value).to(own_entries[entry]) for entry, value in values.items()}
 
 
 def _check_hyperparameters(

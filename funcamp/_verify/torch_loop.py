@@ -30,7 +30,7 @@ def why_not(step: TrainStep, state: TrainState) -> str:
     if isinstance(step.optimizer, Chain):
         return "the optimizer is a chain"
     try:
-        groups = groups_of("verify", step, state, None)
+        groups = groups_of("verify", step, state)
     except TypeError:
         return "the optimizer is not made by stateless"
     if int(state.step) and not all(group.is_of_torch for group in groups):
@@ -75,7 +75,7 @@ class TorchLoop:
 
         self._optimizers: list[tuple[TorchGroup, torch.optim.Optimizer]] = []
         saved = step.to_torch(state)["optimizer"] if self._applied else {}
-        for index, group in enumerate(groups_of("verify", step, state, None)):
+        for index, group in enumerate(groups_of("verify", step, state)):
             parameters = [named[name] for name in group.names]
             param_group = {**self._hyperparameters(group), "params": parameters}
             optimizer = group.optimizer._cls([param_group], **group.optimizer._arguments)

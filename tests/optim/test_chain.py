@@ -220,9 +220,7 @@ def test_an_average_can_begin_and_end_in_mid_training() -> None:
     loss_fn = module_loss(model(), nn.functional.mse_loss)
     without, averaging = make_train_step(loss_fn, ADAMW), make_train_step(loss_fn, ADAMW, ema_decay=0.5)
     state, _ = without(without.init(), batch(0))
-    with pytest.raises(
-        ValueError, match=r"with a state for each of .*average\(0.5\).*: begin an average with"
-    ):
+    with pytest.raises(ValueError, match=r"with a state for each of .*average\(0.5\).*: begin an average with"):
         averaging(state, batch(1))
     begun = state._replace(opt_state=(state.opt_state, average(0.5).init(state.params)))
     after, _ = averaging(begun, batch(1))

@@ -342,11 +342,9 @@ class ModuleLoss(Loss):
         torch.clear_autocast_cache()  # it contains casts of the previous memory
         return self.tensors.own_params()
 
-    def take_buffers(self) -> dict[str, Tensor]:
-        """Return copies of the module's buffers by name, and make the module's buffers share their memory."""
-        copies = {name: buffer.clone() for name, buffer in self.buffers().items()}
-        self.tensors.share_buffers(self.holder, copies)
-        return copies
+    def share_buffers(self, buffers: dict[str, Tensor]) -> None:
+        """Make the module's buffers share the memory of a state's."""
+        self.tensors.share_buffers(self.holder, buffers)
 
     def adopt(self, params: Tree, buffers: dict[str, Tensor]) -> None:
         """Make the module's trainable parameters and its buffers share the memory of a state's.
@@ -357,7 +355,7 @@ class ModuleLoss(Loss):
         values = expand(params)
         for name, parameter in self.own_params().items():
             rebind(parameter, values[name])
-        self.tensors.share_buffers(self.holder, buffers)
+        self.share_buffers(buffers)
 
     def state_dict(self, params: Tree, buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the module's own `state_dict` with these values.

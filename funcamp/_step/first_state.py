@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ Group = Callable[[str, Tensor], str]
 
 
 def first_state(
-    step: TrainStep, params: Tree, buffers: object, *, flat: bool, group: Group | None, consume: bool
+    step: TrainStep, params: Tree, buffers: Any, *, flat: bool, group: Group | None, consume: bool
 ) -> TrainState:
     """Return the state of `TrainStep.init`."""
     call = "init"
@@ -47,13 +47,11 @@ def first_state(
     is_modules_own = params is None
     if consumed is not None:
         params = consumed.own_params()
-        buffers = {}  # they are taken when the parameters are stored
     elif params is None:
         params = loss_fn.params()
     if buffers is None:
         buffers = loss_fn.buffers()
-    if consumed is None:
-        _check_buffers(loss_fn, buffers)
+    _check_buffers(loss_fn, buffers)
     parallel.agree(described(loss_fn, step.optimizer, step.config, options, flat))
 
     # Stored as the state has them, with the first rank's values.
@@ -62,7 +60,9 @@ def first_state(
             call, params, loss_fn, group or step._group, flat=flat, buckets=parallel.buckets, consume=consume
         )
         check_params(call, stored, loss_fn)
-        buffers = clone(buffers) if consumed is None else consumed.take_buffers()
+        buffers = clone(buffers)
+        if consumed is not None:
+            consumed.share_buffers(buffers)
         parallel.broadcast_first(stored)
         parallel.broadcast_first(buffers)
         stored = parallel.own_part(stored)

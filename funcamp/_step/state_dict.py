@@ -211,19 +211,17 @@ def check_like(call: str, name: str, value: object, like: Tensor) -> None:
 
 def check_values(call: str, state: TrainState) -> None:
     """Raise ValueError for a scale, flag or count that is impossible or unrecoverable; reads the host."""
-
-    def check(name: str, value: Tensor, holds: Tensor, rule: str) -> None:
-        if not bool(holds.all()):
-            raise ValueError(f"{call}: saved[{name!r}] must be {rule}; got {value[~holds].flatten()[0].item():g}")
-
-    scale = state.scaler.scale
-    check("scaler.scale", scale, (scale > 0) & scale.isfinite(), "above 0 and finite")
-    found_inf = state.scaler.found_inf
-    check("scaler.found_inf", found_inf, (found_inf == 0) | (found_inf == 1), "0 or 1")
+    step, skipped, in_a_row = state.step, state.skipped, state.consecutive_skips
+    scale, found_inf = state.scaler.scale, state.scaler.found_inf
+    rules = [
+        ("scaler.scale", scale, (scale > 0) & scale.isfinite(), "above 0 and finite"),
+        ("scaler.found_inf", found_inf, (found_inf == 0) | (found_inf == 1), "0 or 1"),
+    ]
     for name, value in tensors_by_name(state).items():
         if _COUNT_NAME.fullmatch(name):
-            check(name, value, value >= 0, "0 or more")
-    for name, limit_name in (("skipped", "step"), ("consecutive_skips", "skipped")):
-        count = getattr(state, name)
-        limit = getattr(state, limit_name)
-        check(name, count, count <= limit, f"at most saved[{limit_name!r}]")
+            rules.append((name, value, value >= 0, "0 or more"))
+    rules.append(("skipped", skipped, skipped <= step, "at most saved['step']"))
+    rules.append(("consecutive_skips", in_a_row, in_a_row <= skipped, "at most saved['skipped']"))
+    for name, value, holds, rule in rules:
+        if not bool(holds.all()):
+            raise ValueError(f"{call}: saved[{name!r}] must be {rule}; got {value[~holds].flatten()[0].item():g}")

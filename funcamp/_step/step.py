@@ -13,13 +13,11 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.scaled_grad import loss_and_aux
 from funcamp._check import Fixed, boolean, one_batch
-from funcamp._optim.average import average
-from funcamp._optim.chain import chain, group_functions_in, single_parts_in
-from funcamp._optim.clip import clip_by_norm, clip_by_value
+from funcamp._optim.chain import group_functions_in, single_parts_in
 from funcamp._scaler.config import ScalerConfig
 from funcamp._step.differentiate import arguments_of
 from funcamp._step.first_state import consumed_loss, first_state
-from funcamp._step.options import Options
+from funcamp._step.options import Options, transforms_of
 from funcamp._step.state import Metrics, TrainState, check_train_state
 from funcamp._step.state_dict import export, gather, restore
 from funcamp._step.take_step import take_step
@@ -55,14 +53,7 @@ class TrainStep(Fixed):
         #: Gives parameters the labels of their groups, unless `init` gets another function. The optimizer has at most
         #: one (`make_train_step`).
         self._group = next(iter(group_functions_in(optimizer)), matrix_or_vector)
-        parts = [optimizer]
-        if options.max_norm is not None:
-            parts.insert(0, clip_by_norm(options.max_norm))
-        if options.max_value is not None:
-            parts.insert(0, clip_by_value(options.max_value))
-        if options.ema_decay is not None:
-            parts.append(average(options.ema_decay))
-        self._transforms = chain(*parts)
+        self._transforms = transforms_of(optimizer, options)
 
     def python_parts(self) -> dict[str, object]:
         """Return the objects whose Python the step runs, by name: `jit` looks there for state besides its own."""

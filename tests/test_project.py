@@ -124,7 +124,7 @@ MOST_TOKENS: dict[str, int] = {
     "_optim": 23_878,
     "_trace": 22_158,
     "_autograd": 9_738,
-    "_step": 11_206,
+    "_step": 11_226,
     "_cpu": 7_071,
     "numerics": 7_081,
     "_verify": 6_120,

@@ -263,9 +263,8 @@ class TrainStep(Fixed):
             ValueError, TypeError: they are not the loss's parameters (`check_params`), once for each layout.
         """
         about = params.layout, [None if group is None else group.dtype for group in params.groups]
-        if torch.compiler.is_dynamo_compiling():  # torch.compile would guard what is known, and compile anew for it
-            check_params(call, params, self.loss_fn)
-        elif self._last_checked != about:
+        # torch.compile would guard what is known, and compile anew for it.
+        if torch.compiler.is_dynamo_compiling() or self._last_checked != about:
             check_params(call, params, self.loss_fn)
             if not compiling():
                 self._last_checked = about

@@ -142,8 +142,8 @@ def test_a_loaded_state_leaves_the_module_behind() -> None:
         module(X)
 
 
-def pickled(module: nn.Module) -> Any:
-    return pickle.loads(pickle.dumps(module))
+def pickled(value: object) -> Any:
+    return pickle.loads(pickle.dumps(value))
 
 
 def saved_and_loaded(module: nn.Module) -> Any:
@@ -262,3 +262,22 @@ def test_a_module_that_two_steps_left_behind_loads_a_state_dict() -> None:
     module.load_state_dict(step.loss_fn.state_dict(state.params, state.buffers))
     module.eval()
     assert torch.equal(F.mse_loss(module(X), Y), step.loss(state, (X, Y)))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("consume", [False, True])
+def test_a_copied_trainer_goes_on_as_the_original_does(copied: Any, jitted: bool, consume: bool) -> None:
+    step, state = taken(model(), consume=consume, steps=0)
+    trainer = {"model": step.loss_fn.model, "step": step, "state": state}
+    other = copied(trainer)
+    results = []
+    for each in (trainer, other):
+        run: Any = jit(each["step"], backend="eager") if jitted else each["step"]
+        for _ in range(3):
+            each["state"], metrics = run(each["state"], (X, Y))
+        results.append((metrics.loss, each["state"].params.tree(), each["state"].buffers))
+    assert_same(results[1], results[0])
+    assert other["step"].loss_fn.model is other["model"]
+    with pytest.warns(UserWarning, match=BEHIND):  # a copied parameter has memory of its own, also after consume
+        other["model"].eval()(X)

@@ -88,8 +88,8 @@ class TrainStep(Fixed):
         Raises:
             TypeError: state is not a `TrainState`; the loss is not a floating-point tensor, or returns something else
                 than the options say; weight returns neither a number nor a tensor.
-            ValueError: the loss or a weight has a shape other than (); a weight is a negative number, or one that is not
-                finite; the number of micro-batches is 0, above accumulate, or differs between tensors.
+            ValueError: the loss or a weight has a shape other than (); a weight is a negative number, or one
+                that is not finite; the number of micro-batches is 0, above accumulate, or differs between tensors.
         """
         state = self.check_call("step", state, batch, *more)
         if not torch.compiler.is_dynamo_compiling():

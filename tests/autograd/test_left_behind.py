@@ -174,6 +174,17 @@ def test_a_copy_of_a_module_that_is_behind_warns_and_has_nothing_of_it(copied: A
     assert b"funcamp" not in pickle.dumps(other)
 
 
+def test_a_tensor_that_has_the_address_of_one_that_is_gone_is_another() -> None:
+    for _ in range(20):
+        module = model()
+        step, state = taken(module, steps=0)
+        module.to("meta")
+        state, _ = step(state, (X, Y))
+        with assert_silent():
+            module.to_empty(device="cpu").load_state_dict(step.loss_fn.state_dict(state.params, state.buffers))
+            module.state_dict()
+
+
 def test_a_copy_during_an_evaluation_is_silent() -> None:
     module = model()
     step, state = taken(module)

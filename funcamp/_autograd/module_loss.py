@@ -286,8 +286,11 @@ class ModuleLoss(Loss):
 
     def state_moves(self) -> None:
         """Note that a step moves a state on, also if a program takes it."""
-        if self._left_behind is not None:
-            self._left_behind.state_moves()
+        if self._left_behind is None:
+            return
+        if not isinstance(self._left_behind, LeftBehind):  # a copy, which has a function in place of the hook
+            self.state_was_made(shares_memory=True)
+        self._left_behind.state_moves()
 
     def begin_step(self) -> None:
         """Note that the Python of a step runs. Says once that the module is in eval mode.

@@ -79,8 +79,8 @@ class TrainStep(Fixed):
         Raises:
             TypeError: state is not a `TrainState`; the loss is not a floating-point tensor, or returns something else
                 than the options say; weight returns neither a number nor a tensor.
-            ValueError: the loss or a weight has a shape other than (); a weight is a negative number; the number of
-                micro-batches is 0, above accumulate, or differs between tensors.
+            ValueError: the loss or a weight has a shape other than (); a weight is a negative number, or one
+                that is not finite; the number of micro-batches is 0, above accumulate, or differs between tensors.
         """
         state = self.check_call("step", state, batch, *more)
         if not torch.compiler.is_dynamo_compiling():
@@ -169,8 +169,9 @@ class TrainStep(Fixed):
         is evaluated in eval mode: dropout off, BatchNorm with its running statistics. The module's training flags are
         set during the call and restored; another thread that calls the module meanwhile sees them. Any other loss is
         called as it is: set the flags of its modules yourself. Further results of the loss (buffers, aux) are dropped;
-        for these call `step.loss_fn` on `compute_params(state)`. With a sharded state this is a collective: call it on
-        every rank; each rank gets the loss of its own batch. No sync.
+        for these call `step.loss_fn` on `compute_params(state)`. The loss is that of `state.params`; `evaluating` takes
+        the average instead if there is one: `step.loss(state._replace(params=state.ema), batch)` is its loss. With a
+        sharded state this is a collective: call it on every rank; each rank gets the loss of its own batch. No sync.
 
         Args:
             state: from `init` or a step.
@@ -217,7 +218,7 @@ class TrainStep(Fixed):
 
         Args:
             state: from `init` or a step.
-            average: False for the parameters themselves if the state has an average of them.
+            average: False for the parameters themselves, as `loss` takes them, if the state has an average of them.
 
         Yields:
             The module of which `module_loss` was made.

@@ -314,10 +314,13 @@ def test_a_schedule_may_return_a_number() -> None:
     assert_close(results[0], results[1], 5e-7)
 
 
-@pytest.mark.parametrize("value", [torch.tensor(True), torch.tensor(1j)], ids=["bool", "complex"])
+@pytest.mark.parametrize("value", [torch.tensor(True), torch.tensor(1j), torch.tensor(1)], ids=str)
 def test_a_hyperparameter_that_is_no_real_number_is_named(value: Tensor) -> None:
-    with pytest.raises(TypeError, match="stateless: weight_decay must hold a real number; got torch"):
+    rule = r"must hold a float, as torch\.tensor\(1\.0\) does; got torch"
+    with pytest.raises(TypeError, match=f"stateless: weight_decay {rule}"):
         stateless(optim.SGD, weight_decay=value)
+    with pytest.raises(TypeError, match=rf"stateless: betas\[0\] {rule}"):
+        stateless(optim.Adam, betas=(value, 0.999))
 
 
 def test_a_hyperparameter_of_another_shape_is_named() -> None:

@@ -122,7 +122,7 @@ class OwnStep(StatelessOptimizer):
         calls = self._calls(())
         optimizer, clones = self._filled_instance(present, states, opt_state.shared, calls)
         put_shared(optimizer, _numbers(self._hyper(opt_state.applied, present), calls))
-        with torch.no_grad(), calls, math_of_numbers(calls):
+        with torch.no_grad(), calls, math_of_numbers():
             optimizer.eval()
         if calls.path:
             raise refusal(self._cls, "its eval branches on a number that changes in training")
@@ -272,7 +272,7 @@ class OwnStep(StatelessOptimizer):
 
     def _call(self, optimizer: Any, calls: Calls) -> None:
         check_keys(self._cls, optimizer)
-        with math_of_numbers(calls), as_eager(), torch.compiler.set_stance("force_eager"):
+        with math_of_numbers(), as_eager(), torch.compiler.set_stance("force_eager"):
             try:
                 step_of(optimizer)()
             finally:

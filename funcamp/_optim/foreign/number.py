@@ -28,6 +28,9 @@ _DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
 class RefusedError(TypeError):
     """A class does what no pure function can."""
 
+    remedy: str | None = None
+    """How the class may be run instead."""
+
 
 class Run:
     """The questions that a class asks in one run of its step.

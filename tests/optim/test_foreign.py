@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from funcamp import jit, ravel, schedule, stateless
-from tests.support.helpers import assert_close, assert_same, clone
+from tests.support.helpers import assert_close, assert_same, clone, together
 from tests.support.torch_loop import TorchLoop, linear_step, randn_like
 
+#: What a class keeps of a parameter, or in its group.
+Kept = dict[str, Any]
 STEPS = 24
 SKIPPED = (0, 4, 17)
 #: In this step gradients are large.
@@ -30,7 +32,7 @@ def example() -> dict[str, Tensor]:
 class Base(torch.optim.Optimizer):
     """Steps by `move`, for each parameter with its state."""
 
-    options: ClassVar[dict[str, Any]] = {}
+    options: ClassVar[Kept] = {}
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, **self.options})
@@ -43,17 +45,17 @@ class Base(torch.optim.Optimizer):
             if p.grad is not None:
                 self.move(p, self.state[p], group)
 
-    def begin(self, group: dict[str, Any]) -> None:
+    def begin(self, group: Kept) -> None:
         """Change what all parameters share."""
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         p.sub_(p.grad, alpha=group["lr"])
 
 
 class CountsInState(Base):
     """Two counters in Python ints, a power, a root and a parameter of the first step."""
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         if not state:
             state.update(step=0, mean=torch.zeros_like(p), slow=p.clone())
         state["step"] += 1
@@ -67,14 +69,14 @@ class CountsInState(Base):
 class CountsInGroup(Base):
     """Rectification: another formula after some steps, and a rate that decays at every third one."""
 
-    options: ClassVar[dict[str, Any]] = {"k": 0}
+    options: ClassVar[Kept] = {"k": 0}
 
-    def begin(self, group: dict[str, Any]) -> None:
+    def begin(self, group: Kept) -> None:
         group["k"] += 1
         if group["k"] % 3 == 0:
             group["lr"] *= 0.9
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         p.sub_(p.grad.sign() if group["k"] <= 5 else p.grad, alpha=group["lr"])
 
 
@@ -83,15 +85,15 @@ class CountsInAttribute(Base):
         super().__init__(params, lr)
         self.count = 0
 
-    def begin(self, group: dict[str, Any]) -> None:
+    def begin(self, group: Kept) -> None:
         self.count += 1
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         p.sub_(p.grad, alpha=group["lr"] / min(self.count, 5))
 
 
 class KeepsLists(Base):
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         means = state.setdefault("means", [torch.zeros_like(p) for _ in range(2)])
         for weight, mean in zip((0.1, 0.5), means):
             mean.lerp_(p.grad, weight)
@@ -99,21 +101,21 @@ class KeepsLists(Base):
 
 
 class SetsFlagFirst(Base):
-    options: ClassVar[dict[str, Any]] = {"is_ready": False, "factor": None}
+    options: ClassVar[Kept] = {"is_ready": False, "factor": None}
 
-    def begin(self, group: dict[str, Any]) -> None:
+    def begin(self, group: Kept) -> None:
         if not group["is_ready"]:
             group["factor"] = 0.5
             group["is_ready"] = True
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         p.sub_(p.grad, alpha=group["lr"] * group["factor"])
 
 
 class BeginsOtherwise(Base):
     """Its first step is another formula."""
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         if "mean" not in state:
             state["mean"] = p.grad.clone()
             p.sub_(p.grad.sign(), alpha=group["lr"])
@@ -123,23 +125,23 @@ class BeginsOtherwise(Base):
 
 
 class DividesByZero(Base):
-    options: ClassVar[dict[str, Any]] = {"k": 0}
+    options: ClassVar[Kept] = {"k": 0}
 
-    def begin(self, group: dict[str, Any]) -> None:
+    def begin(self, group: Kept) -> None:
         try:
             self.rate = group["lr"] / group["k"]
         except ZeroDivisionError:
             self.rate = group["lr"] / 10
         group["k"] += 1
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         p.sub_(p.grad, alpha=self.rate)
 
 
 class AsksEach(Base):
     """Each parameter asks three questions of its own: too many ways for all together."""
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         norm = p.grad.norm().item()
         rate = group["lr"] * (0.1 if norm > 5 else 1.0)
         rate = rate * 0.5 if p.abs().max() > 2 else rate
@@ -149,18 +151,18 @@ class AsksEach(Base):
 class ClipsAll(Base):
     """What a parameter does depends on all gradients."""
 
-    def begin(self, group: dict[str, Any]) -> None:
+    def begin(self, group: Kept) -> None:
         norm = math.sqrt(sum(p.grad.norm().item() ** 2 for p in group["params"]))
         self.rate = group["lr"] / max(1.0, norm)
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         p.sub_(p.grad, alpha=self.rate)
 
 
 class Decomposes(Base):
     """Its function raises for a gradient that is not finite, which a skipped step has."""
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         matrix = p.grad.reshape(p.shape[0], -1)
         vectors = torch.linalg.eigh(matrix @ matrix.mT + torch.eye(len(p)).to(p))[1]
         p.sub_((vectors @ vectors.mT @ matrix).reshape(p.shape), alpha=group["lr"])
@@ -181,7 +183,7 @@ class Averages(CountsInGroup):
             if "mean" in self.state[p]:
                 p.sub_(self.state[p]["mean"]).mul_(factor).add_(self.state[p]["mean"])
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         super().move(p, state, group)
         state.setdefault("mean", torch.zeros_like(p)).lerp_(p, 0.5)
 
@@ -189,15 +191,14 @@ class Averages(CountsInGroup):
 class ChangesLate(Base):
     """Its first count is 1, and matters after more steps than are tried."""
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         state["step"] = state.get("step", 0) + 1
         p.sub_(p.grad if state["step"] < 12 else p.grad.sign(), alpha=group["lr"])
 
 
 FOLLOWED = [
-    *(CountsInState, CountsInGroup, KeepsLists, SetsFlagFirst, BeginsOtherwise, AsksEach, Decomposes),
-    Averages,
-    ChangesLate,
+    *(CountsInState, CountsInGroup, CountsInAttribute, KeepsLists, SetsFlagFirst, BeginsOtherwise, DividesByZero),
+    *(AsksEach, Decomposes, Averages, ChangesLate),
 ]
 
 
@@ -243,11 +244,11 @@ COUNTED: list[int] = []
 
 
 class KeepsElsewhere(Base):
-    def begin(self, group: dict[str, Any]) -> None:
+    def begin(self, group: Kept) -> None:
         COUNTED.append(1)
         self.defaults["lr"] = group["lr"] / len(COUNTED)
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         p.sub_(p.grad, alpha=self.defaults["lr"])
 
 
@@ -273,56 +274,56 @@ class NeedsClosure(Base):
         closure()
 
 
-def moving(move: Callable[[Any, Tensor, dict[str, Any], dict[str, Any]], None]) -> type[Base]:
+def moving(move: Callable[[Any, Tensor, Kept, Kept], None]) -> type[Base]:
     """Return a class that counts in its group, with another `move`."""
     return type(move.__name__, (Base,), {"options": {"k": 1}, "begin": _counts, "move": move})
 
 
-def _counts(_: Any, group: dict[str, Any]) -> None:
+def _counts(_: Any, group: Kept) -> None:
     group["k"] += 1
 
 
-def reads(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+def reads(_: Any, p: Any, state: Kept, group: Kept) -> None:
     p.sub_(p.grad, alpha=(1.0, 0.5)[int(group["k"]) % 2])
 
 
-def catches(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+def catches(_: Any, p: Any, state: Kept, group: Kept) -> None:
     with contextlib.suppress(TypeError):
         p.sub_(p.grad, alpha=(1.0, 0.5)[group["k"] % 2])
 
 
-def grows(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+def grows(_: Any, p: Any, state: Kept, group: Kept) -> None:
     state[f"grad {len(state)}"] = p.grad.clone()
 
 
-def two_names(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+def two_names(_: Any, p: Any, state: Kept, group: Kept) -> None:
     state.setdefault("mean", torch.zeros_like(p))
     state["again"] = state["mean"]
 
 
-def selects(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+def selects(_: Any, p: Any, state: Kept, group: Kept) -> None:
     p.sub_(p.grad[p.grad > 0].sum())
 
 
-def masks(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+def masks(_: Any, p: Any, state: Kept, group: Kept) -> None:
     p[p.grad * p > 0] = 0.0
 
 
-def asks_too_much(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+def asks_too_much(_: Any, p: Any, state: Kept, group: Kept) -> None:
     for element in range(5):
         if p.grad.flatten()[element % p.numel()] > element:
             p.sub_(0.1)
 
 
-def lists(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+def lists(_: Any, p: Any, state: Kept, group: Kept) -> None:
     torch._foreach_add_([p], [p.grad], alpha=-1 / group["k"])
 
 
-def compares_complex(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+def compares_complex(_: Any, p: Any, state: Kept, group: Kept) -> None:
     p.sub_(p.grad, alpha=1.0 if group["k"] == 5j else 0.5)
 
 
-def changes_text(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+def changes_text(_: Any, p: Any, state: Kept, group: Kept) -> None:
     state["phase"] = "late" if state.get("phase") else "early"
     p.sub_(p.grad)
 
@@ -358,7 +359,7 @@ def test_parameters_that_depend_on_each_other_step_together_or_not_at_all() -> N
     class ClipsAndAsks(ClipsAll):
         move = AsksEach.move
 
-        def begin(self, group: dict[str, Any]) -> None:
+        def begin(self, group: Kept) -> None:
             super().begin(group)
             group["lr"] = self.rate
 
@@ -375,7 +376,7 @@ class KeepsRate(Base):
         super().__init__(params, lr)
         self.rate = lr
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         p.sub_(p.grad, alpha=self.rate)
 
 
@@ -451,6 +452,26 @@ def test_a_class_is_stored_per_tensor_and_leaves_the_callers_tensors_alone() -> 
     assert_same((params, grads), before)
     assert type(new) is type(params)
     assert opt_state.shared["k"] == 1
+
+
+def test_threads_that_share_a_class_all_get_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step uses `math`, which takes its numbers in these threads only; torch's check, which would warn, is off."""
+    checked: list[torch.optim.Optimizer] = []
+    monkeypatch.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", checked.append)
+    optimizer, results = stateless(CountsInState), list[Any]()
+    grads = [example() for _ in range(10)]
+
+    def work(_: int) -> None:
+        params, opt_state = grads[0], optimizer.init(grads[0])
+        for grad in grads:
+            params, opt_state = optimizer.update(params, grad, opt_state)
+        results.append(params)
+
+    together(work, threads=4)
+    for result in results:
+        assert_same(result, results[0])
+    assert type(math.sqrt(torch.tensor(4.0))) is float
+    assert checked == []
 
 
 @pytest.mark.compiled

@@ -29,6 +29,7 @@ from funcamp import (
 from funcamp._optim.part import Update
 from funcamp._verify.torch_loop import why_not
 from tests.support.helpers import assert_close, assert_same
+from tests.support.torch_loop import TorchLoop
 
 ADAMW = stateless(torch.optim.AdamW, lr=0.1)
 SGD = stateless(torch.optim.SGD, lr=1.0)
@@ -45,25 +46,6 @@ def gradients(number: int) -> dict[str, Tensor]:
     return {"b": torch.randn(3), "w": torch.randn(4, 3) * number}
 
 
-def by_torch(
-    steps: int, before_step: Callable[[list[nn.Parameter]], Any]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """AdamW on the same gradients; `before_step` may change them. Returns the parameters and their average."""
-    module = nn.ParameterDict({name: nn.Parameter(value) for name, value in params().items()})
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
-    averaged: Any = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.75))
-    averaged.update_parameters(module)  # torch's average begins with the first parameters it gets
-    for number in range(steps):
-        for name, gradient in gradients(number).items():
-            module[name].grad = gradient.clone()
-        before_step(list(module.parameters()))
-        optimizer.step()
-        averaged.update_parameters(module)
-    both = (dict(module.items()), dict(averaged.module.items()))
-    now, mean = [{name: value.detach() for name, value in one.items()} for one in both]
-    return now, mean
-
-
 def by_chain(optimizer: Any, steps: int, start: Any) -> tuple[Any, Any]:
     now, state = start, optimizer.init(start)
     for number in range(steps):
@@ -73,35 +55,38 @@ def by_chain(optimizer: Any, steps: int, start: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_clipping_by_norm_is_torchs(flat: bool) -> None:
-    expected, _ = by_torch(5, lambda leaves: torch.nn.utils.clip_grad_norm_(leaves, 0.5))
-    now, _ = by_chain(chain(clip_by_norm(0.5), ADAMW), 5, ravel(params()) if flat else params())
-    assert_close(now.tree() if flat else now, expected, 1e-6)
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_clipping_by_value_is_torchs(flat: bool) -> None:
-    expected, _ = by_torch(5, lambda leaves: torch.nn.utils.clip_grad_value_(leaves, 0.25))
-    now, _ = by_chain(chain(clip_by_value(0.25), ADAMW), 5, ravel(params()) if flat else params())
-    assert_same(now.tree() if flat else now, expected)
-
-
-def test_the_average_is_torchs() -> None:
-    expected, mean = by_torch(6, lambda _: None)
-    now, (_, state) = by_chain(chain(ADAMW, average(0.75)), 6, params())
-    assert_same((now, state.average), (expected, mean))
+@pytest.mark.parametrize(
+    ("part", "of_torch", "tolerance"),
+    [
+        (clip_by_norm(0.5), lambda leaves: torch.nn.utils.clip_grad_norm_(leaves, 0.5), 1e-6),
+        (clip_by_value(0.25), lambda leaves: torch.nn.utils.clip_grad_value_(leaves, 0.25), 0.0),
+    ],
+    ids=["by norm", "by value"],
+)
+def test_clipping_and_the_average_are_torchs(part: Any, of_torch: Any, tolerance: float, flat: bool) -> None:
+    module = nn.ParameterDict({name: nn.Parameter(value) for name, value in params().items()})
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
+    averaged: Any = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    averaged.update_parameters(module)  # torch's average begins with the first parameters it gets
+    for number in range(5):
+        for name, gradient in gradients(number).items():
+            module[name].grad = gradient.clone()
+        of_torch(list(module.parameters()))
+        optimizer.step()
+        averaged.update_parameters(module)
+    start: Any = ravel(params()) if flat else params()
+    now, (_, state) = by_chain(chain(part, ADAMW, average(0.75)), 5, start)
+    for found, expected in ((now, module), (state.average, averaged.module)):
+        assert_close(found.tree() if flat else found, dict(expected.items()), tolerance)
 
 
 def test_a_part_acts_at_every_second_update_and_rests_in_between() -> None:
     """torch's loop, in which the optimizer steps at updates 2 and 4 only."""
-    module = nn.ParameterDict({name: nn.Parameter(value) for name, value in params().items()})
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
+    loop = TorchLoop(torch.optim.AdamW, params(), lr=0.1, foreach=False)
     for number in (1, 3):
-        for name, gradient in gradients(number).items():
-            module[name].grad = gradient.clone()
-        optimizer.step()
+        loop.step(gradients(number))
     now, state = by_chain(chain(every(2, ADAMW)), 5, params())
-    assert_same(now, {name: value.detach() for name, value in module.items()})
+    assert_same(now, loop.params())
     assert (state.updates, state.state.applied) == (5, 2)
 
 
@@ -252,27 +237,46 @@ def test_what_is_no_part_of_a_chain_is_refused(make: Callable[[], Any], error: t
         make()
 
 
-def test_a_state_of_another_chain_is_refused() -> None:
-    both = chain(ADAMW, average(0.5))
-    with pytest.raises(ValueError, match="opt_state must be a tuple with a state for each of"):
-        both.update(params(), gradients(0), ADAMW.init(params()))
+@pytest.mark.parametrize(
+    ("optimizer", "other", "error", "message"),
+    [
+        (chain(ADAMW, average(0.5)), ADAMW, ValueError, "opt_state must be a tuple with a state for each of"),
+        (
+            chain(average(0.5), ADAMW),
+            chain(ADAMW, average(0.5)),
+            TypeError,
+            "the states of the chain's parts in their order; got an OptState for average",
+        ),
+    ],
+)
+def test_a_state_of_another_chain_is_refused(optimizer: Any, other: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        optimizer.update(params(), gradients(0), other.init(params()))
 
 
-def test_a_torch_loop_goes_on_from_a_chain_and_back() -> None:
-    """Clipping and an average are no part of torch's checkpoints; another part that remembers something refuses."""
+@pytest.mark.parametrize(
+    "averages",
+    [(average(0.5),), (average(0.5), average(0.9)), (every(2, average(0.5)),)],
+    ids=["one", "two", "delayed"],
+)
+def test_a_chain_with_averages_goes_to_torch_and_back_and_through_a_checkpoint(averages: tuple[Any, ...]) -> None:
+    """Clipping and averages are no part of torch's checkpoints."""
     loss_fn = module_loss(model(), nn.functional.mse_loss)
-    step = make_train_step(loss_fn, chain(clip_by_norm(1.0), ADAMW, average(0.5)), CONFIG)
+    step = make_train_step(loss_fn, chain(clip_by_norm(1.0), ADAMW, *averages), CONFIG)
     state, _ = step(step.init(), batch(0))
+    assert_same(step.load_state_dict(step.state_dict(state), like=step.init()), state)
     saved = step.to_torch(state)
-    assert_same(saved, make_train_step(loss_fn, ADAMW, CONFIG, max_norm=1.0, ema_decay=0.5).to_torch(state))
-    other = model()
-    other.load_state_dict(saved["model"])
-    optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
+    plain = make_train_step(loss_fn, ADAMW, CONFIG, max_norm=1.0)
+    assert_same(saved, plain.to_torch(plain(plain.init(), batch(0))[0]))
+    optimizer = torch.optim.AdamW(model().parameters(), lr=0.1)
     optimizer.load_state_dict(saved["optimizer"])
     back = step.from_torch(step.init(), optimizer=optimizer.state_dict())
     assert back.opt_state[0].applied == 1
     assert_same(back.opt_state[0].state, state.opt_state[0].state)
-    delayed = make_train_step(loss_fn, chain(every(2, ADAMW)), CONFIG)
+
+
+def test_a_part_that_remembers_something_else_does_not_go_to_torch() -> None:
+    delayed = make_train_step(module_loss(model(), nn.functional.mse_loss), chain(every(2, ADAMW)), CONFIG)
     with pytest.raises(TypeError, match="must be made by stateless; got every"):
         delayed.to_torch(delayed.init())
 
@@ -391,25 +395,6 @@ def swapped(update: Update) -> Update:
 def test_what_a_part_returns_is_checked(optimizer: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         optimizer.update(params(), gradients(0), optimizer.init(params()))
-
-
-def test_states_in_another_order_than_the_parts_are_refused() -> None:
-    state = chain(ADAMW, average(0.5)).init(params())
-    with pytest.raises(TypeError, match="the states of the chain's parts in their order; got an OptState for average"):
-        chain(average(0.5), ADAMW).update(params(), gradients(0), state)
-
-
-@pytest.mark.parametrize(
-    "averages", [(average(0.5), average(0.9)), (every(2, average(0.5)),)], ids=["two averages", "a delayed average"]
-)
-def test_a_chain_with_other_averages_goes_to_torch_and_through_a_checkpoint(averages: tuple[Any, ...]) -> None:
-    loss_fn = module_loss(model(), nn.functional.mse_loss)
-    step = make_train_step(loss_fn, chain(ADAMW, *averages), CONFIG)
-    state, _ = step(step.init(), batch(0))
-    assert_same(step.load_state_dict(step.state_dict(state), like=step.init()), state)
-    plain = make_train_step(loss_fn, ADAMW, CONFIG)
-    expected, _ = plain(plain.init(), batch(0))
-    assert_same(step.to_torch(state)["optimizer"], plain.to_torch(expected)["optimizer"])
 
 
 @pytest.mark.parametrize(

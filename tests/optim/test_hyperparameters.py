@@ -58,30 +58,29 @@ VALUES: dict[str, float] = {
     "Adamax-eps": 0.5,
 }
 STEPS = 5
-Set = Callable[[Any], dict[str, Any]]
 
 
-def numbers(cls: type[optim.Optimizer]) -> dict[str, tuple[Set, float]]:
-    """Return for each number among a class's arguments how to set it, and its default."""
-    setters: dict[str, tuple[Set, float]] = {}
+def numbers(cls: type[optim.Optimizer]) -> dict[str, float]:
+    """Return each number among a class's arguments, "betas[0]" too, with its default."""
+    found: dict[str, float] = {}
     for name, parameter in inspect.signature(cls).parameters.items():
         default = parameter.default
-        if name in SIZES or isinstance(default, bool):
-            continue
-        if isinstance(default, (int, float)):
+        if isinstance(default, (int, float)) and not isinstance(default, bool) and name not in SIZES:
+            found[name] = default
+        elif isinstance(default, tuple):
+            found |= {f"{name}[{index}]": item or 0.0 for index, item in enumerate(default)}
+    return found
 
-            def put_alone(value: Any, name: str = name) -> dict[str, Any]:
-                return {name: value}
 
-            setters[name] = put_alone, float(default)
-        if isinstance(default, tuple):
-            for index, item in enumerate(default):
-
-                def put(value: Any, name: str = name, index: int = index, default: Any = default) -> dict[str, Any]:
-                    return {name: (*default[:index], value, *default[index + 1 :])}
-
-                setters[f"{name}[{index}]"] = put, item or 0.0
-    return setters
+def arguments_of(case: str, value: Any) -> dict[str, Any]:
+    """Return a class's arguments with a value for the number in question."""
+    cls, label = CASES[case]
+    name, is_item, index = label.partition("[")
+    if is_item:
+        items = list(inspect.signature(cls).parameters[name].default)
+        items[int(index[:-1])] = value
+        value = tuple(items)
+    return {**WITH.get(case, {}), name: value}
 
 
 CASES = {f"{cls.__name__}-{label}": (cls, label) for cls in CLASSES for label in numbers(cls)}
@@ -90,7 +89,7 @@ CASES = {f"{cls.__name__}-{label}": (cls, label) for cls in CLASSES for label in
 def values(case: str) -> list[float]:
     """Return a value for each step; all are in the class's range, and the first is not 0."""
     cls, label = CASES[case]
-    base = VALUES.get(case, numbers(cls)[label][1]) or 0.1
+    base = VALUES.get(case, numbers(cls)[label]) or 0.1
     rate = -0.01 if label in ("d", "etas[1]") else 0.02
     if label.startswith("ns_"):
         rate = 0.001  # the iteration does not converge with others
@@ -132,14 +131,13 @@ def tolerance(cls: type[optim.Optimizer], label: str) -> float:
 @pytest.mark.parametrize("case", CASES)
 def test_schedule_follows_torchs_loop(case: str, flat: bool) -> None:
     cls, label = CASES[case]
-    put, _ = numbers(cls)[label]
-    expected = loop(cls, [WITH.get(case, {}) | put(value) for value in values(case)])
+    expected = loop(cls, [arguments_of(case, value) for value in values(case)])
     table = torch.tensor(values(case), dtype=torch.float64)
 
     def schedule(applied: Tensor) -> Any:
         return table[applied].item() if flat else table[applied]  # a number or a tensor
 
-    optimizer = stateless(cls, **WITH.get(case, {}) | put(schedule))
+    optimizer = stateless(cls, **arguments_of(case, schedule))
     params: Any = ravel(parameters()) if flat else parameters()
     opt_state = optimizer.init(params)
     for step in range(STEPS):
@@ -167,12 +165,11 @@ GENERATED = ["SGD-momentum", "AdamW-weight_decay", "Adafactor-eps[1]"]
 def test_jitted_step_follows_torchs_loop(case: str, backend: str) -> None:
     """A tensor that `fill_` changes between the steps of one program."""
     cls, label = CASES[case]
-    put, _ = numbers(cls)[label]
     # A value that the state takes before the first step does not change later.
     scheduled = values(case)[:3]
-    expected = loop(cls, [WITH.get(case, {}) | put(value) for value in scheduled])
+    expected = loop(cls, [arguments_of(case, value) for value in scheduled])
     hyperparameter = torch.tensor(scheduled[0], dtype=torch.float64)
-    step = linear_step(stateless(cls, **WITH.get(case, {}) | put(hyperparameter)))
+    step = linear_step(stateless(cls, **arguments_of(case, hyperparameter)))
     run = jit(step, backend=backend)
     state = step.init(parameters())
     for number, value in enumerate(scheduled):
@@ -186,13 +183,12 @@ def test_jitted_step_follows_torchs_loop(case: str, backend: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_vmap_over_members_and_their_hyperparameters_equals_each(case: str) -> None:
     cls, label = CASES[case]
-    put, _ = numbers(cls)[label]
     members = torch.tensor(values(case)[:3], dtype=torch.float64)
     stacked = {name: torch.stack([value, 2 * value, -value]) for name, value in parameters().items()}
     first, second = gradients(0), gradients(1)
 
     def two_steps(value: Tensor, params: dict[str, Tensor]) -> Any:
-        optimizer = stateless(cls, **WITH.get(case, {}) | put(value))
+        optimizer = stateless(cls, **arguments_of(case, value))
         moved, opt_state = optimizer.update(params, first, optimizer.init(params))
         return optimizer.update(moved, second, opt_state)[0]
 

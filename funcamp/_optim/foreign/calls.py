@@ -6,7 +6,7 @@ What it reads of a tensor is a `Number`. Where it gives torch a `Number`, the te
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -47,8 +47,10 @@ class Calls(Run, TorchFunctionMode):
     """torch's calls in one run of a step."""
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # an attribute, such as p.device
+            return func(*args)
+        kwargs = dict(kwargs or {})
         if name == "item" or (name == "tolist" and args[0].dim() == 0):
             return Number(args[0].clone(), self)
         if name in _CONDITIONS:
@@ -59,7 +61,7 @@ class Calls(Run, TorchFunctionMode):
             self.refuse("selects elements by their values; write torch.where")
         if name.removeprefix("linalg_") in _DECOMPOSITIONS and isinstance(args[0], Tensor) and args[0].dim() >= 2:
             args = (_finite(args[0]), *args[1:])
-        if not any(isinstance(leaf, Number) for leaf in _tree.leaves((args, kwargs))):
+        if not _has_number(args) and not _has_number(kwargs.values()):  # most calls: a pytree would take as long
             return func(*args, **kwargs)
         if name.startswith("_foreach"):
             self.refuse(f"gives torch.{name} a number that changes in training; pass foreach=False")
@@ -103,6 +105,13 @@ def _bounds(tensor: Tensor, bounds: Any) -> Any:
 def _finite(matrix: Tensor) -> Tensor:
     identity = torch.eye(*matrix.shape[-2:], dtype=matrix.dtype, device=matrix.device)
     return torch.where(matrix.isfinite().all(), matrix, identity)
+
+
+def _has_number(values: Iterable[Any]) -> bool:
+    for value in values:
+        if isinstance(value, Number) or (isinstance(value, (tuple, list)) and _has_number(value)):
+            return True
+    return False
 
 
 def _selects(index: Any) -> bool:

@@ -80,36 +80,26 @@ class CountsInGroup(Base):
         p.sub_(p.grad.sign() if group["k"] <= 5 else p.grad, alpha=group["lr"])
 
 
-class CountsInAttribute(Base):
+class KeepsOtherKinds(Base):
+    """A count in an attribute, a flag and a number that the first step sets, tensors in a list."""
+
+    options: ClassVar[Kept] = {"is_ready": False, "factor": None}
+
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
         self.count = 0
 
     def begin(self, group: Kept) -> None:
         self.count += 1
-
-    def move(self, p: Any, state: Kept, group: Kept) -> None:
-        p.sub_(p.grad, alpha=group["lr"] / min(self.count, 5))
-
-
-class KeepsLists(Base):
-    def move(self, p: Any, state: Kept, group: Kept) -> None:
-        means = state.setdefault("means", [torch.zeros_like(p) for _ in range(2)])
-        for weight, mean in zip((0.1, 0.5), means):
-            mean.lerp_(p.grad, weight)
-        p.sub_(means[0] + means[1], alpha=group["lr"])
-
-
-class SetsFlagFirst(Base):
-    options: ClassVar[Kept] = {"is_ready": False, "factor": None}
-
-    def begin(self, group: Kept) -> None:
         if not group["is_ready"]:
             group["factor"] = 0.5
             group["is_ready"] = True
 
     def move(self, p: Any, state: Kept, group: Kept) -> None:
-        p.sub_(p.grad, alpha=group["lr"] * group["factor"])
+        means = state.setdefault("means", [torch.zeros_like(p) for _ in range(2)])
+        for weight, mean in zip((0.1, group["factor"]), means):
+            mean.lerp_(p.grad, weight)
+        p.sub_(means[0] + means[1], alpha=group["lr"] / min(self.count, 5))
 
 
 class BeginsOtherwise(Base):
@@ -197,7 +187,7 @@ class ChangesLate(Base):
 
 
 FOLLOWED = [
-    *(CountsInState, CountsInGroup, CountsInAttribute, KeepsLists, SetsFlagFirst, BeginsOtherwise, DividesByZero),
+    *(CountsInState, CountsInGroup, KeepsOtherKinds, BeginsOtherwise, DividesByZero),
     *(AsksEach, Decomposes, Averages, ChangesLate),
 ]
 
@@ -274,19 +264,6 @@ class NeedsClosure(Base):
         closure()
 
 
-def moving(move: Callable[[Any, Tensor, Kept, Kept], None]) -> type[Base]:
-    """Return a class that counts in its group, with another `move`."""
-    return type(move.__name__, (Base,), {"options": {"k": 1}, "begin": _counts, "move": move})
-
-
-def _counts(_: Any, group: Kept) -> None:
-    group["k"] += 1
-
-
-def reads(_: Any, p: Any, state: Kept, group: Kept) -> None:
-    p.sub_(p.grad, alpha=(1.0, 0.5)[int(group["k"]) % 2])
-
-
 def catches(_: Any, p: Any, state: Kept, group: Kept) -> None:
     with contextlib.suppress(TypeError):
         p.sub_(p.grad, alpha=(1.0, 0.5)[group["k"] % 2])
@@ -301,10 +278,6 @@ def two_names(_: Any, p: Any, state: Kept, group: Kept) -> None:
     state["again"] = state["mean"]
 
 
-def selects(_: Any, p: Any, state: Kept, group: Kept) -> None:
-    p.sub_(p.grad[p.grad > 0].sum())
-
-
 def masks(_: Any, p: Any, state: Kept, group: Kept) -> None:
     p[p.grad * p > 0] = 0.0
 
@@ -315,17 +288,43 @@ def asks_too_much(_: Any, p: Any, state: Kept, group: Kept) -> None:
             p.sub_(0.1)
 
 
-def lists(_: Any, p: Any, state: Kept, group: Kept) -> None:
-    torch._foreach_add_([p], [p.grad], alpha=-1 / group["k"])
-
-
-def compares_complex(_: Any, p: Any, state: Kept, group: Kept) -> None:
-    p.sub_(p.grad, alpha=1.0 if group["k"] == 5j else 0.5)
-
-
 def changes_text(_: Any, p: Any, state: Kept, group: Kept) -> None:
     state["phase"] = "late" if state.get("phase") else "early"
     p.sub_(p.grad)
+
+
+#: Ways to move a parameter by a class that counts in its group as "k", each with the reason why it is refused.
+MOVES: dict[str, tuple[Callable[..., Any], str]] = {
+    "reads": (
+        lambda _, p, state, group: p.sub_(p.grad, alpha=(1.0, 0.5)[int(group["k"]) % 2]),
+        r"reads a number that changes in training \(test_foreign.py",
+    ),
+    "catches": (catches, "reads a number that changes in training"),
+    "grows": (grows, "must have the same entries"),
+    "two_names": (two_names, "keeps one tensor under two names"),
+    "selects": (lambda _, p, state, group: p.sub_(p.grad[p.grad > 0].sum()), "selects elements by their values"),
+    "masks": (masks, "selects elements by their values; write torch.where"),
+    "asks_too_much": (asks_too_much, "in more than 16 ways"),
+    "lists": (
+        lambda _, p, state, group: torch._foreach_add_([p], [p.grad], alpha=-1 / group["k"]),
+        "pass foreach=False",
+    ),
+    "compares_complex": (
+        lambda _, p, state, group: p.sub_(p.grad, alpha=1.0 if group["k"] == 5j else 0.5),
+        "with a complex",
+    ),
+    "changes_text": (changes_text, "its step changes 'phase'|must be a tensor or a number"),
+}
+
+
+def moving(name: str) -> tuple[type[Base], str]:
+    """Return a class that counts in its group, and the reason why it is refused."""
+    move, reason = MOVES[name]
+
+    def begin(_: Any, group: Kept) -> None:
+        group["k"] += 1
+
+    return type(name, (Base,), {"options": {"k": 1}, "begin": begin, "move": move}), reason
 
 
 @pytest.mark.parametrize(
@@ -336,17 +335,8 @@ def changes_text(_: Any, p: Any, state: Kept, group: Kept) -> None:
         (KeepsObject, "it keeps an object as self.counter"),
         (SortsIntoGroups, "it sorts its parameters into groups"),
         (KeepsElsewhere, "comes to other numbers than in its own loop"),
-        (moving(reads), r"reads a number that changes in training \(test_foreign.py"),
-        (moving(catches), "reads a number that changes in training"),
-        (moving(grows), "must have the same entries"),
-        (moving(two_names), "keeps one tensor under two names"),
-        (moving(selects), "selects elements by their values"),
-        (moving(masks), "selects elements by their values; write torch.where"),
-        (moving(asks_too_much), "in more than 16 ways"),
-        (moving(lists), "pass foreach=False"),
-        (moving(compares_complex), "with a complex"),
-        (moving(changes_text), "its step changes 'phase'|must be a tensor or a number"),
         (torch.optim.SparseAdam, "does not support dense gradients"),
+        *map(moving, MOVES),
     ],
     ids=name_of,
 )
@@ -396,7 +386,7 @@ def test_a_schedule_changes_the_group_and_a_class_that_keeps_the_number_is_refus
         stateless(KeepsRate, lr=torch.tensor(0.1))
 
 
-@pytest.mark.parametrize("cls", [CountsInState, CountsInGroup, KeepsLists], ids=name_of)
+@pytest.mark.parametrize("cls", [CountsInState, CountsInGroup, KeepsOtherKinds], ids=name_of)
 def test_a_state_is_saved_by_the_step_and_not_in_torchs_format(cls: Any) -> None:
     grads = [randn_like(example()) for _ in range(4)]
     step = linear_step(stateless(cls))

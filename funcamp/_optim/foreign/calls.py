@@ -108,10 +108,9 @@ def _finite(matrix: Tensor) -> Tensor:
 
 
 def _has_number(values: Iterable[Any]) -> bool:
-    for value in values:
-        if isinstance(value, Number) or (isinstance(value, (tuple, list)) and _has_number(value)):
-            return True
-    return False
+    return any(
+        isinstance(value, Number) or (isinstance(value, (tuple, list)) and _has_number(value)) for value in values
+    )
 
 
 def _selects(index: Any) -> bool:

@@ -76,10 +76,10 @@ def instance(cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: 
     return optimizer
 
 
-def refusal(cls: type, why: str, remedy: str | None = None) -> RefusedError:
-    """Return the error for a class that cannot be a function, or not without a remedy."""
+def refusal(cls: type, why: str, *remedies: str) -> RefusedError:
+    """Return the error for a class that cannot be a function, or not without some remedies."""
     error = RefusedError(f"stateless: {cls.__name__} cannot be made pure: {why}")
-    error.remedy = remedy
+    error.remedies = frozenset(remedies)
     return error
 
 

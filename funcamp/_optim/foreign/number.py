@@ -28,7 +28,7 @@ _DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
 class RefusedError(TypeError):
     """A class does what no pure function can."""
 
-    remedy: str | None = None
+    remedies: frozenset[str] = frozenset()
     """How the class may be run instead."""
 
 
@@ -140,22 +140,30 @@ _OF_PYTHON = {
 }
 _lock = threading.Lock()
 _users = 0
+#: What is set for all threads while one of them runs a step.
+_for_all_threads = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def math_of_numbers() -> Iterator[None]:
-    """Context manager: functions of `math` take a `Number`; to any other thread they are as before."""
+def in_a_step() -> Iterator[None]:
+    """Context manager: functions of `math` take a `Number`, and what a class compiles runs eager.
+
+    In any other thread functions of `math` are as before.
+    """
     global _users
     with _lock:
+        if _users == 0:
+            _for_all_threads.enter_context(torch.compiler.set_stance("force_eager"))
+            _for_all_threads.callback(vars(math).update, _OF_PYTHON)
+            vars(math).update(_OF_NUMBERS)
         _users += 1
-        vars(math).update(_OF_NUMBERS)
     try:
         yield
     finally:
         with _lock:
             _users -= 1
             if _users == 0:
-                vars(math).update(_OF_PYTHON)
+                _for_all_threads.close()
 
 
 def _on_numbers(of_python: Callable[..., Any], of_torch: Callable[..., Tensor]) -> Callable[..., Any]:

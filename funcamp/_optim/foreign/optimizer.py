@@ -38,7 +38,7 @@ from funcamp._optim.foreign.instance import (
     step_of,
     tensor_of,
 )
-from funcamp._optim.foreign.number import Number, RefusedError, math_of_numbers
+from funcamp._optim.foreign.number import Number, RefusedError, in_a_step
 from funcamp._optim.hyperparameters import Hyper, is_dynamic, map_items
 from funcamp._optim.modes import generators_put_back, without_modes
 from funcamp._optim.optimizer import Leaves, OptState, StatelessOptimizer, Stepped
@@ -50,7 +50,7 @@ from funcamp._types import Tree
 _MOST_WAYS = 16
 #: Remedies: parameters step one by one, because each asks its own questions; the first step is another formula. Any
 #: other remedy is the name of something that a step changes for all parameters.
-_SEPARATELY, _FIRST = "separately", "first"
+_SEPARATELY, _FIRST = "one by one", "another first step"
 _MOST_REMEDIES = 24
 
 _STEPS = 8
@@ -101,7 +101,7 @@ class ForeignOptimizer(StatelessOptimizer):
         #: Whether values are known, so that one path suffices: while the class is tried.
         self._reads_answers = False
         failure: Exception | None = None
-        with as_eager(), generators_put_back(), torch.compiler.set_stance("force_eager"):
+        with as_eager(), generators_put_back(), in_a_step():
             for shapes in _TRIALS:
                 for dtype in (torch.float64, torch.float32):
                     try:
@@ -260,8 +260,9 @@ class ForeignOptimizer(StatelessOptimizer):
         marks = marked(shared_in(optimizer))
         self._call(optimizer, step_of(optimizer), calls)
         *kept, shared = contents_of(optimizer, clones)
-        for name in changed(marks, shared) - form[-1].keys():
-            raise refusal(self._cls, f"its step changes {name}, which is not followed", name)
+        others = sorted(changed(marks, shared) - form[-1].keys())
+        if others:
+            raise refusal(self._cls, f"its step changes {', '.join(others)}, which is not followed", *others)
         kept.append({name: shared[name] for name in form[-1] if name in shared})
         states = [self._entries(*each) for each in zip(kept, form, inputs.states, [*clones, clones[0]])]
         for clone in clones:
@@ -271,7 +272,7 @@ class ForeignOptimizer(StatelessOptimizer):
 
     def _call(self, optimizer: Any, method: Any, calls: Calls) -> None:
         check_keys(self._cls, optimizer)
-        with torch.no_grad(), calls, math_of_numbers(), as_eager(), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), calls, in_a_step(), as_eager():
             try:
                 method()
             finally:
@@ -312,10 +313,9 @@ class ForeignOptimizer(StatelessOptimizer):
             try:
                 return self._compare(params)
             except RefusedError as error:
-                remedy = error.remedy
-                if remedy is None or remedy in self._remedies or len(self._remedies) == _MOST_REMEDIES:
+                if error.remedies <= self._remedies or len(self._remedies) > _MOST_REMEDIES:
                     raise
-                self._remedies.add(remedy)
+                self._remedies |= error.remedies
 
     def _compare(self, params: list[Tensor]) -> None:
         """Raise if some steps are other ones than the class's own loop takes."""

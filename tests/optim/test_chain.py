@@ -115,15 +115,6 @@ def test_the_state_of_one_part_is_the_chains_so_that_clipping_can_come_and_go() 
     clipped.update(now, gradients(3), state)
 
 
-def test_each_group_has_a_chain_of_its_own() -> None:
-    labels = {"w": "critic", "b": "actor"}
-    both = by_group({"critic": SGD, "actor": chain(every(2, SGD))}, group=lambda name, _: labels[name])
-    now, state = by_chain(both, 3, params())
-    assert_same(now["w"], by_chain(SGD, 3, params())[0]["w"])
-    assert_same(now["b"], params()["b"] - gradients(1)["b"])
-    assert state["actor"].updates == 3
-
-
 def test_a_step_stores_the_groups_of_an_optimizer_in_a_chain() -> None:
     def layer(name: str, _: Tensor) -> str:
         return name.partition(".")[0]

@@ -34,6 +34,9 @@ from tests.support.torch_loop import TorchLoop
 ADAMW = stateless(torch.optim.AdamW, lr=0.1)
 SGD = stateless(torch.optim.SGD, lr=1.0)
 CONFIG = ScalerConfig(init_scale=2.0**10)
+EAGER_AND_JITTED = pytest.mark.parametrize(
+    "wrap", [lambda step: step, lambda step: jit(step, backend="eager")], ids=["eager", "jit"]
+)
 
 
 def params() -> dict[str, Tensor]:
@@ -120,7 +123,7 @@ def test_a_step_stores_the_groups_of_an_optimizer_in_a_chain() -> None:
         return name.partition(".")[0]
 
     groups = by_group({"0": SGD, "2": chain(every(2, SGD))}, group=layer)
-    step = make_train_step(module_loss(model(), nn.functional.mse_loss), chain(clip_by_norm(1.0), groups))
+    step = step_of(chain(clip_by_norm(1.0), groups))
     start = step.init()
     assert set(start.params.layout.labels) == {"0", "2"}
     state, _ = step(start, batch(0))
@@ -133,6 +136,10 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
+def step_of(optimizer: Any, **options: Any) -> Any:
+    return make_train_step(module_loss(model(), nn.functional.mse_loss), optimizer, CONFIG, **options)
+
+
 def batch(number: int, last: float = 1.0) -> tuple[Tensor, Tensor]:
     torch.manual_seed(number)
     x = torch.randn(8, 3)
@@ -141,14 +148,13 @@ def batch(number: int, last: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [lambda step: step, lambda step: jit(step, backend="eager")], ids=["eager", "jit"])
+@EAGER_AND_JITTED
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_steps_options_are_a_chain(flat: bool, wrap: Callable[[Any], Any]) -> None:
     """max_norm and ema_decay are the same chain, bit for bit, with the same state and one skipped step."""
 
     def trained(optimizer: Any, **options: Any) -> Any:
-        loss_fn = module_loss(model(), nn.functional.mse_loss)
-        step = make_train_step(loss_fn, optimizer, CONFIG, policy="bfloat16", **options)
+        step = step_of(optimizer, policy="bfloat16", **options)
         state, run = step.init(flat=flat), wrap(step)
         for number in range(4):
             state, metrics = run(state, batch(number, torch.inf if number == 2 else 1.0))
@@ -161,10 +167,10 @@ def test_a_steps_options_are_a_chain(flat: bool, wrap: Callable[[Any], Any]) -> 
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [lambda step: step, lambda step: jit(step, backend="eager")], ids=["eager", "jit"])
+@EAGER_AND_JITTED
 def test_a_skipped_step_changes_no_state_of_a_chain(wrap: Callable[[Any], Any]) -> None:
     optimizer = chain(clip_by_norm(1.0), every(2, ADAMW), average(0.5))
-    step = make_train_step(module_loss(model(), nn.functional.mse_loss), optimizer, CONFIG)
+    step = step_of(optimizer)
     run, state = wrap(step), step.init()
     state, _ = run(state, batch(0))
     before = copy.deepcopy(state)
@@ -179,12 +185,7 @@ def test_a_skipped_step_changes_no_state_of_a_chain(wrap: Callable[[Any], Any]) 
 
 def test_a_chain_reports_the_rate_of_its_optimizer() -> None:
     rate = stateless(torch.optim.SGD, lr=lambda applied: 0.5 / (1 + applied))
-    step = make_train_step(
-        module_loss(model(), nn.functional.mse_loss),
-        chain(every(3, average(0.9)), every(2, rate), average(0.5)),
-        CONFIG,
-        max_norm=1.0,
-    )
+    step = step_of(chain(every(3, average(0.9)), every(2, rate), average(0.5)), max_norm=1.0)
     state, rates = step.init(), []
     for number in range(4):
         state, metrics = step(state, batch(number))
@@ -193,8 +194,7 @@ def test_a_chain_reports_the_rate_of_its_optimizer() -> None:
 
 
 def test_an_average_can_begin_and_end_in_mid_training() -> None:
-    loss_fn = module_loss(model(), nn.functional.mse_loss)
-    without, averaging = make_train_step(loss_fn, ADAMW), make_train_step(loss_fn, ADAMW, ema_decay=0.5)
+    without, averaging = step_of(ADAMW), step_of(ADAMW, ema_decay=0.5)
     state, _ = without(without.init(), batch(0))
     with pytest.raises(ValueError, match=r"must have an average for ema_decay=0.5.*funcamp.average\(0.5\)"):
         averaging(state, batch(1))
@@ -252,12 +252,11 @@ def test_a_state_of_another_chain_is_refused(optimizer: Any, other: Any, error: 
 )
 def test_a_chain_with_averages_goes_to_torch_and_back_and_through_a_checkpoint(averages: tuple[Any, ...]) -> None:
     """Clipping and averages are no part of torch's checkpoints."""
-    loss_fn = module_loss(model(), nn.functional.mse_loss)
-    step = make_train_step(loss_fn, chain(clip_by_norm(1.0), ADAMW, *averages), CONFIG)
+    step = step_of(chain(clip_by_norm(1.0), ADAMW, *averages))
     state, _ = step(step.init(), batch(0))
     assert_same(step.load_state_dict(step.state_dict(state), like=step.init()), state)
     saved = step.to_torch(state)
-    plain = make_train_step(loss_fn, ADAMW, CONFIG, max_norm=1.0)
+    plain = step_of(ADAMW, max_norm=1.0)
     assert_same(saved, plain.to_torch(plain(plain.init(), batch(0))[0]))
     optimizer = torch.optim.AdamW(model().parameters(), lr=0.1)
     optimizer.load_state_dict(saved["optimizer"])
@@ -267,13 +266,13 @@ def test_a_chain_with_averages_goes_to_torch_and_back_and_through_a_checkpoint(a
 
 
 def test_a_part_that_remembers_something_else_does_not_go_to_torch() -> None:
-    delayed = make_train_step(module_loss(model(), nn.functional.mse_loss), chain(every(2, ADAMW)), CONFIG)
+    delayed = step_of(chain(every(2, ADAMW)))
     with pytest.raises(TypeError, match="must be made by stateless; got every"):
         delayed.to_torch(delayed.init())
 
 
 def test_verify_has_no_torch_loop_for_a_chain() -> None:
-    step = make_train_step(module_loss(model(), nn.functional.mse_loss), chain(clip_by_norm(1.0), ADAMW), CONFIG)
+    step = step_of(chain(clip_by_norm(1.0), ADAMW))
     assert why_not(step, step.init()) == "the optimizer is a chain"
 
 
@@ -344,7 +343,7 @@ def test_parameters_are_grouped_by_one_function(optimizer: Any) -> None:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [lambda step: step, lambda step: jit(step, backend="eager")], ids=["eager", "jit"])
+@EAGER_AND_JITTED
 def test_a_plain_tree_in_a_state_is_grouped_as_the_optimizer_does(wrap: Callable[[Any], Any]) -> None:
     twice = by_group({"w": SGD, "v": stateless(torch.optim.SGD, lr=2.0)}, group=by_first_letter)
     step = make_train_step(lambda p, x: (p["w"] * x).sum() + (p["v"] * x).sum(), twice)

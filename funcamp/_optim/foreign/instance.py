@@ -67,9 +67,7 @@ def instance(cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: 
     optimizer: Any = cls(params, **copy.copy(arguments))
     if len(optimizer.param_groups) != 1:
         raise refusal(cls, "it sorts its parameters into groups; make one for each, with by_group")
-    for name, value in vars(optimizer).items():
-        if name not in _attributes_of_torch():
-            check_constants(cls, f"self.{name}", value)
+    check_constants(cls, shared_in(optimizer))
     optimizer._accelerator_graph_capture_health_check = lambda: None  # it would warn of capturable=False
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
@@ -83,17 +81,12 @@ def refusal(cls: type, why: str, *remedies: str) -> RefusedError:
     return error
 
 
-def check_constants(cls: type, name: str, value: object) -> None:
+def check_constants(cls: type, contents: Contents) -> None:
     """Raise RefusedError for an object whose changes would not be seen."""
-    for leaf in _tree.leaves(value):
-        if not isinstance(leaf, (Tensor, Number, *_CONSTANTS)) and not callable(leaf):
-            raise refusal(cls, f"it keeps an object as {name}, whose changes are not followed")
-
-
-def check_keys(cls: type, optimizer: Any) -> None:
-    """Raise RefusedError for state that is neither of a parameter nor under a text."""
-    if not all(isinstance(key, (str, Tensor)) for key in optimizer.state):
-        raise refusal(cls, "it must have parameters or text as keys of self.state")
+    for name, value in contents.items():
+        for leaf in _tree.leaves(value):
+            if not isinstance(leaf, (Tensor, Number, *_CONSTANTS)) and not callable(leaf):
+                raise refusal(cls, f"it keeps an object as {name}, whose changes are not followed")
 
 
 def step_of(optimizer: Any) -> Callable[[], Any]:
@@ -103,12 +96,21 @@ def step_of(optimizer: Any) -> Callable[[], Any]:
 
 
 def shared_in(optimizer: Any) -> Contents:
-    """Return what an instance keeps for all parameters."""
-    group = optimizer.param_groups[0]
-    shared = {name: value for name, value in group.items() if name not in WITHOUT_EFFECT}
-    shared |= {f"state.{key}": value for key, value in optimizer.state.items() if isinstance(key, str)}
-    attributes = {name: value for name, value in vars(optimizer).items() if name not in _attributes_of_torch()}
-    return shared | {f"self.{name}": value for name, value in attributes.items() if name != "step"}
+    """Return what an instance keeps for all parameters.
+
+    Raises:
+        RefusedError: it keeps state that is neither of a parameter nor under a text.
+    """
+    shared = {name: value for name, value in optimizer.param_groups[0].items() if name not in WITHOUT_EFFECT}
+    for key, value in optimizer.state.items():
+        if isinstance(key, str):
+            shared[f"state.{key}"] = value
+        elif not isinstance(key, Tensor):
+            raise refusal(type(optimizer), "it must have parameters or text as keys of self.state")
+    for name, value in vars(optimizer).items():
+        if name != "step" and name not in _attributes_of_torch():
+            shared[f"self.{name}"] = value
+    return shared
 
 
 def contents_of(optimizer: Any, params: list[Tensor]) -> list[Contents]:

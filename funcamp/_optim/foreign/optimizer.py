@@ -20,7 +20,6 @@ from funcamp._optim.foreign.instance import (
     changed,
     check_aliases,
     check_constants,
-    check_keys,
     cloned,
     contents_of,
     filled,
@@ -135,7 +134,7 @@ class ForeignOptimizer(StatelessOptimizer):
         calls = self._calls(())
         inputs = Inputs(present, [], states, self._hyper(opt_state.applied, present))
         optimizer, clones = self._filled_instance(inputs, calls)
-        self._call(optimizer, optimizer.eval, calls)
+        self._call(optimizer.eval, calls)
         if calls.path:
             raise refusal(self._cls, "its eval branches on a number that changes in training")
         for index, param in zip(positions, clones):
@@ -163,11 +162,10 @@ class ForeignOptimizer(StatelessOptimizer):
             record(optimizer)
             marks, before = marked(shared_in(optimizer)), cloned(shared_in(optimizer))
             put_shared(optimizer, _numbers(hyper, calls))
-        self._call(optimizer, step_of(optimizer), calls)
+        self._call(step_of(optimizer), calls)
         *kept, after = contents_of(optimizer, clones)
         for contents in kept:
-            for name, value in contents.items():
-                check_constants(self._cls, name, value)
+            check_constants(self._cls, contents)
         check_aliases(self._cls, [*clones, *[leaf for one in (*kept, after) for leaf in leaves(one).values()]])
         # What the first step changes is put into every instance, also if it is no number: a flag, for example.
         names = (self._remedies | changed(marks, after)) - {*self._dynamic, _SEPARATELY, _FIRST}
@@ -258,7 +256,7 @@ class ForeignOptimizer(StatelessOptimizer):
         for clone, grad in zip(clones, inputs.grads):
             clone.grad = None if grad is None else grad.detach().to(clone.dtype, copy=True)
         marks = marked(shared_in(optimizer))
-        self._call(optimizer, step_of(optimizer), calls)
+        self._call(step_of(optimizer), calls)
         *kept, shared = contents_of(optimizer, clones)
         others = sorted(changed(marks, shared) - form[-1].keys())
         if others:
@@ -270,15 +268,13 @@ class ForeignOptimizer(StatelessOptimizer):
         check_aliases(self._cls, [*clones, *[tensor for state in states for tensor in state.values()]])
         return Stepped(clones, states)
 
-    def _call(self, optimizer: Any, method: Any, calls: Calls) -> None:
-        check_keys(self._cls, optimizer)
+    def _call(self, method: Any, calls: Calls) -> None:
         with torch.no_grad(), calls, in_a_step(), as_eager():
             try:
                 method()
             finally:
                 if calls.refusal is not None:  # the class may have caught it
                     raise calls.refusal
-        check_keys(self._cls, optimizer)
 
     def _entries(self, contents: Contents, form: Contents, before: State, like: Tensor) -> State:
         """Return the tensors and numbers among what an instance keeps, of the kinds that they had before."""

@@ -155,9 +155,10 @@ def _averages(part: Part) -> bool:
     return isinstance(part, Averaging)
 
 
-def is_average_state(state: object) -> bool:
-    """Return whether this is the state of `average`, or of one that `every` delays."""
-    return isinstance(state, Average) or (isinstance(state, Every) and isinstance(state.state, Average))
+def average_in(part_state: object) -> Average | None:
+    """Return the state of `average`, also of one that `every` delays; None for the state of another part."""
+    state = part_state.state if isinstance(part_state, Every) else part_state
+    return state if isinstance(state, Average) else None
 
 
 def chain(*parts: Any) -> Chain:

@@ -171,6 +171,10 @@ def all_of(cls: Any, **numbers: Any) -> Callable[[Leaves], optim.Optimizer]:
     return lambda leaves: cls(leaves.values(), **numbers)
 
 
+def one_cycle() -> Any:
+    return schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED)
+
+
 def test_every_scheduler_of_torch_is_tested() -> None:
     found = {
         name
@@ -212,7 +216,7 @@ def test_jitted_step_equals_torchs_loop(name: str, backend: str) -> None:
 @pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
 def test_update_is_the_same_under_transforms(transform: Any) -> None:
-    scheduled = schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED)
+    scheduled = one_cycle()
     params = parameters()
     opt_state = scheduled.init(params)
     update = transform(scheduled.update)
@@ -315,7 +319,7 @@ def test_past_the_last_step_the_last_value_remains_and_torch_gets_that_of_the_ne
 
 
 def test_no_step_reads_a_tensor() -> None:
-    scheduled = schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED)
+    scheduled = one_cycle()
     step = step_of(scheduled)
     state = step.init(parameters())
     state, _ = step(state, batch(1))  # the first call checks more
@@ -356,7 +360,7 @@ def test_jitted_step_is_verified_with_torchs_loop() -> None:
 
 
 def test_pickling_and_copying_give_an_equal_schedule() -> None:
-    scheduled = schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED)
+    scheduled = one_cycle()
     params = parameters()
     expected = scheduled.update(params, batch(1), scheduled.init(params))
     for other in (pickle.loads(pickle.dumps(scheduled)), copy.deepcopy(scheduled)):
@@ -365,7 +369,7 @@ def test_pickling_and_copying_give_an_equal_schedule() -> None:
 
 
 def test_a_schedule_is_the_same_under_all_defaults_and_modes() -> None:
-    scheduled = schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED)
+    scheduled = one_cycle()
     given: list[optim.Optimizer] = []
 
     def make(optimizer: optim.Optimizer) -> Any:

@@ -77,6 +77,7 @@ class CountsInGroup(Base):
             group["lr"] *= 0.9
 
     def move(self, p: Any, state: Kept, group: Kept) -> None:
+        p.mul_(1 - 0.1 * group["lr"])
         p.sub_(p.grad.sign() if group["k"] <= 5 else p.grad, alpha=group["lr"])
 
 
@@ -115,7 +116,7 @@ class BeginsOtherwise(Base):
 
 
 class DividesByZero(Base):
-    options: ClassVar[Kept] = {"k": 0}
+    options: ClassVar[Kept] = {"k": -2}
 
     def begin(self, group: Kept) -> None:
         try:
@@ -138,15 +139,16 @@ class AsksEach(Base):
         p.sub_(p.grad, alpha=rate if norm > 2 else 2 * rate)
 
 
-class ClipsAll(Base):
-    """What a parameter does depends on all gradients."""
+class ClipsAll(CountsInGroup):
+    """What a parameter does depends on all gradients, and each asks about the same count."""
 
     def begin(self, group: Kept) -> None:
+        super().begin(group)
         norm = math.sqrt(sum(p.grad.norm().item() ** 2 for p in group["params"]))
         self.rate = group["lr"] / max(1.0, norm)
 
     def move(self, p: Any, state: Kept, group: Kept) -> None:
-        p.sub_(p.grad, alpha=self.rate)
+        p.sub_(p.grad, alpha=self.rate if group["k"] <= 5 else 0.5 * self.rate)
 
 
 class Decomposes(Base):

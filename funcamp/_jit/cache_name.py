@@ -12,7 +12,7 @@ _PACKAGE = Path(__file__).parents[1]
 
 
 def cache_name(*, exact: bool, without: frozenset[str], steps: Steps | None) -> bytes:
-    """Return the name: another one after a change of any file with formulas, passes or corrections of Inductor.
+    """Return the name: another one after a change of any file of this package, such as one with a formula or a pass.
 
     Args:
         exact: part of the name, because Inductor does not see what exact=True corrects.
@@ -26,6 +26,5 @@ def cache_name(*, exact: bool, without: frozenset[str], steps: Steps | None) -> 
 
 @functools.cache
 def _sources() -> bytes:
-    folders = [_PACKAGE / name for name in ("_jit", "_cpu", "_upstream", "_trace")]
-    files = sorted(file for folder in folders for file in folder.rglob("*.py"))
+    files = sorted(_PACKAGE.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest().encode()

@@ -156,7 +156,7 @@ def to_torch(step: Step, state: TrainState, names: Iterable[str] | None) -> Stat
     saved = export("to_torch", state)
     groups = groups_of("to_torch", step, state, names)
     _check_classes("to_torch", groups)
-    optimizers = {label: _optimizer_state_dict(members, saved) for label, members in _by_optimizer(groups).items()}
+    optimizers = {label: optimizer_state_dict(members, saved) for label, members in _by_optimizer(groups).items()}
     return {
         "model": _model_state_dict(step.loss_fn, state, saved),
         "optimizer": optimizers.get(None, optimizers),
@@ -172,7 +172,7 @@ def _model_state_dict(loss_fn: Loss, state: TrainState, saved: Mapping[str, Tens
     return {key.removeprefix(start): tensor for key, tensor in saved.items() if key.startswith(start)}
 
 
-def _optimizer_state_dict(groups: Sequence[TorchGroup], saved: Mapping[str, Tensor]) -> StateDict:
+def optimizer_state_dict(groups: Sequence[TorchGroup], saved: Mapping[str, Tensor]) -> StateDict:
     """Return the state_dict of one torch optimizer."""
     state: dict[int, StateDict] = {}
     param_groups: list[StateDict] = []

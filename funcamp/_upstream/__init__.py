@@ -173,8 +173,7 @@ PRIVATE = {
     "torch._inductor.codecache.CppWrapperCodeCache": "a first call takes longer",
     "torch._inductor.cpu_vec_isa.pick_vec_isa": "a first call takes longer",
     "torch._inductor.custom_graph_pass.CustomGraphPass": "jit does not work with the inductor backend",
-    "torch._inductor.custom_graph_pass.get_hash_for_files": "tracked samples are counted one by one",
-    "torch._inductor.decomposition.select_decomp_table": "tracked samples are counted one by one",
+    "torch._inductor.decomposition.select_decomp_table": "jit does not work with the inductor backend",
     "torch._inductor.inductor_prims.force_stride_order": "gradients of depthwise convolutions take longer on a CPU",
     # Before the next two, which cannot be imported first: torch._inductor has a circle of imports.
     "torch._inductor.lowering.register_lowering": "products take longer on a CPU",

@@ -33,21 +33,22 @@ class CopiedContents:
             self._containers[path] = attributes
             for name in {"_parameters", "_buffers", "_modules"} & set(attributes):
                 self._containers[f"{path}.{name}"] = attributes[name]
-        leaves = _tree.leaves(list(self._containers.values()))
+        leaves = _tree.leaves(self._containers)
         self.tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._generators = [leaf for leaf in leaves if isinstance(leaf, torch.Generator)]
         # A hook of funcamp's own, which notes what the steps do.
-        self._hooks = [leaf for leaf in leaves if isinstance(leaf, LeftBehind)]
-        self._same = [*owners.values(), *self._hooks, *self._containers.values(), *self.tensors, *self._generators]
+        hooks = [leaf for leaf in leaves if isinstance(leaf, LeftBehind)]
+        self._changing = [*self._containers.values(), *map(vars, hooks)]
+        """The dicts that get copies."""
+        same = [*owners.values(), *hooks, *self._containers.values(), *self.tensors]
+        self._memo = {id(item): item for item in same}
         """What is not copied, because closures, views and identities refer to it."""
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        """Context manager: every attribute is a deep copy; tensors and generators get their values back afterwards."""
-        before = [(container, dict(container)) for container in (*self._containers.values(), *map(vars, self._hooks))]
+        """Context manager: every attribute is a deep copy, except tensors, which get their values back afterwards."""
+        before = [(container, dict(container)) for container in self._changing]
         values = [(tensor, tensor.detach().clone(), tensor.grad if tensor.is_leaf else None) for tensor in self.tensors]
-        states = [generator.get_state() for generator in self._generators]
-        memo: dict[int, Any] = {id(item): item for item in self._same}
+        memo = dict(self._memo)
         try:
             for container, contents in before:
                 for name, value in contents.items():
@@ -64,12 +65,8 @@ class CopiedContents:
                     tensor.data.copy_(value)
                 if tensor.is_leaf:
                     tensor.grad = grad
-            for generator, state in zip(self._generators, states):
-                generator.set_state(state)
 
     def described(self) -> dict[str, str]:
         """Return a description of every attribute by its path, which differs after a change."""
-        described: dict[str, str] = {}
-        for path, container in self._containers.items():
-            described |= {f"{path}.{name}": repr(value) for name, value in container.items()}
-        return described
+        leaves = map(repr, _tree.leaves(self._containers))
+        return dict(zip(_tree.names(self._containers), leaves))

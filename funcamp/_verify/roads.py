@@ -5,164 +5,130 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
-import random
-import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._step.state import TrainState
+from funcamp._step.state import Metrics, TrainState
 from funcamp._step.step import TrainStep
 from funcamp._storage.params import clone
+from funcamp._trace.host_generators import host_generators, set_states, states_of
 from funcamp._types import Tree
 from funcamp._verify.copied_contents import CopiedContents
 from funcamp._verify.rounding import Row, copied_to_host
 from funcamp._verify.torch_loop import TorchLoop
 
-#: The scale at which float16 gradients overflow. Float32's largest number is 2^128.
-_OVERFLOWS = 2.0**120
-
-Step = Callable[[Tree, Tree], tuple[Tree, Tree]]
+#: A step, eager or compiled.
+Run = Callable[[TrainState, Tree], tuple[TrainState, Metrics]]
 
 
-class Generators:
-    """The states of the random number generators: Python's, numpy's, and torch's on the devices of some tensors."""
-
-    def __init__(self, tree: Tree) -> None:
-        self._python = random.getstate()
-        # numpy is no requirement: it is not imported for this.
-        self._numpy = sys.modules["numpy"].random.get_state() if "numpy" in sys.modules else None
-        self._devices = {tensor.device for tensor in _tree.tensors_in(tree)} | {torch.device("cpu")}
-        self._torch = self._torch_states()
-
-    def _torch_states(self) -> list[Tensor]:
-        return [_torch_generator(device).get_state() for device in self._devices]
-
-    def restore(self) -> None:
-        """Put the generators back."""
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
-        for device, state in zip(self._devices, self._torch):
-            _torch_generator(device).set_state(state)
-
-    def have_drawn(self) -> bool:
-        """Return whether torch's generators have moved since."""
-        return not all(map(torch.equal, self._torch, self._torch_states()))
+@contextlib.contextmanager
+def generators_restored(tensors: list[Tensor]) -> Iterator[None]:
+    """Context manager: the random number generators of Python, numpy, and torch, on the tensors' devices, too."""
+    modules = host_generators()
+    states = states_of(modules)
+    with torch.random.fork_rng({tensor.device for tensor in tensors if tensor.device.type != "cpu"}):
+        try:
+            yield
+        finally:
+            set_states(modules, states)
 
 
-def _torch_generator(device: torch.device) -> torch.Generator:
-    if device.type == "cpu":
-        return torch.default_generator
-    generators: Sequence[torch.Generator] = torch.get_device_module(device).default_generators
-    return generators[device.index]
+def seed_generators(number: int) -> None:
+    """Seed every random number generator, as each road does before the step of this number."""
+    torch.manual_seed(number)
+    for module in host_generators():
+        module.seed(number)
 
 
 class Training(NamedTuple):
     """A few steps of training, which every road takes from the same start."""
 
-    step: Step
+    step: TrainStep
     """The step before it is compiled."""
-    state: Tree
+    state: TrainState
     """The first state. Roads use clones."""
     batches: list[Tree]
-    """A batch for every step. Roads use deep copies."""
-    overflow: int | None
-    """The number of the step whose scale is too high, on purpose."""
+    """A batch for every step. Roads use deep copies, since a step may write into its batch."""
+    scales: Mapping[int, float]
+    """The scales that are set before some steps, by the step's number."""
     contents: CopiedContents
     """The user's objects."""
-    generators: Generators
-    """The random number generators, as they are at the start."""
 
-    @contextlib.contextmanager
-    def from_start(self) -> Iterator[None]:
-        """Context manager: everything outside of the state is as at the start."""
-        self.generators.restore()
+    def torch_rows(self, eager: list[Row], by_design: dict[str, list[str]]) -> list[Row]:
+        """Run torch's loop with the scales of the eager steps, and return its rows.
+
+        Args:
+            eager: the rows of the eager steps.
+            by_design: gets what `TorchLoop` notes.
+        """
+        rows: list[Row] = []
         with self.contents.entered():
-            yield
-
-    def torch_rows(self, scales: list[float]) -> tuple[list[Row], TorchLoop]:
-        """Run torch's loop with these scales; return its rows, and the loop."""
-        assert isinstance(self.step, TrainStep)
-        with self.from_start():
-            loop = TorchLoop(self.step, self.state)
-            rows = [loop.step(batch, scale) for batch, scale in zip(copy.deepcopy(self.batches), scales)]
-        return rows, loop
-
-    def step_rows(self, run: Step, seed: int | None = None) -> list[Row]:
-        """Run a step, eager or compiled; with a seed from disturbed parameters. Return its rows."""
-        state = clone(self.state)
-        if seed is not None:
-            _disturb(self.step, state, seed)
-        with self.from_start():
-            rows, _ = self.rows_and_state(run, state, range(len(self.batches)))
+            loop = TorchLoop(self.step, self.state, by_design)
+            for number, batch in enumerate(copy.deepcopy(self.batches)):
+                seed_generators(number)
+                rows.append(copied_to_host(loop.step(batch, float(eager[number]["metrics.scale"]))))
         return rows
 
-    def resumed_rows(self, run: Step, middle: int) -> list[Row]:
-        """Run a step, save the state in the middle, and go on from what was saved; return all rows."""
-        step = self.step
-        file = io.BytesIO()
-        with self.from_start():
-            rows, state = self.rows_and_state(run, clone(self.state), range(middle))
-            torch.save(step.state_dict(state) if isinstance(step, TrainStep) else state, file)
-            generators = Generators(state)
-        file.seek(0)
-        saved = torch.load(file, weights_only=False)
-        with self.from_start():  # a new process begins with a new module
-            generators.restore()
-            state = step.load_state_dict(saved, like=clone(self.state)) if isinstance(step, TrainStep) else saved
-            later_rows, _ = self.rows_and_state(run, state, range(middle, len(self.batches)))
-        return rows + later_rows
+    def step_rows(self, run: Run, *, seed: int | None = None, resumed_at: int = 0) -> list[Row]:
+        """Run a step, eager or compiled, and return its rows.
 
-    def rows_and_state(self, run: Step, state: Tree, numbers: range) -> tuple[list[Row], Tree]:
-        """Take some steps, for which everything else is ready; return their rows, and the state after them."""
+        Args:
+            run: the step.
+            seed: disturb the first parameters with this seed.
+            resumed_at: save the state before the step of this number, and go on from what was saved.
+        """
+        state = clone(self.state)
+        if seed is not None:
+            seed_generators(seed)
+            _disturb(state.params, self.step._options.policy.compute_dtype)
         rows: list[Row] = []
-        for number in numbers:
-            state, row = self._step(run, state, number)
-            rows.append(row)
-        return rows, state
+        for numbers in range(resumed_at), range(resumed_at, len(self.batches)):
+            with self.contents.entered():  # a new process begins with a new module
+                if rows:
+                    state = self._saved_and_loaded(state)
+                for number in numbers:
+                    state, row = self._take_step(run, state, number)
+                    rows.append(row)
+        return rows
 
-    def _step(self, run: Step, state: Tree, number: int) -> tuple[Tree, Row]:
-        """Return the state after a step and the step's row; the step of the overflow gets a scale that is too high."""
-        batch = copy.deepcopy(self.batches[number])  # a step may write into it
-        if number != self.overflow:
-            state, metrics = run(state, batch)
-            return state, row_of(self.step, state, metrics)
-        scale = float(state.scaler.scale)
-        state, metrics = run(with_scale(state, _OVERFLOWS), batch)
-        row = row_of(self.step, state, metrics)
-        return with_scale(state, scale), row
+    def changes(self) -> list[str]:
+        """Return the names of the user's attributes that an eager step changes."""
+        with self.contents.entered():
+            before = self.contents.described()
+            self._take_step(self.step, clone(self.state), 0)
+            after = self.contents.described()
+        return [name for name in before | after if before.get(name) != after.get(name)]
+
+    def _take_step(self, run: Run, state: TrainState, number: int) -> tuple[TrainState, Row]:
+        """Return the state after a step, and the step's row."""
+        if number in self.scales:
+            scale = torch.full_like(state.scaler.scale, self.scales[number])
+            state = state._replace(scaler=state.scaler._replace(scale=scale))
+        seed_generators(number)
+        state, metrics = run(state, copy.deepcopy(self.batches[number]))
+        return state, row_of(self.step, state, metrics)
+
+    def _saved_and_loaded(self, state: TrainState) -> TrainState:
+        file = io.BytesIO()
+        torch.save(self.step.state_dict(state), file)
+        file.seek(0)
+        return self.step.load_state_dict(torch.load(file), like=clone(self.state))
 
 
-def with_scale(state: TrainState, scale: float) -> TrainState:
-    """Return a state with another scale."""
-    return state._replace(scaler=state.scaler._replace(scale=torch.full_like(state.scaler.scale, scale)))
-
-
-def row_of(step: Step, state: Tree, metrics: Tree) -> Row:
+def row_of(step: TrainStep, state: TrainState, metrics: Metrics | None) -> Row:
     """Return copies of what there is to compare after a step, by name, on the host."""
-    row: Row = {}
-    trees = {"state": state, "metrics": metrics}
-    if isinstance(step, TrainStep):
-        row |= step.state_dict(state)
-        del trees["state"], row["scaler.found_inf"]  # 0 after each update; the flag of the step is in its metrics
-    for prefix, tree in trees.items():
-        for name, leaf in zip(_tree.names(tree), _tree.leaves(tree)):
-            if isinstance(leaf, Tensor):
-                row[f"{prefix}.{name}"] = leaf
-    return copied_to_host(row)
+    values = {**step.state_dict(state), "metrics": metrics}
+    named = zip(_tree.names(values), _tree.leaves(values))
+    return copied_to_host({name: leaf for name, leaf in named if isinstance(leaf, Tensor)})
 
 
 @torch.no_grad()
-def _disturb(step: Step, state: Tree, seed: int) -> None:
-    """Move every number of the parameters by one unit in the last place of the precision that is computed in."""
-    generator = torch.Generator().manual_seed(seed)
-    computed = step._options.policy.compute_dtype if isinstance(step, TrainStep) else torch.float64
-    for value in _tree.tensors_in(state.params if isinstance(state, TrainState) else state):
-        if value.is_floating_point() or value.is_complex():
-            part = max(torch.finfo(dtype).eps for dtype in (computed, value.dtype))
-            signs = 1 - 2 * torch.randint(2, value.shape, generator=generator).to(value.device)
-            value.mul_(1 + part * signs)
+def _disturb(params: Tree, compute_dtype: torch.dtype) -> None:
+    """Move every number by one unit in the last place of the precision that is computed in."""
+    for value in _tree.tensors_in(params):
+        part = max(torch.finfo(compute_dtype).eps, torch.finfo(value.dtype).eps)
+        value.mul_(1 + part * torch.randn_like(value).sgn())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from typing import NamedTuple
 
 import torch
@@ -60,28 +61,30 @@ class Rounding:
 
     def __init__(self, reference: list[Row], disturbed: list[list[Row]], start: Row) -> None:
         self._start = start
-        self._allowed: list[dict[str, float]] = []
+        self._allowed: list[defaultdict[str, float]] = []
         """By step and name, how far a value may be from the reference's."""
-        self.noisy_step: int | None = None
-        """The first step whose gradients are noise, or which one run skips and another takes."""
-        largest: dict[str, float] = {}
+        largest: defaultdict[str, float] = defaultdict(float)
         for number, row in enumerate(reference):
             others = [run[number] for run in disturbed]
-            if any(skips(other) != skips(row) for other in others):
-                self.noisy_step = number if self.noisy_step is None else self.noisy_step
-                break  # from here on nothing can be compared
+            if any(other["metrics.found_inf"] != row["metrics.found_inf"] for other in others):
+                break
+            allowed: defaultdict[str, float] = defaultdict(float)
             for name, value in row.items():
                 # A disturbed run may come near the reference by chance, so those of earlier steps count too.
-                largest[name] = max(largest.get(name, 0.0), *[distance(value, other[name]) for other in others])
-            allowed = {name: self._allowed_for(name, value, largest[name]) for name, value in row.items()}
-            if self.noisy_step is None and allowed.get("metrics.grad_norm", 0.0) >= _ANY_NUMBER:
-                self.noisy_step = number
+                largest[name] = max(largest[name], *[distance(value, other[name]) for other in others])
+                allowed[name] = _FACTOR * largest[name] + _ulps(value)
+                if largest[name] >= _NOISE * self._movement(name, value):
+                    allowed[name] = max(_ANY_NUMBER, allowed[name])
             self._allowed.append(allowed)
+        # After a step that one run skips and another takes, nothing can be compared.
+        lost = len(reference) - len(self._allowed)
+        self._allowed += [defaultdict(lambda: math.inf)] * lost
 
-    def _allowed_for(self, name: str, value: Tensor, largest: float) -> float:
-        """Return how far a value may be from the reference's, if disturbed runs are at most this far from it."""
-        is_noise = largest >= _NOISE * self._movement(name, value)
-        return max(_ANY_NUMBER, _FACTOR * largest) if is_noise else _FACTOR * largest + _ulps(value)
+    @property
+    def noisy_step(self) -> int | None:
+        """Return the first step whose gradients are noise, or which one run skips and another takes."""
+        noisy = [number for number, of_step in enumerate(self._allowed) if of_step["metrics.grad_norm"] >= _ANY_NUMBER]
+        return min(noisy, default=None)
 
     def _movement(self, name: str, value: Tensor) -> float:
         """Return how far a value is from where it started; its size, if it did not start or did not move."""
@@ -95,14 +98,8 @@ class Rounding:
             size = distance(value, row[name]) if name in row else math.inf
             if size:
                 movement = self._movement(name, value)
-                allowed = self._allowed[number].get(name, 0.0) if number < len(self._allowed) else math.inf
-                differences.append(Difference(number, name, size / movement, allowed / movement))
+                differences.append(Difference(number, name, size / movement, self._allowed[number][name] / movement))
         return max(differences, key=lambda difference: (difference.share, difference.size), default=None)
-
-
-def skips(row: Row) -> bool:
-    """Return whether a step was skipped; a function that the user wrote skips none."""
-    return "metrics.found_inf" in row and bool(row["metrics.found_inf"])
 
 
 def distance(one: Tensor, other: Tensor) -> float:

@@ -4,35 +4,42 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from funcamp import _tree
+from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._check import integer
-from funcamp._step.state import check_train_state
+from funcamp._step.state import Metrics, TrainState, check_train_state
 from funcamp._step.step import TrainStep
 from funcamp._trace.autocast_regions import without_autocast
 from funcamp._types import Tree
 from funcamp._verify.copied_contents import CopiedContents
-from funcamp._verify.report import Verification
-from funcamp._verify.roads import Generators, Training, with_scale
+from funcamp._verify.report import Comparison, Outcome, Verification
+from funcamp._verify.roads import Run, Training, generators_restored, row_of
+from funcamp._verify.rounding import Rounding, Row
 
 #: The step whose scale is too high: not the first, so that there is something to undo.
 _OVERFLOW = 1
+#: The scale at which float16 gradients overflow. Float32's largest number is 2^128.
+_OVERFLOWS = 2.0**120
 #: The scale to begin with in float16, because the first steps of a higher one may be skipped, which shows little.
 _FIRST_SCALE = 2.0**10
 _LEAST_STEPS = 3
+#: One for each run of a reference with disturbed parameters.
+_SEEDS = range(4)
+_EAGER = "eager step"
 
 
 def verify(
-    step: Callable[[Tree, Tree], tuple[Tree, Tree]],
+    step: Callable[[TrainState, Tree], tuple[TrainState, Metrics]],
     batches: Iterable[Tree],
     *,
-    state: Tree = None,
+    state: TrainState | None = None,
     steps: int = 4,
 ) -> Verification:
     """Compare a step for your own model with torch's loop, eager, compiled, and from a saved state.
@@ -51,18 +58,16 @@ def verify(
     which on the gradients are. In a low precision a wrong factor of a percent is hidden: verify with policy=None too.
 
     While a road runs, the attributes of the model's modules and of the criterion are deep copies, and so are dicts
-    and modules among the variables that a criterion names. Afterwards everything is as it was: their tensors, the
-    random number generators of torch, Python and numpy. Not put back are other variables of closures and globals, a
-    DataLoader's own generator, and version counters: a graph made before cannot be differentiated after. Runs without
-    an autocast around it. Syncs. Takes some ten times as long as the steps, and a compilation; keeps the values after
-    every step in host memory, for six runs. Not for a step inside another transform, and not while another thread
-    uses the module.
+    and modules among the variables that a criterion names. Before each step the random number generators of torch,
+    Python and numpy are seeded with its number. Afterwards everything is as it was: tensors, attributes, generators.
+    Not put back are other variables of closures and globals, a DataLoader's own generator, and version counters: a
+    graph made before cannot be differentiated after. Runs without an autocast around it. Syncs. Takes some ten times as
+    long as the steps, and a compilation; keeps the values after every step in host memory, for six runs. Not for a step
+    inside another transform, and not while another thread uses the module.
 
     Args:
-        step: a step of `make_train_step`, which is compiled by `jit(step, exact=True)`; or a `JitStep`, which is
-            compiled anew with its own options (and with exact=True too if the step draws random numbers, since other
-            programs draw others); or any pure function `(state, batch) -> (state, metrics)`, which has no torch loop
-            to compare with.
+        step: a step of `make_train_step`, or `jit` of one. It is compiled anew, with the options of `jit` and
+            exact=True, because other programs draw other random numbers.
         batches: an iterable of batches, such as a list or a DataLoader; the first `steps` of them are used. Different
             ones show more. A tuple, a mapping and a tensor are one batch, and an error.
         state: the state to start from; by default `step.init()`, with the module's present values, and with a scale of
@@ -73,8 +78,8 @@ def verify(
         A `Verification`: `print` it. `ok` is False if a road differs by more than rounding, or raises.
 
     Raises:
-        TypeError: step is not callable; batches is one batch; state is missing for a step that does not know its
-            parameters.
+        TypeError: step is not of `make_train_step`; batches is one batch; state is missing for a loss without a
+            module.
         ValueError: steps is below 3, or there are fewer batches; step is a `JitStep` with unroll.
         Exception: any error of the eager step.
 
@@ -91,35 +96,34 @@ def verify(
     References:
         The loop of torch's automatic mixed precision examples, PyTorch 2.13.
     """
-    from funcamp._jit.jit import check_step
+    from funcamp._jit.jit import jit
     from funcamp._jit.jit_step import JitStep  # imports torch's compiler, which takes seconds
-    from funcamp._verify.comparer import Comparer
 
-    compiled = step if isinstance(step, JitStep) else None
-    if compiled is not None and compiled._options.unroll is not None:
+    plain_step = step._step if isinstance(step, JitStep) else step
+    if not isinstance(plain_step, TrainStep):
+        raise TypeError(f"verify: step must be a step of make_train_step, or jit of one; got {_tree.brief(step)}")
+    options = step._options if isinstance(step, JitStep) else jit(step)._options
+    if options.unroll is not None:
         raise ValueError("verify: step must take one step in a call; got unroll: pass jit(step) without it")
-    plain_step: Any = step if compiled is None else compiled._step
-    check_step("verify", plain_step)
+    compiled = JitStep(plain_step, options._replace(exact=True))  # else it draws other random numbers
     integer("verify", "steps", steps, _LEAST_STEPS)
-    if isinstance(plain_step, TrainStep) and state is not None:
+    if state is not None:
         check_train_state("verify", "state", state)
-    if state is None and not isinstance(plain_step, TrainStep):
-        raise TypeError("verify: state must be given for a step that make_train_step did not make; got None")
-    contents = CopiedContents(_objects(plain_step))
-    generators = Generators((state, contents.tensors))
-    try:
+    contents = CopiedContents(_objects(plain_step.loss_fn))
+    with generators_restored(contents.tensors + _tree.tensors_in(state)):
         chosen = _first_batches(batches, steps)  # which may draw random numbers
         # A step with a policy disables an autocast around it, and torch's loop would not.
         with without_autocast(), torch.inference_mode(False), torch.enable_grad():
             if state is None:
                 with contents.entered():
                     state = plain_step.init()
-                state = with_scale(state, min(float(state.scaler.scale), _FIRST_SCALE))
-            is_float16 = isinstance(plain_step, TrainStep) and plain_step._options.policy.compute_dtype == torch.float16
-            overflow = _OVERFLOW if is_float16 else None
-            return Comparer(Training(plain_step, state, chosen, overflow, contents, generators), compiled).run()
-    finally:
-        generators.restore()
+                scale = min(float(state.scaler.scale), _FIRST_SCALE)
+            else:
+                scale = float(state.scaler.scale)
+            scales = {0: scale}
+            if plain_step._options.policy.compute_dtype == torch.float16:
+                scales |= {_OVERFLOW: _OVERFLOWS, _OVERFLOW + 1: scale}
+            return _compare(Training(plain_step, state, chosen, scales, contents), compiled)
 
 
 def _first_batches(batches: Iterable[Tree], steps: int) -> list[Tree]:
@@ -140,18 +144,82 @@ def _first_batches(batches: Iterable[Tree], steps: int) -> list[Tree]:
     return chosen
 
 
-def _objects(step: object) -> dict[str, object]:
+def _objects(loss_fn: Loss) -> dict[str, object]:
     """Return the user's objects by name, in which things may be kept from step to step."""
-    loss_fn = getattr(step, "loss_fn", None)
-    objects: dict[str, object]
+    objects: dict[str, object] = {"loss": loss_fn.function}
     if isinstance(loss_fn, ModuleLoss):
         objects = {"model": loss_fn.model, "criterion": loss_fn.criterion}
-    else:
-        objects = {"step": step if loss_fn is None else loss_fn.function}
     for function in list(objects.values()):
-        if inspect.isroutine(function) and hasattr(function, "__code__"):
+        if isinstance(function, types.FunctionType):
             variables = inspect.getclosurevars(function)
             for name, value in {**variables.globals, **variables.nonlocals}.items():
                 if isinstance(value, (dict, nn.Module)):
                     objects[f"variable {name}"] = value
     return objects
+
+
+def _compare(training: Training, compiled: Run) -> Verification:
+    """Run the roads one after the other, and compare each with its reference."""
+    eager = training.step_rows(training.step)
+    disturbed = [training.step_rows(training.step, seed=seed) for seed in _SEEDS]
+    rounding = Rounding(eager, disturbed, row_of(training.step, training.state, None))
+    by_design: dict[str, list[str]] = {}
+    rows = _tried(lambda: training.torch_rows(eager, by_design))
+    comparisons = [_compared(rounding, "torch's loop", rows, _EAGER, eager)]
+    rows = _tried(lambda: training.step_rows(compiled))
+    comparisons.append(_compared(rounding, _EAGER, eager, "compiled step", rows))
+    if comparisons[-1].outcome is not Outcome.REFUSED:
+        rows = _tried(lambda: training.step_rows(compiled, resumed_at=len(eager) // 2))
+        comparisons.append(_compared(rounding, _EAGER, eager, "compiled, saved, and loaded", rows))
+
+    notes = [f"{', '.join(names)} {difference}" for difference, names in by_design.items()]
+    skipped = tuple([number for number, row in enumerate(eager) if row["metrics.found_inf"]])
+    if len(skipped) == len(eager):
+        notes.append("every step was skipped, so little was compared: begin from a state in mid-training")
+    if rounding.noisy_step is not None:
+        notes.append(
+            f"the model amplifies rounding: from step {rounding.noisy_step} on its gradients are noise, and "
+            "what is noise is not compared; policy=None, a larger batch or a lower learning rate shows more"
+        )
+    is_different = any(one.outcome is Outcome.DIFFERENT for one in comparisons)
+    causes = _causes(training.changes()) if is_different else []
+    overflow = _OVERFLOW if _OVERFLOW in training.scales else None
+    return Verification(tuple(comparisons), len(eager), skipped, overflow, tuple(causes), tuple(notes))
+
+
+def _tried(run: Callable[[], list[Row]]) -> list[Row] | str:
+    """Return the rows of a road, or the text of its error."""
+    try:
+        return run()
+    except Exception as error:
+        first_lines = str(error).strip().splitlines()[:3]
+        return f"{type(error).__name__}: {' '.join(first_lines)}"
+
+
+def _compared(
+    rounding: Rounding, reference: str, reference_rows: list[Row] | str, road: str, rows: list[Row] | str
+) -> Comparison:
+    """Compare a road with its reference step by step; either may be the text of an error instead."""
+    if isinstance(reference_rows, str):
+        return Comparison(reference, road, Outcome.LEFT_OUT, reason=reference_rows)
+    if isinstance(rows, str):
+        return Comparison(reference, road, Outcome.REFUSED, reason=rows)
+    found = [rounding.difference(number, reference_rows[number], row) for number, row in enumerate(rows)]
+    differences = [difference for difference in found if difference]
+    for difference in differences:
+        if not difference.is_rounding:
+            return Comparison(reference, road, Outcome.DIFFERENT, difference)
+    if differences:
+        largest = max(differences, key=lambda difference: difference.share)
+        return Comparison(reference, road, Outcome.ROUNDING, largest)
+    return Comparison(reference, road, Outcome.EQUAL)
+
+
+def _causes(changes: list[str]) -> list[str]:
+    """Return what may explain differences, given the names of what a step changes besides its state."""
+    causes = [
+        f"{name} changes from step to step, and is no part of the state: make it a buffer, an entry of the batch, "
+        "or return it in the metrics"
+        for name in changes
+    ]
+    return causes or ["none was found: see what policy=None gives; if that differs too, please report it"]

@@ -17,10 +17,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from funcamp import _upstream
 from funcamp._jit.passes.graph_pass import GraphPass
 from funcamp._jit.passes.program import Pass, Program
+from funcamp._jit.passes.table import Table
 from funcamp._layers import register_passes
 from funcamp._trace.tracing import running
-from funcamp._types import VmapInfo
-from funcamp.numerics import counting
 from funcamp.numerics.counting import WIDTH, counts
 
 _library: Any = torch.library.Library("funcamp", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -35,25 +34,10 @@ def _fake(parts: list[Tensor]) -> Tensor:
     return parts[0].new_empty((sum(len(part) for part in parts), WIDTH), dtype=torch.float64)
 
 
-@torch.library.register_vmap(_COUNTS, lib=_library)  # type: ignore[untyped-decorator]
-def _vmap(info: VmapInfo, in_dims: tuple[list[int | None]], parts: list[Tensor]) -> tuple[Tensor, int]:
-    """Count the rows of all samples in one operation.
-
-    The result has the samples in its first dimension, then the rows of all parts.
-    """
-    samples = info.batch_size
-    batched_parts = []
-    for part, dim in zip(parts, in_dims[0]):
-        batched_parts.append(part.expand(samples, *part.shape) if dim is None else part.movedim(dim, 0))
-    all_rows: Tensor = _COUNTS([part.flatten(0, 1) for part in batched_parts])
-    rows_by_part = torch.split(all_rows, [samples * part.shape[1] for part in batched_parts])
-    rows_by_sample = [rows.reshape(*part.shape[:2], WIDTH) for rows, part in zip(rows_by_part, batched_parts)]
-    return torch.cat(rows_by_sample, 1), 0
-
-
 def count_jointly(parts: list[Tensor]) -> Tensor:
-    """Count like `counts`; in a trace by one operation, which `JointCounts` replaces."""
-    return counts(parts) if running() is None else _COUNTS(parts)
+    """Count like `counts`; in a trace by one operation, which `JointCounts` replaces, but not under torch.func."""
+    is_joint = running() is not None and not _upstream.transforms_active()
+    return _COUNTS(parts) if is_joint else counts(parts)
 
 
 def _group_counts(graph: fx.Graph) -> list[list[fx.Node]]:
@@ -74,25 +58,32 @@ def can_count_jointly() -> bool:
     """Return whether torch has what `JointCounts` needs."""
     return _upstream.usable(
         _upstream.find("torch._inductor.custom_graph_pass.CustomGraphPass"),
-        _upstream.find("torch._inductor.custom_graph_pass.get_hash_for_files"),
-        _upstream.find("torch._inductor.decomposition.select_decomp_table"),
         _upstream.find("torch._inductor.pattern_matcher.stable_topological_sort"),
     )
 
 
 class JointCounts(GraphPass):
-    """The pass over a step's graph before Inductor's."""
+    """The pass over a step's graph before Inductor's.
+
+    Args:
+        name: the name in Inductor's cache.
+        table: what the compiler takes instead of some operations.
+    """
+
+    def __init__(self, name: bytes, table: Table) -> None:
+        super().__init__(name)
+        self._table = table
 
     def __call__(self, graph: fx.Graph) -> None:
         """Change the graph in place."""
         groups = _group_counts(graph)
         for nodes in groups:
-            _count_together(graph, nodes)
+            _count_together(graph, nodes, self._table)
         if groups:  # the users of a group's first nodes stand before the joint count
             _upstream.find("torch._inductor.pattern_matcher.stable_topological_sort")(graph)
 
 
-def _count_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
+def _count_together(graph: fx.Graph, nodes: list[fx.Node], table: Table) -> None:
     """Replace the counts of a group by one count of all their parts, which is split again."""
     all_parts: list[fx.Node] = []
     rows_by_node: list[int] = []
@@ -105,9 +96,8 @@ def _count_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
     def count_and_split(*parts: Tensor) -> list[Tensor]:
         return list(torch.split(counts(list(parts)), rows_by_node))
 
-    decompositions = _upstream.find("torch._inductor.decomposition.select_decomp_table")()
     with fake_parts[0].fake_mode:
-        traced = make_fx(count_and_split, decomposition_table=decompositions)(*fake_parts)
+        traced = make_fx(count_and_split, decomposition_table=table)(*fake_parts)
     placeholders = traced.graph.find_nodes(op="placeholder")
     with graph.inserting_after(nodes[-1]):
         joint_counts: Any = graph.graph_copy(traced.graph, dict(zip(placeholders, all_parts)))
@@ -117,10 +107,8 @@ def _count_together(graph: fx.Graph, nodes: list[fx.Node]) -> None:
 
 
 def _run(program: Program) -> Program:
-    hash_files = _upstream.find("torch._inductor.custom_graph_pass.get_hash_for_files")
-    # The graph only names the functions of these files, so Inductor's cache must see when they change.
-    name: bytes = hash_files((__file__, counting.__file__))
-    return program._replace(options={**program.options, "joint_custom_pre_pass": JointCounts(name)})
+    joint_counts = JointCounts(program.cache_name, program.table)
+    return program._replace(options={**program.options, "joint_custom_pre_pass": joint_counts})
 
 
 PASSES = (

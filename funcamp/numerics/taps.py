@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from funcamp import _tree, _upstream
+from funcamp import _tree
 from funcamp._types import Args, FunctionContext
 from funcamp._upstream.autograd_function import keep_functions_whole
 from funcamp.numerics.counting import check_sample, check_values, count, take_numbers
@@ -68,23 +68,13 @@ class _Tap(Function):
         return grad, forward, backward, None
 
 
-class _TapWithJvp(_Tap):
-    """A tap with forward mode. Dynamo rejects a Function with a jvp, except as one call under torch.func."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def jvp(ctx: _TapContext, tangent: Tensor | None, *_: object) -> tuple[Tensor | None, None]:  # noqa: ARG004
-        return None if tangent is None else tangent.clone(), None
-
-
 def tap(x: Tensor, probe: Record, *, sample: int | None = None) -> Tensor:
     """Return x; its gradient with respect to the probe is the statistics of x and of x's gradient.
 
     d loss / d probe = Record(stats(x), stats(d loss / d x)), summed over all uses of the probe. Pure; works under
-    torch.func's transforms, double backward, autocast, checkpoint, torch.compile(fullgraph=True) and in a captured
-    step. If the loss does not depend on x, the record stays empty (count 0). The gradient of a scaled loss is counted
-    scaled: see `Record.unscale`. No sync.
+    torch.func's transforms except forward mode, double backward, autocast, checkpoint, torch.compile(fullgraph=True)
+    and in a captured step. If the loss does not depend on x, the record stays empty (count 0). The gradient of a scaled
+    loss is counted scaled: see `Record.unscale`. No sync.
 
     Args:
         x: a strided floating-point or complex tensor.
@@ -111,11 +101,9 @@ def tap(x: Tensor, probe: Record, *, sample: int | None = None) -> Tensor:
         raise TypeError(f"tap: probe must be a Record, as probe() makes it; got {_tree.describe(probe)}")
     check_values("tap", x)
     check_sample("tap", sample)
-    function: Any = _TapWithJvp
     if torch.compiler.is_dynamo_compiling():
         keep_functions_whole()
-        if not _upstream.transforms_active():
-            function = _Tap
+    function: Any = _Tap
     tapped: Tensor
     tapped, _ = function.apply(x, probe.forward.row, probe.backward.row, sample)
     return tapped

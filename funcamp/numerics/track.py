@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar, overload
 
 import torch
@@ -181,7 +181,7 @@ def _choose(module: nn.Module, chosen: Chosen) -> tuple[str, ...]:
     """
     modules = dict(module.named_modules())
     if chosen is None:
-        paths = _layer_paths(modules)
+        paths = [path for path in _layer_paths(module) if path in modules]
     elif not callable(chosen) and not isinstance(chosen, Iterable):
         raise TypeError(f"track_scales: modules must be paths or a predicate; got {chosen!r}")
     elif callable(chosen):
@@ -198,25 +198,17 @@ def _choose(module: nn.Module, chosen: Chosen) -> tuple[str, ...]:
     return tuple(paths)
 
 
-def _layer_paths(modules: Mapping[str, nn.Module]) -> list[str]:
-    """Return the paths of the layers that are tapped by default."""
-    paths = [path for path, submodule in modules.items() if _is_layer(submodule)]
-    # Submodules of a layer (a projection, a parametrization) are not called, or compute its weight.
-    layers_with_children = [path for path in paths if list(modules[path].children())]
-    return [path for path in paths if not _is_below_any(path, layers_with_children)]
+def _layer_paths(module: nn.Module, path: str = "") -> Iterator[str]:
+    """Yield the paths of the layers that are tapped by default, a module with several names under each.
 
-
-def _is_below_any(path: str, outer_paths: Iterable[str]) -> bool:
-    for outer_path in outer_paths:
-        prefix = f"{outer_path}." if outer_path else ""
-        if path != outer_path and path.startswith(prefix):
-            return True
-    return False
-
-
-def _is_layer(module: nn.Module) -> bool:
-    child_names = {name for name, _ in module.named_children()}
-    return isinstance(module, nn.MultiheadAttention) or child_names <= {"parametrizations"}
+    What is inside of a layer (a projection, a parametrization) is not called, or computes its weight.
+    """
+    children = dict(module.named_children())
+    if isinstance(module, nn.MultiheadAttention) or children.keys() <= {"parametrizations"}:
+        yield path
+        return
+    for name, child in children.items():
+        yield from _layer_paths(child, f"{path}.{name}" if path else name)
 
 
 def _tap_outputs(sample: int | None, layer: nn.Module, _: Args, outputs: Tree) -> Tree:

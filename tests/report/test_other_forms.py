@@ -17,12 +17,9 @@ from torch.nn.functional import l1_loss, mse_loss
 
 from funcamp.__main__ import main
 from funcamp.report.audit import Auditor, Finding
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import batches, losses, model_and_optimizer, scaler_of
 from tests.report.scripts import LOOPS, watch
-
-
-def names(auditor: Auditor) -> list[str]:
-    return [finding.rule.name for finding in auditor.findings()]
+from tests.report.training import names
 
 
 def accumulate(loss_of: Callable[[Tensor, Tensor], Tensor]) -> list[str]:
@@ -62,10 +59,8 @@ def test_a_fused_optimizer_skips_its_step_itself(scale: float, expected: list[st
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
         scaler = scaler_of(scale)
-        for x, y in batches():
+        for loss in losses(model):
             optimizer.zero_grad()
-            with torch.autocast("cpu", torch.float16):
-                loss = mse_loss(model(x), y)
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()

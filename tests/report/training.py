@@ -1,34 +1,36 @@
-"""A small training loop under the auditor, with a gap before its step."""
+"""A small training loop under the auditor, with gaps for mistakes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from funcamp.report.audit import Auditor
 from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
 
 
-def do_nothing(_model: nn.Module) -> None:
+def do_nothing(*_: object) -> None:
     pass
 
 
 def train(
     *,
-    prepare: Callable[[nn.Module], None] = do_nothing,
-    before_step: Callable[[nn.Module], None] = do_nothing,
+    prepare: Callable[[nn.Module], object] = do_nothing,
     autocast: bool = False,
+    before_step: Callable[[nn.Module], object] = do_nothing,
+    change: Callable[[Tensor, Tensor], Tensor] | None = None,
     scaled: bool = True,
     window: int = 1,
 ) -> Auditor:
     """Train for six backward passes, and return the auditor.
 
     prepare: is called with the model before the first pass.
-    before_step: is called with the model between each backward pass and the step.
     autocast: whether the forward pass runs in float16.
+    before_step: is called with the model between each backward pass and the step.
+    change: is called there with each parameter and its gradient; what it returns replaces the gradient.
     scaled: whether the scaler is enabled.
     window: the number of micro-batches of a step.
     """
@@ -42,8 +44,16 @@ def train(
                 loss = mse_loss(model(x), y) / window
             scaler.scale(loss).backward()
             before_step(model)
+            if change is not None:
+                for parameter in model.parameters():
+                    assert parameter.grad is not None
+                    parameter.grad = change(parameter, parameter.grad)
             if number % window == 0:
                 scaler.step(optimizer)
                 scaler.update()
                 optimizer.zero_grad()
     return auditor
+
+
+def names(auditor: Auditor) -> list[str]:
+    return [finding.rule.name for finding in auditor.findings()]

@@ -170,8 +170,30 @@ def test_a_batch_norm_that_the_backward_pass_runs_again_is_a_note() -> None:
 
     found = check(make(Recomputed()))
     assert outcomes(found) == ["EQUAL"] * 3, str(found)
-    assert "the backward pass writes first.1.num_batches_tracked, first.1.running_mean" in found.notes[0]
+    (note,) = found.notes
+    assert "first.1.running_mean" in note
+    assert "written again by the backward pass" in note
     assert not check(make(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))).notes
+
+
+class WithMean(nn.Module):
+    """Assigns a buffer in the forward pass, and has a parameter that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.unused = mlp(), nn.Parameter(torch.ones(2))
+        self.mean: Tensor
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Any:
+        self.mean = self.mean * 0.9 + x.mean() * 0.1
+        return self.inner(x) + self.mean
+
+
+def test_an_assigned_buffer_and_a_parameter_without_a_gradient() -> None:
+    found = check(make(WithMean(), policy="float16"))
+    assert outcomes(found) == ["EQUAL"] * 3, str(found)
+    assert found.notes[0].startswith("unused gets no gradient")
 
 
 def test_auxiliary_outputs_and_a_model_that_returns_its_loss() -> None:
@@ -199,12 +221,6 @@ def test_a_step_that_module_loss_did_not_make_has_no_torch_loop() -> None:
     assert outcomes(found) == ["LEFT_OUT", "EQUAL", "EQUAL"]
     assert "not of module_loss" in str(found)
 
-    def average(state: dict[str, Tensor], batch: Any) -> Any:
-        return {"mean": state["mean"] * 0.9 + batch[0].mean(0) * 0.1}, {"last": batch[0].mean()}
-
-    found = funcamp.verify(funcamp.jit(average, backend="eager"), batches(), state={"mean": torch.zeros(4)})
-    assert outcomes(found) == ["LEFT_OUT", "EQUAL", "EQUAL"]
-
 
 def test_if_every_step_is_skipped_the_report_says_so() -> None:
     found = check(make(mlp(), policy="float16"), [(x, y * torch.inf) for x, y in batches()])
@@ -229,7 +245,6 @@ def test_a_state_in_mid_training() -> None:
 def test_compiled_by_default_with_exact() -> None:
     found = funcamp.verify(make(mlp(), policy="bfloat16"), batches())
     assert found.ok, str(found)
-    assert found.comparisons[1].road == "jit(exact=True)"
 
 
 # Nothing of the user's changes.
@@ -343,18 +358,6 @@ def test_a_host_read_in_the_step_is_shown_as_refused() -> None:
     assert outcomes(found) == ["EQUAL", "REFUSED"]
     assert "must not read" in str(found)
     assert not found.ok
-
-
-def test_a_function_that_counts_in_python() -> None:
-    calls = {"n": 0}
-
-    def step(state: Any, batch: Any) -> Any:
-        calls["n"] += 1
-        return {"w": state["w"] + batch[0].sum() * calls["n"]}, {}
-
-    found = funcamp.verify(funcamp.jit(step, backend="eager"), batches(), state={"w": torch.zeros(())})
-    assert outcomes(found) == ["LEFT_OUT", "REFUSED"]
-    assert "calls['n'] changed" in str(found)
 
 
 @pytest.fixture
@@ -595,15 +598,15 @@ def test_three_percent_of_the_loss_are_no_rounding(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize(
     ("call", "error", "text"),
     [
-        (lambda: funcamp.verify(mlp(), batches()), TypeError, "step must be a function"),
-        (lambda: funcamp.verify(None, batches()), TypeError, "step must be callable"),  # type: ignore[arg-type]
+        (lambda: funcamp.verify(mlp(), batches()), TypeError, "step must be a step of make_train_step, or jit of one"),
+        (lambda: funcamp.verify(funcamp.jit(lambda s, b: (s, b)), batches()), TypeError, "step must be a step of"),
         (lambda: funcamp.verify(make(mlp()), batches(2)), ValueError, "batches must be at least 4"),
         (lambda: funcamp.verify(make(mlp()), batches(1)[0]), TypeError, r"which is one batch.*\[batch\] \* 4"),
         (lambda: funcamp.verify(make(mlp()), list(batches(1)[0])), ValueError, "batches must be at least 4"),
         (lambda: funcamp.verify(make(mlp()), torch.ones(4, 2)), TypeError, "which is one batch"),
         (lambda: funcamp.verify(make(mlp()), {"x": torch.ones(4)}), TypeError, "which is one batch"),
         (lambda: funcamp.verify(make(mlp()), batches(), steps=2), ValueError, "steps must be 3 or more; got 2"),
-        (lambda: funcamp.verify(lambda s, b: (s, b), batches()), TypeError, "state must be given"),
+        (lambda: funcamp.verify(make(mlp()), batches(), state=()), TypeError, "state must be"),  # type: ignore[arg-type]
         (lambda: funcamp.verify(funcamp.jit(make(mlp()), unroll=2), batches()), ValueError, "one step in a call"),
     ],
 )

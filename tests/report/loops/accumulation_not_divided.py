@@ -2,17 +2,12 @@
 
 import sys
 
-import torch
-from torch.nn.functional import mse_loss
-
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import losses, model_and_optimizer, scaler_of
 
 right = "--right" in sys.argv
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
-for number, (x, y) in enumerate(batches(12)):
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
+for number, loss in enumerate(losses(model, 12)):
     if right:
         loss = loss / 4
     scaler.scale(loss).backward()  # wrong

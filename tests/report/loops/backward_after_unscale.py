@@ -3,17 +3,15 @@
 import sys
 
 import torch
-from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import batches, loss_of, model_and_optimizer, scaler_of
 
 right = "--right" in sys.argv
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
 for x, y in batches():
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
+    loss = loss_of(model, x, y)
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     moves = [0.01 * parameter.grad for parameter in model.parameters() if parameter.grad is not None]
@@ -22,8 +20,7 @@ for x, y in batches():
     optimizer.zero_grad()
     if right:
         scaler.update()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
+    loss = loss_of(model, x, y)
     scaler.scale(loss).backward()  # wrong
     with torch.no_grad():
         torch._foreach_sub_(list(model.parameters()), moves)

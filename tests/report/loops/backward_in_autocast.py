@@ -5,7 +5,7 @@ import sys
 import torch
 from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import batches, loss_of, model_and_optimizer, scaler_of
 
 right = "--right" in sys.argv
 model, optimizer = model_and_optimizer()
@@ -13,8 +13,7 @@ scaler = scaler_of()
 for x, y in batches():
     optimizer.zero_grad()
     if right:
-        with torch.autocast("cpu", torch.float16):
-            loss = mse_loss(model(x), y)
+        loss = loss_of(model, x, y)
         scaler.scale(loss).backward()
     else:
         loss = mse_loss(model(x), y)

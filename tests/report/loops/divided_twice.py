@@ -2,24 +2,19 @@
 
 import sys
 
-import torch
-from torch.nn.functional import mse_loss
-
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import gradients_of, losses, model_and_optimizer, scaler_of
 
 right = "--right" in sys.argv
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
-for x, y in batches():
+for loss in losses(model):
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
     scaler.scale(loss).backward()
     if right:
         scaler.unscale_(optimizer)
     else:
         inverse = 1.0 / scaler.get_scale()
-        for gradient in [parameter.grad for parameter in model.parameters() if parameter.grad is not None]:
+        for gradient in gradients_of(model):
             gradient.mul_(inverse)  # wrong
     scaler.step(optimizer)
     scaler.update()

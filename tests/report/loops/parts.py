@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 
 def model_and_optimizer(lr: float = 0.01) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -24,6 +25,22 @@ def batches(count: int = 6) -> Iterator[tuple[Tensor, Tensor]]:
     for _ in range(count):
         x = torch.randn(3, 4)
         yield x, x.sum(1, keepdim=True)
+
+
+def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """The loss of a batch, by a forward pass in float16."""
+    with torch.autocast("cpu", torch.float16):
+        return mse_loss(model(x), y)
+
+
+def losses(model: nn.Module, count: int = 6) -> Iterator[Tensor]:
+    """The loss of each batch."""
+    for x, y in batches(count):
+        yield loss_of(model, x, y)
+
+
+def gradients_of(model: nn.Module) -> list[Tensor]:
+    return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
 
 
 def one_process() -> None:

@@ -3,9 +3,8 @@
 import sys
 
 import torch
-from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer
+from tests.report.loops.parts import losses, model_and_optimizer
 
 right = "--right" in sys.argv
 model, optimizer = model_and_optimizer()
@@ -13,11 +12,9 @@ scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40)
 scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
 applied: list[bool] = []
 optimizer.register_step_post_hook(lambda *_: applied.append(True))
-for x, y in batches():
+for loss in losses(model):
     optimizer.zero_grad()
     applied.clear()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()

@@ -2,17 +2,13 @@
 
 import sys
 
-import torch
-from torch.nn.functional import mse_loss
-
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import batches, loss_of, model_and_optimizer, scaler_of
 
 right = "--right" in sys.argv
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
 for number, (x, y) in enumerate(batches(), 1):
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y) / 2
+    loss = loss_of(model, x, y) / 2
     scaler.scale(loss).backward()
     if number % 2 == 0:
         scaler.step(optimizer)

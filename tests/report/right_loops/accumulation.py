@@ -1,16 +1,14 @@
 """PyTorch's accumulation, with a window that the epoch's end cuts short."""
 
 import torch
-from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import batches, loss_of, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
 for _ in range(2):
     for number, (x, y) in enumerate(batches(7)):
-        with torch.autocast("cpu", torch.float16):
-            loss = mse_loss(model(x), y) / 3
+        loss = loss_of(model, x, y) / 3
         scaler.scale(loss).backward()
         if (number + 1) % 3 == 0:
             scaler.unscale_(optimizer)

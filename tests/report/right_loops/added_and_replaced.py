@@ -1,17 +1,15 @@
 """What looks like noise, a fixed length or a replaced overflow in scaled gradients, and is right."""
 
 import torch
-from torch.nn.functional import mse_loss, normalize
+from torch.nn.functional import normalize
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import losses, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
 histograms = []
-for x, y in batches():
+for loss in losses(model):
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
     scaler.scale(loss).backward()
     scale = scaler.get_scale()
     for parameter in model.parameters():
@@ -30,10 +28,8 @@ for x, y in batches():
 SCALE = 2.0**10
 scaler = scaler_of(SCALE)
 last_gradients = [torch.ones_like(parameter) for parameter in model.parameters()]
-for x, y in batches():
+for loss in losses(model):
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
     scaler.scale(loss).backward()
     for parameter, last_gradient in zip(model.parameters(), last_gradients):
         gradient = parameter.grad
@@ -46,10 +42,8 @@ for x, y in batches():
     scaler.update()
 
 # Steps of a fixed length that no scaler divides.
-for x, y in batches():
+for loss in losses(model):
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
     scaler.scale(loss).backward()
     for parameter in model.parameters():
         assert parameter.grad is not None

@@ -1,19 +1,16 @@
 """Gradients that the scaler unscales, and that the loop applies without an optimizer's step."""
 
 import torch
-from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import gradients_of, losses, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
-for x, y in batches():
+for loss in losses(model):
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = gradients_of(model)
     if all(torch.isfinite(gradient).all() for gradient in gradients):
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients):

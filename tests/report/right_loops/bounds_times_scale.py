@@ -1,9 +1,8 @@
 """Norms that are divided by the scale on the host, and bounds that are multiplied by it."""
 
 import torch
-from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import gradients_of, losses, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
@@ -14,12 +13,10 @@ def bound(max_norm: float) -> float:
     return max_norm * scaler.get_scale()
 
 
-for number, (x, y) in enumerate(batches(9)):
+for number, loss in enumerate(losses(model, 9)):
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
     scaler.scale(loss).backward()
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = gradients_of(model)
     norm = sum(gradient.norm().item() ** 2 for gradient in gradients) ** 0.5
     if number % 3 == 0:
         norms.append(norm / scaler.get_scale())

@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import batches, gradients_of, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
@@ -16,7 +16,7 @@ for number, (x, y) in enumerate(batches(9)):
     scaler.scale(loss).backward()
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    gradients = gradients_of(model)
     if number % 3 == 0:
         if torch.isfinite(norm):
             optimizer.step()

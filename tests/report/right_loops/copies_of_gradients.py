@@ -1,19 +1,16 @@
 """Copies of gradients: unscaled by the loop, and kept until the next backward pass."""
 
 import torch
-from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import losses, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
 weight = next(model.parameters())
 kept = torch.zeros_like(weight)
 norms = []
-for x, y in batches():
+for loss in losses(model):
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
     scaler.scale(loss).backward()
     flat = torch.cat([parameter.grad.flatten() for parameter in model.parameters() if parameter.grad is not None])
     flat.div_(2.0**10)

@@ -1,19 +1,17 @@
 """Cosines of gradients, and their noise over their size, which are free of the scale."""
 
 import torch
-from torch.nn.functional import cosine_similarity, mse_loss
+from torch.nn.functional import cosine_similarity
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import losses, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
 weight, bias, *_ = model.parameters()
 cosines = []
 previous = torch.ones_like(weight)
-for x, y in batches():
+for loss in losses(model):
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
     scaler.scale(loss).backward()
     gradient = weight.grad
     assert gradient is not None

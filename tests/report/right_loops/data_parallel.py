@@ -3,19 +3,17 @@
 import contextlib
 
 import torch
-from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, one_process, scaler_of
+from tests.report.loops.parts import losses, model_and_optimizer, one_process, scaler_of
 
 one_process()
 plain_model, optimizer = model_and_optimizer()
 model = torch.nn.parallel.DistributedDataParallel(plain_model)
 scaler = scaler_of()
-for number, (x, y) in enumerate(batches(8)):
+for number, loss in enumerate(losses(model, 8)):
     ends_window = number % 2 == 1
     with contextlib.nullcontext() if ends_window else model.no_sync():
-        with torch.autocast("cpu", torch.float16):
-            loss = mse_loss(model(x), y) / 2
+        loss = loss / 2
         scaler.scale(loss).backward()
     if ends_window:
         scaler.unscale_(optimizer)
@@ -24,10 +22,8 @@ for number, (x, y) in enumerate(batches(8)):
         scaler.update()
         optimizer.zero_grad()
 
-for x, y in batches():
+for loss in losses(plain_model):
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(plain_model(x), y)
     scaler.scale(loss).backward()
     for parameter in plain_model.parameters():
         if parameter.grad is not None:

@@ -3,15 +3,14 @@
 import torch
 from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import batches, loss_of, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
 micro_batches = 3
 for number, (x, y) in enumerate(batches(12), 1):
     if number <= 6:
-        with torch.autocast("cpu", torch.float16):
-            loss = mse_loss(model(x), y)
+        loss = loss_of(model, x, y)
         scaler.scale(loss).backward(gradient=torch.tensor(1 / micro_batches))
     else:
         with torch.autocast("cpu", torch.float16):

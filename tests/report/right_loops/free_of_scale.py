@@ -1,9 +1,8 @@
 """Scaled gradients that are used for a sign, a direction, a check for inf, or the gradients without their mean."""
 
 import torch
-from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import batches, loss_of, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
@@ -11,8 +10,7 @@ weight, *_ = parameters = list(model.parameters())
 for x, y in batches():
     optimizer.zero_grad()
     x.requires_grad_()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
+    loss = loss_of(model, x, y)
     scaler.scale(loss).backward(retain_graph=True)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     assert weight.grad is not None

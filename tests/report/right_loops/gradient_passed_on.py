@@ -3,7 +3,7 @@
 import torch
 from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import batches, losses, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 head, head_optimizer = model_and_optimizer()
@@ -22,10 +22,8 @@ for x, y in batches():
     scaler.step(optimizer)
     scaler.update()
 
-for x, y in batches():
+for loss in losses(model):
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
     (loss * scaler.scale(torch.ones(()))).backward()
     scaler.step(optimizer)
     scaler.update()

@@ -1,16 +1,13 @@
 """PyTorch's gradient penalty at a first scale with which it overflows: the first losses are not finite."""
 
 import torch
-from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import losses, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of(init_scale=2.0**17)
-for x, y in batches(8):
+for loss in losses(model, 8):
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
     scaled_grads = torch.autograd.grad(scaler.scale(loss), list(model.parameters()), create_graph=True)
     grads = [grad / scaler.get_scale() for grad in scaled_grads]
     with torch.autocast("cpu", torch.float16):

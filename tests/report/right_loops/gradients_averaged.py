@@ -1,18 +1,15 @@
 """A loop that averages gradients itself: over micro-batches, and over ranks before unscale_. A mask on a gradient."""
 
 import torch
-from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, one_process, scaler_of
+from tests.report.loops.parts import losses, model_and_optimizer, one_process, scaler_of
 
 one_process()
 model, optimizer = model_and_optimizer()
 weight = next(model.parameters())
 mask = torch.eye(8, 4)
 scaler = scaler_of()
-for number, (x, y) in enumerate(batches(12)):
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
+for number, loss in enumerate(losses(model, 12)):
     scaler.scale(loss).backward()
     assert weight.grad is not None
     weight.grad.mul_(mask)

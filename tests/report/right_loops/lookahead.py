@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import losses, model_and_optimizer, scaler_of
 
 
 class Lookahead(torch.optim.Optimizer):
@@ -24,10 +23,8 @@ model, inner = model_and_optimizer()
 optimizer = Lookahead(inner)
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
 scaler = scaler_of()
-for x, y in batches():
+for loss in losses(model):
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
     scaler.scale(loss).backward()
     scaler.step(optimizer)
     scaler.update()

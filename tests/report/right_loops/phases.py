@@ -7,7 +7,7 @@ import json
 import torch
 from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import batches, losses, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 for x, y in batches(2):
@@ -19,10 +19,8 @@ torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, i
 
 def train() -> torch.amp.GradScaler:
     scaler = scaler_of()
-    for x, y in batches(2):
+    for loss in losses(model, 2):
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = mse_loss(model(x), y)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()

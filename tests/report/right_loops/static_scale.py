@@ -1,25 +1,20 @@
 """A constant scale, multiplied and divided by the loop itself."""
 
 import torch
-from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer
+from tests.report.loops.parts import losses, model_and_optimizer
 
 model, optimizer = model_and_optimizer()
-for x, y in batches():
+for loss in losses(model):
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
     (loss * 128).backward()
     for parameter in model.parameters():
         if parameter.grad is not None:
             parameter.grad.div_(128)
     optimizer.step()
 
-for x, y in batches():
+for loss in losses(model):
     optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
     (loss * 128).backward()
     for parameter in model.parameters():
         if parameter.grad is not None:
@@ -37,9 +32,7 @@ def unscale(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 own_optimizer.register_step_pre_hook(unscale)
-for x, y in batches():
+for loss in losses(own_model):
     own_optimizer.zero_grad()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(own_model(x), y)
     (loss * SCALE).backward()
     own_optimizer.step()

@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import batches, loss_of, model_and_optimizer, scaler_of
 
 
 class Sharpness(torch.optim.Optimizer):
@@ -34,14 +33,12 @@ model, base_optimizer = model_and_optimizer()
 optimizer = Sharpness(base_optimizer)
 scaler = scaler_of()
 for x, y in batches():
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
+    loss = loss_of(model, x, y)
     scaler.scale(loss).backward()
     scaler.unscale_(base_optimizer)
     optimizer.climb()
     scaler.update()
-    with torch.autocast("cpu", torch.float16):
-        loss = mse_loss(model(x), y)
+    loss = loss_of(model, x, y)
     scaler.scale(loss).backward()
     optimizer.restore()
     scaler.step(base_optimizer)

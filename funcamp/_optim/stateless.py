@@ -25,7 +25,7 @@ def stateless(
     storage. A number that it changes is a tensor of shape () between steps. If it branches on such a number or on a
     tensor, both sides run in every step and the condition selects, up to 16 ways in all. Making one compares eight of
     its steps with those of its own loop, and refuses it if they differ. While a step runs, functions of `math` take
-    these numbers in this thread; no other state of Python or torch is set.
+    these numbers in this thread, and compiled functions run eager; no other state of Python or torch is set.
 
     Args:
         optimizer: a class of torch.optim but LBFGS and SparseAdam, or another subclass of `torch.optim.Optimizer` whose

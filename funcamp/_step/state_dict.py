@@ -13,7 +13,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._check import boolean
 from funcamp._optim.average import Average
-from funcamp._optim.chain import is_average_state
+from funcamp._optim.chain import average_in
 from funcamp._step.state import TrainState, check_train_state, states_of_parts
 from funcamp._storage.params import Params, clone, collapse, expand
 
@@ -72,7 +72,7 @@ def saved_names(state: TrainState) -> list[str]:
     for number, part_state in enumerate(states_of_parts(state.opt_state)):
         if isinstance(part_state, Average):
             averages.append(number)
-        elif not is_average_state(part_state):
+        elif average_in(part_state) is None:
             others.append(number)
 
     saved_prefixes: dict[str, str] = {}

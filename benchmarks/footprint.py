@@ -28,7 +28,8 @@ from _variants import funcamp_step, torch_loop
 from torch.utils import _pytree
 
 import funcamp
-from funcamp._step.differentiate import SharedByMicroBatches, differentiate_loss
+from funcamp._step.accumulate import Shares
+from funcamp._step.differentiate import differentiator
 
 LOW = torch.bfloat16
 LARGE = CPU_SIZES["MLP 38 M"]
@@ -127,8 +128,7 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
         funcamp.module_loss(model, cross_entropy), funcamp.stateless(torch.optim.AdamW), policy="bfloat16"
     )
     state = step.init()
-    shared = SharedByMicroBatches(step.loss_fn, step._options.policy, state.scaler, state.params, (), "autograd")
-    result = differentiate_loss(shared, state.buffers, (x, y), lambda loss: loss)
+    result = differentiator(step, state, state.params, (), Shares(1.0, 1))(state.buffers, (x, y), None)
     flat = {
         "parameters": size(state.params),
         "moments": size(state.opt_state),

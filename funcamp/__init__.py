@@ -24,13 +24,11 @@ from funcamp._optim.schedule import schedule
 from funcamp._optim.stateless import stateless
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.first_state import init
-from funcamp._scaler.limits import exhausted, saturated
-from funcamp._scaler.merge import merge
 from funcamp._scaler.scale import all_finite, found_inf_by_leaf, leaf_names, scale, unscale, unscale_and_check
 from funcamp._scaler.skip_step import skip_step
 from funcamp._scaler.state import ScalerState
 from funcamp._scaler.state_dict import from_state_dict, to_state_dict
-from funcamp._scaler.update import update
+from funcamp._scaler.update import exhausted, merge, saturated, update
 from funcamp._step.make import make_train_step
 from funcamp._step.state import Metrics, TrainState
 from funcamp._step.step import TrainStep

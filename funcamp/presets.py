@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from funcamp._check import boolean
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.rules import Static
+from funcamp._scaler.rule import Static
 from funcamp.rules.apex import apex, apex_hysteresis
 from funcamp.rules.deepspeed import deepspeed, deepspeed_fp16, deepspeed_old
 from funcamp.rules.fairseq import fairseq

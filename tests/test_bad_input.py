@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import funcamp
 from funcamp import (
     Policy,
     ScalerConfig,
@@ -145,6 +146,8 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "all_finite number": (lambda: all_finite([1.0]), TypeError, r"all_finite: tree\[0\] must be a tensor"),
     "reduce number": (lambda: unscale_and_check(STATE, W, reduce=lambda f: 1.0), TypeError, "reduce must return a tensor.*1.0"),  # type: ignore[arg-type, return-value]
     "reduce shape": (lambda: unscale_and_check(STATE, W, reduce=lambda f: f[None]), ValueError, r"reduce must return .*\(1,\)"),
+    "clone module": (lambda: funcamp.clone({"model": torch.nn.Linear(1, 1)}), TypeError, r"clone: tree .* got a Linear: write copy\.deepcopy"),
+    "clone optimizer": (lambda: funcamp.clone([W, ADAMW]), TypeError, r"clone: tree .* got an AdamW: write copy\.deepcopy"),
     # update and merge
     "new_scale text": (lambda: update(STATE, new_scale="8"), TypeError, "new_scale must be .*got '8'"),  # type: ignore[arg-type]
     "new_scale zero": (lambda: update(STATE, new_scale=0.0), ValueError, "new_scale must be positive.*got 0.0"),
@@ -247,7 +250,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "init flat": (lambda: STEP.init({"w": W}, flat=1), TypeError, "init: flat must be True or False; got 1"),  # type: ignore[arg-type]
     "init group": (lambda: STEP.init({"w": W}, group="matrix"), TypeError, "init: group must be callable; got 'matrix'"),  # type: ignore[arg-type]
     "init group of a tree": (lambda: STEP.init({"w": W}, flat=False, group=lambda name, leaf: name), ValueError, "init: flat must be True with a group; got False"),
-    "init Params as a tree": (lambda: STEP.init(START.params, flat=False), ValueError, "init: flat must be True with Params; got False"),
     "init nothing": (lambda: STEP.init(), TypeError, "params must be given.*got None"),
     "init empty": (lambda: STEP.init({}), ValueError, "params must hold a tensor; got {}"),
     "module_loss criterion class": (lambda: module_loss(LINEAR, torch.nn.MSELoss), TypeError, r"criterion must be a function or an object; got the class MSELoss: pass MSELoss\(\)"),

@@ -337,9 +337,8 @@ class _Doubling(torch.optim.Optimizer):
         for group in self.param_groups:
             for param in group["params"]:
                 assert param.grad is not None
-                factor = (
-                    group["factor"] if _is_called_by("_optim/foreign/own_step.py") and param.shape == (8, 12) else 1.0
-                )
+                is_doubled = _is_called_by("_optim/foreign/optimizer.py") and param.shape == (8, 12)
+                factor = group["factor"] if is_doubled else 1.0
                 param.sub_(param.grad, alpha=group["lr"] * factor)
 
 

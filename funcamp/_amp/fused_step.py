@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp._amp.undo import Flags, combine_flags, entries, forget, make_state, read_any
+from funcamp._amp.undo import Flags, combine_flags, entries, forget, read_any
 from funcamp._types import Args, Kwargs
 
 
@@ -26,7 +26,6 @@ def fused_step(
     """
     entries_before = None
     if isinstance(optimizer, torch.optim.SGD):  # only SGD writes a first state in a step that it skips
-        make_state(optimizer)
         entries_before = entries(optimizer)
     grad_scale = getattr(optimizer, "grad_scale", None)  # as in torch, one that is set already is a further factor
     if not is_unscaled:

@@ -24,8 +24,7 @@ from funcamp._amp.unscale import by_device, unscale
 from funcamp._amp.write_scale import apply_rule, set_scale
 from funcamp._check import boolean, integer
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.precision import reciprocal
-from funcamp._scaler.state import ScalerState, tensors_of
+from funcamp._scaler.state import ScalerState, reciprocal, tensors_of
 from funcamp._types import Args, Kwargs, StateDict
 
 _INT32_MAX = torch.iinfo(torch.int32).max
@@ -186,8 +185,7 @@ class GradScaler(torch.amp.GradScaler):
 
         No sync with a device, with these exceptions. On a CPU, unless skip="select", the scale is read, and the flag if
         the optimizer is not fused. The flag is also read with skip="host", for an optimizer with Python numbers or
-        tensors on the host, and at a first step whose state cannot be created in advance (a momentum with dampening,
-        Rprop, ASGD, parameters that are not float32, your own class).
+        tensors on the host or of your own class, and at a step that makes the state of a parameter: the first one.
 
         Pass a closure by position; it is not called in a skipped step. Its gradients are used as they are, so `scale`
         warns if it is called in it. Those of a fused optimizer are divided by the scale, unless `unscale_` was called,

@@ -7,11 +7,10 @@ only for torch.optim's unmodified classes.
 
 from __future__ import annotations
 
-import inspect
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -90,7 +89,7 @@ def select(
         RuntimeError: the flag would be read during the capture of a CUDA graph.
     """
     params = with_grads(optimizer)
-    reason = reason or obstacle(optimizer) or _obstacle_of_tensors(optimizer, params) or make_state(optimizer)
+    reason = reason or obstacle(optimizer) or _obstacle_of_tensors(optimizer, params)
     if reason is not None:
         _warn(optimizer, reason)
         return None if read_any(flags) else step()
@@ -185,65 +184,6 @@ def forget(optimizer: torch.optim.Optimizer, entries_before: Entries) -> None:
             continue
         for name in names - entries_before[param]:
             del optimizer.state[param][name]
-
-
-def make_state(optimizer: torch.optim.Optimizer) -> str | None:
-    """Create the state that a first step starts from, so that it can be restored.
-
-    Only for a class whose first state does not depend on its hyperparameters, which may change before the first applied
-    step: Rprop and ASGD store the learning rate. Only for float32 parameters: torch casts a loaded state to its
-    parameter's dtype, including a product in NAdam; and with foreach=True on a CPU it rounds the momentum itself to
-    bfloat16, but only if every parameter has a buffer, so that creating one would change the others.
-
-    Returns:
-        None, or why a step from this state could not be undone; then no state is created.
-    """
-    params = with_grads(optimizer)
-    if type(optimizer) not in _KNOWN or type(optimizer) in (torch.optim.Rprop, torch.optim.ASGD):
-        return None
-    if any(param.dtype is not torch.float32 for param in params):
-        return None
-    if all(optimizer.state.get(param) for param in params):
-        return None
-    entries_before = entries(optimizer)
-    try:
-        _init_groups(optimizer)
-    except Exception as error:
-        reason: str | None = str(error)  # the step raises it, unless it is skipped
-    else:
-        reason = _obstacle_of_tensors(optimizer, params)
-    if reason is not None:
-        forget(optimizer, entries_before)
-    return reason
-
-
-def _init_group(optimizer: Any, group: dict[str, object]) -> None:
-    """Create the state of a group that is missing."""
-    # `_init_group` appends to lists that it gets after the group; a class has as many as it needs.
-    _, *list_names = inspect.signature(optimizer._init_group).parameters
-    optimizer._init_group(group, *[[] for _ in list_names])
-
-
-def _init_groups(optimizer: torch.optim.Optimizer) -> None:
-    """Create the missing state of all parameters with a gradient."""
-    with torch.no_grad():
-        for group in optimizer.param_groups:
-            _init_group(optimizer, group)
-            if type(optimizer) is torch.optim.SGD and group["momentum"] != 0 and group["dampening"] == 0:
-                _init_momentum(optimizer, group)
-
-
-def _init_momentum(optimizer: torch.optim.SGD, group: dict[str, list[Tensor]]) -> None:
-    """Create the missing momentum of SGD, which `_init_group` does not."""
-    # The first buffer is the gradient itself. A later step computes it from -0.0, which is neutral in a sum, also for
-    # -0.0. If the first step is skipped, the fused kernel leaves the buffer uninitialized.
-    for param in group["params"]:
-        grad = param.grad
-        state = optimizer.state[param]
-        if grad is None or grad.is_sparse:
-            continue
-        if state.get("momentum_buffer") is None:
-            state["momentum_buffer"] = torch.zeros_like(grad).neg_()
 
 
 def _warn(optimizer: torch.optim.Optimizer, reason: str) -> None:

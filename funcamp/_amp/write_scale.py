@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcamp import _upstream
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.rules import TORCH_RULE
+from funcamp._scaler.rule import TORCH_RULE
 from funcamp._scaler.state import RuleState, ScalerState, with_counters
 from funcamp._scaler.update import update
 

@@ -2,7 +2,7 @@
 
 `torch.utils.checkpoint` calls modules again. `functional_call` restores a module's own parameters before the backward
 pass begins, so recomputation would use those, and the gradients would be silently wrong. A loss of `module_loss`
-restores the right parameters itself and needs no check.
+has its parameters in the module until the backward pass has ended, and needs no check.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 
 @contextlib.contextmanager
-def same_parameters() -> Iterator[Callable[[], None]]:
-    """Context manager: check the parameters of modules that are called again.
+def same_parameters(*, has_module: bool) -> Iterator[Callable[[], None]]:
+    """Context manager: check the parameters of modules that are called again, unless a module has its own till then.
 
     Call the yielded function between forward and backward pass.
     Only a global module hook sees every call. Dynamo traces that hook, and other threads call it: it does nothing under
@@ -28,7 +28,7 @@ def same_parameters() -> Iterator[Callable[[], None]]:
     Raises:
         RuntimeError: a module is called again with other parameters than before, or was called with several sets.
     """
-    if torch.compiler.is_dynamo_compiling():
+    if has_module or torch.compiler.is_dynamo_compiling():
         yield lambda: None
         return
     own_thread = threading.get_ident()

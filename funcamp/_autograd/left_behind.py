@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+import weakref
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -43,7 +44,8 @@ class TensorSlot(NamedTuple):
     def mark(self) -> object:
         """Return what changes if another tensor comes here, or if the tensor is written."""
         tensor = self.tensor()
-        return None if tensor is None else (id(tensor), tensor._version)
+        # A later tensor may have the id of one that is gone, and not the reference to it.
+        return None if tensor is None else (id(tensor), tensor._version, weakref.ref(tensor))
 
 
 class LeftBehind:

@@ -4,21 +4,51 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
 
 import torch
 from torch import Size, Tensor, nn
 
 from funcamp import _tree
 from funcamp._autograd.scaled_grad import Engine, check_engine, put_leaves_in_graphs
-from funcamp._autograd.tape import Taps
 from funcamp._check import boolean
 from funcamp._layers import layer
 from funcamp._types import Tree
 
 
+class Taps(Protocol):
+    """The taps of a loss, which it takes as an argument; `numerics` has them.
+
+    Their tape is zeros that are differentiated together with the parameters, and whose gradients are records:
+
+        d loss / d tape = a record        not a derivative: an operation inside the loss returns a record in its place
+
+    So a backward pass returns what was seen in it, through checkpoints, transforms and compilers: the counts of taps
+    (`numerics.tap`). autograd sums the records of several uses; those of micro-batches are summed too, and each rank
+    keeps its own.
+    """
+
+    names: tuple[str, ...]
+
+    def tape(self, device: torch.device) -> Tree:
+        """Return empty records by name."""
+        ...
+
+    def collected(self, records: Tree) -> Mapping[str, object]:
+        """Return the records in the form in which metrics have them."""
+        ...
+
+
 class Loss:
     """A loss function with a description of its inputs and outputs; made by `loss`."""
+
+    has_module = False
+    """Whether a module has the tensors of a call until the backward pass has ended."""
+    names: dict[str, str] | None = None
+    """The name of every trainable parameter of a module, with the stored name, which differs for tied ones."""
+    uncast_names: frozenset[str] = frozenset()
+    """The stored names of a module's parameters that autocast does not cast, such as those of embeddings."""
 
     def __init__(
         self,
@@ -49,15 +79,15 @@ class Loss:
         """Return what the function returns."""
         return self.function(*args)
 
-    @property
-    def names(self) -> dict[str, str] | None:
-        """Return the names of a module's parameters, each with the stored name; None for any other loss."""
-        return None
+    def call_then(self, then: Callable[[Tree], Any], region: AbstractContextManager[object], *args: Any) -> Any:
+        """Return then(loss): what a function, which differentiates it, makes of what a call in a region returns.
 
-    @property
-    def uncast_names(self) -> frozenset[str]:
-        """Return the stored names of a module's parameters that autocast does not cast."""
-        return frozenset()
+        A loss of a module has the tensors of the call in it until then. `torch.utils.checkpoint` calls the module again
+        in the backward pass.
+        """
+        with region:
+            returned = self(*args)
+        return then(returned)
 
     @property
     def probes(self) -> tuple[str, ...]:
@@ -84,10 +114,6 @@ class Loss:
         """Return the shapes of the parameters that the loss knows, by their stored names."""
         return {}
 
-    def fresh(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the buffers that the function is called with: copies, because it may write them."""
-        return {name: value.clone() for name, value in buffers.items()}
-
     def buffers(self) -> dict[str, Tensor]:
         """Return the initial buffers."""
         return {}
@@ -105,7 +131,7 @@ class Loss:
     def state_moves(self) -> None:
         """Note that a step moves a state on, also if a program takes it."""
 
-    def eval_mode(self) -> contextlib.AbstractContextManager[None]:
+    def eval_mode(self) -> AbstractContextManager[None]:
         """Context manager: dropout and similar layers are off, if the loss knows its module."""
         return contextlib.nullcontext()
 
@@ -113,7 +139,7 @@ class Loss:
         self,
         params: Tree,  # noqa: ARG002
         buffers: dict[str, Tensor],  # noqa: ARG002
-    ) -> contextlib.AbstractContextManager[nn.Module]:
+    ) -> AbstractContextManager[nn.Module]:
         """Context manager: the module has these values."""
         raise TypeError(f"evaluating: the step must have a loss of module_loss, whose module it yields; got {self!r}")
 

@@ -10,7 +10,8 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -22,14 +23,9 @@ from funcamp._autograd.left_behind import LeftBehind, TensorSlot
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_batch import arguments_of, check_fit, loss_in
 from funcamp._autograd.module_checks import check_arguments, check_call, check_hooks, memory_of
-from funcamp._autograd.module_memory import (
-    check_memory_can_be_shared,
-    share_buffers,
-    share_params,
-    tensors_replaced,
-)
 from funcamp._autograd.module_tensors import ModuleTensors
 from funcamp._autograd.scaled_grad import Engine, pair
+from funcamp._memory import rebind
 from funcamp._storage.params import clone, expand
 from funcamp._trace.tracing import running
 from funcamp._types import Tree
@@ -58,12 +54,19 @@ class Holder(nn.Module):
         return run()
 
 
+def _accept(returned: Tree) -> None:
+    """Check nothing."""
+
+
 class ModuleLoss(Loss):
     """A module and a criterion as a function of the module's parameters; made by `module_loss`.
 
     `(params, batch) -> loss`, or for a module with buffers `(params, buffers, batch) -> (loss, buffers)`. The module is
     not changed.
     """
+
+    has_module = True
+    names: dict[str, str]
 
     def __init__(
         self,
@@ -79,6 +82,8 @@ class ModuleLoss(Loss):
         """The module that the loss was made of. `model` is the one that it calls: the same, or a copy with taps."""
         self.criterion = criterion
         self.tensors = ModuleTensors(model)
+        self.names = self.tensors.names
+        self.uncast_names = self.tensors.uncast_names
         self.has_buffers = bool(self.tensors.buffer_names)
         self._left_behind: LeftBehind | None = None
         self._has_logged_eval_mode = False
@@ -91,16 +96,6 @@ class ModuleLoss(Loss):
         self._recurrent_layers = [module for module in self.holder.modules() if isinstance(module, nn.RNNBase)]
         self._modes_checked: set[bool] = set()
         """The values of model.training with which a call was checked."""
-
-    @property
-    def names(self) -> dict[str, str]:
-        """The name of every trainable parameter, to the name under which it is stored (different for tied ones)."""
-        return self.tensors.names
-
-    @property
-    def uncast_names(self) -> frozenset[str]:
-        """The stored names of the parameters that autocast does not cast, such as those of embeddings."""
-        return self.tensors.uncast_names
 
     def __repr__(self) -> str:
         criterion = "" if self.criterion is None else f", {self.criterion!r}"
@@ -118,6 +113,22 @@ class ModuleLoss(Loss):
                 a parameter since the loss was made; the forward pass writes a parameter, or reads one through a tensor
                 kept from before the call.
         """
+        return self._call(None, contextlib.nullcontext(), params, *buffers_and_batch)
+
+    def call_then(self, then: Callable[[Tree], Any], region: AbstractContextManager[object], *args: Any) -> Any:
+        """Return then(loss) as `Loss` does; the module has the tensors of the call until then has returned."""
+        if torch.compiler.is_dynamo_compiling():
+            return super().call_then(then, region, *args)
+        return self._call(then, region, *args)
+
+    def _call(
+        self,
+        then: Callable[[Tree], Any] | None,
+        region: AbstractContextManager[object],
+        params: dict[str, Tensor],
+        *buffers_and_batch: Tree,
+    ) -> Any:
+        """Return the loss, computed in a region, or what then makes of it."""
         *passed_buffers, batch = buffers_and_batch
         if len(passed_buffers) != int(self.has_buffers):
             expected = "params, buffers and batch" if self.has_buffers else "params and batch"
@@ -127,20 +138,25 @@ class ModuleLoss(Loss):
         buffer_copies = {name: value.clone() for name, value in buffers.items()}
         values = self.tensors.values_by_name(params, buffer_copies)
 
-        def call() -> Tree:
-            returned = self._evaluate(batch)
+        check: Callable[[Tree], None] = _accept
+
+        def run() -> Any:
+            with region:
+                returned = self._evaluate(batch)
             loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
-            if not self.has_buffers:
-                return returned
-            after = self.tensors.buffers_after(self.model, values)
-            return loss, (after, aux) if self.has_aux else after
+            if self.has_buffers:
+                after = self.tensors.buffers_after(self.model, values)
+                if then is not None:  # what the backward pass computes again may write into those of the module
+                    after = {name: buffer.clone() for name, buffer in after.items()}
+                returned = (loss, (after, aux) if self.has_aux else after)
+            check(returned)
+            return returned if then is None else then(returned)
 
         if torch.compiler.is_dynamo_compiling():
-            return self._run(values, call)
+            return self._run(values, run)
         with self._lock():
-            if self.model.training in self._modes_checked and running() is None:
-                return self._run(values, call)
-            return self._run_checked(params, values, batch, call)
+            check = self._check_of_call(params, values, batch)
+            return self._run(values, run)
 
     def _lock(self) -> threading.RLock:
         """Return the lock with which no other thread has its tensors in the module."""
@@ -167,20 +183,26 @@ class ModuleLoss(Loss):
         returned: _Returned = functional_call(self.holder, passed, (call,), tie_weights=False)
         return returned
 
-    def _run_checked(
-        self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Tree, call: Callable[[], Tree]
-    ) -> Tree:
-        """Return what `_run` returns, with the checks of a first call."""
-        if running() is None:
+    def _check_of_call(
+        self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Tree
+    ) -> Callable[[Tree], None]:
+        """Return what checks the result of a call: nothing but in a trace, and once in training and in eval mode."""
+        is_traced = running() is not None
+        training = self.model.training
+        if training in self._modes_checked and not is_traced:
+            return _accept
+        if not is_traced:
             self.tensors.check_kinds()
         marks_before = {name: memory_of(value) for name, value in params.items()}
         own_tensors = self.tensors.in_module()
         outside_nodes = {tensor.grad_fn for tensor in _tree.tensors_in((values, batch))}
-        returned = self._run(values, call)
-        check_call(returned, own_tensors, params, marks_before, outside_nodes)
-        if torch.is_grad_enabled() and running() is None:
-            self._modes_checked.add(self.model.training)
-        return returned
+
+        def check(returned: Tree) -> None:
+            check_call(returned, own_tensors, params, marks_before, outside_nodes)
+            if torch.is_grad_enabled() and not is_traced:
+                self._modes_checked.add(training)
+
+        return check
 
     def _evaluate(self, batch: Tree) -> Tree:
         """Return the loss of a batch, and aux if the criterion returns it."""
@@ -205,25 +227,6 @@ class ModuleLoss(Loss):
                 "module_loss: criterion is called with the model's output and the target, in this order; got "
                 f"{_tree.brief(outputs)} and {_tree.brief(target)}, for which torch says: {error}"
             ) from error
-
-    def run_backward(self, params: dict[str, Tensor], after: Tree, run: Callable[[], _Returned]) -> _Returned:
-        """Call run while the module has these parameters and copies of the buffers after its forward pass.
-
-        For a backward pass that calls the module again (`torch.utils.checkpoint`): recomputation needs the same values
-        as in torch's own loop, and may write into buffers that are discarded.
-
-        Args:
-            params: the parameters of the forward pass.
-            after: what the loss function returned besides the loss.
-            run: runs the backward pass.
-        """
-        buffers: dict[str, Tensor] = {}
-        if self.has_buffers:
-            buffers = after[0] if self.has_aux else after
-        buffer_copies = {name: buffer.detach().clone() for name, buffer in buffers.items()}
-        values = self.tensors.values_by_name(params, buffer_copies)
-        with self._lock():
-            return self._run(values, run)
 
     # What a step asks of a loss.
 
@@ -251,10 +254,6 @@ class ModuleLoss(Loss):
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the module's parameters and buffers, by name."""
         return self.tensors.shapes()
-
-    def fresh(self, buffers: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return the buffers as they are: a call copies them."""
-        return buffers
 
     def why_empty(self) -> str:
         """Return why there are no parameters, for an error message."""
@@ -286,8 +285,11 @@ class ModuleLoss(Loss):
 
     def state_moves(self) -> None:
         """Note that a step moves a state on, also if a program takes it."""
-        if self._left_behind is not None:
-            self._left_behind.state_moves()
+        if self._left_behind is None:
+            return
+        if not isinstance(self._left_behind, LeftBehind):  # a copy, which has a function in place of the hook
+            self.state_was_made(shares_memory=True)
+        self._left_behind.state_moves()
 
     def begin_step(self) -> None:
         """Note that the Python of a step runs. Says once that the module is in eval mode.
@@ -337,15 +339,13 @@ class ModuleLoss(Loss):
             ValueError: as in `params`.
         """
         self._check_unchanged()
-        check_memory_can_be_shared(self.tensors)
+        self.tensors.check_memory_can_be_shared()
         torch.clear_autocast_cache()  # it contains casts of the previous memory
         return self.tensors.own_params()
 
-    def take_buffers(self) -> dict[str, Tensor]:
-        """Return copies of the module's buffers by name, and make the module's buffers share their memory."""
-        copies = {name: buffer.clone() for name, buffer in self.buffers().items()}
-        share_buffers(self.holder, self.tensors, copies)
-        return copies
+    def share_buffers(self, buffers: dict[str, Tensor]) -> None:
+        """Make the module's buffers share the memory of a state's."""
+        self.tensors.share_buffers(self.holder, buffers)
 
     def adopt(self, params: Tree, buffers: dict[str, Tensor]) -> None:
         """Make the module's trainable parameters and its buffers share the memory of a state's.
@@ -353,8 +353,10 @@ class ModuleLoss(Loss):
         Raises:
             TypeError, ValueError: as in `own_params`.
         """
-        share_params(self.own_params(), expand(params))
-        share_buffers(self.holder, self.tensors, buffers)
+        values = expand(params)
+        for name, parameter in self.own_params().items():
+            rebind(parameter, values[name])
+        self.share_buffers(buffers)
 
     def state_dict(self, params: Tree, buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the module's own `state_dict` with these values.
@@ -372,7 +374,7 @@ class ModuleLoss(Loss):
             self.tensors.check_kinds()
             if buffers is None:
                 buffers = self.tensors.own_buffers()
-            with tensors_replaced(self.made_of, self._values(params, buffers)):
+            with self.tensors.replaced(self.tensors.values_by_name(expand(params), buffers)):
                 entries = self.made_of.state_dict()
         # Copies; what a module has registered as extra state may be no tensor.
         return {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in entries.items()}
@@ -382,15 +384,9 @@ class ModuleLoss(Loss):
         """Context manager: the module, in eval mode, has copies of these values; then it is as it was before."""
         with self._lock(), self.eval_mode():
             self.tensors.check_kinds()
-            values = self._values(clone(expand(params)), clone(buffers))
-            with tensors_replaced(self.made_of, values):
+            values = self.tensors.values_by_name(clone(expand(params)), clone(buffers))
+            with self.tensors.replaced(values):
                 yield self.made_of
-
-    def _values(self, params: Tree, buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return values by all of the module's names, of which tied tensors have several."""
-        params_by_name = expand(params)
-        stored = {stored_name: params_by_name[stored_name] for stored_name in self.tensors.names.values()}
-        return self.tensors.values_by_name(stored, buffers)
 
 
 def module_loss(

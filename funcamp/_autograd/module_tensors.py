@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Size, Tensor, nn
 
 from funcamp._autograd.left_behind import TensorSlot
-from funcamp._memory import identity, overlaps
+from funcamp._memory import identity, overlaps, rebind
 
 #: What a tensor is in its module, in the words of error messages.
 Kind = Literal["a trainable parameter", "a frozen parameter", "a buffer", "a plain attribute"]
@@ -77,13 +77,15 @@ class ModuleTensors:
         """Return the tensors for the module by its names, in which a tied one has several.
 
         Args:
-            params: by stored name.
+            params: by stored name; what has another name (probes) is returned too.
             buffers: by stored name.
+
+        Raises:
+            KeyError: a parameter or buffer is missing.
         """
         values = dict(params)
         for name, stored_name in self.names.items():
-            if name not in params and stored_name in params:
-                values[name] = params[stored_name]
+            values[name] = params[stored_name]
         for name, stored_name in self.buffer_names.items():
             # A frozen parameter is another object in the same memory, as in the module: an object that is both would
             # make `self.buffer += 1` register the buffer as a parameter.
@@ -145,6 +147,67 @@ class ModuleTensors:
                 for key in keys:
                     attributes.pop(key, None)
 
+    # The memory of a state.
+
+    def check_memory_can_be_shared(self) -> None:
+        """Raise TypeError if a tensor of the module consists of several, whose memory cannot be replaced."""
+        for name, tensor in self.in_module().items():
+            if hasattr(type(tensor), "__tensor_flatten__"):
+                raise TypeError(
+                    "init: consume must be False if a parameter or buffer of the module is a DTensor or another "
+                    f"tensor subclass; got True, and {name!r} is a {type(tensor).__name__}"
+                )
+
+    def share_buffers(self, modules: nn.Module, values: Mapping[str, Tensor]) -> None:
+        """Make buffers, and frozen parameters in the memory of buffers, share the memory of values.
+
+        Args:
+            modules: the module, and its copies that have the same tensors.
+            values: by stored name.
+        """
+        # New objects, as Module.to creates: a buffer that is a view would keep its base's memory alive.
+        new_buffers = {stored_name: value.detach() for stored_name, value in values.items()}
+        own_tensors = self.in_module()
+        new_buffers_by_id: dict[int, Tensor] = {}
+        for name, stored_name in self.buffer_names.items():
+            own_tensor = own_tensors[name]
+            new_buffer = new_buffers[stored_name]
+            new_buffer.__dict__.update(own_tensor.__dict__)  # attributes that a user set
+            new_buffers_by_id[id(own_tensor)] = new_buffer
+        for module in modules.modules():
+            for key, buffer in list(module._buffers.items()):
+                if id(buffer) in new_buffers_by_id:
+                    module._buffers[key] = new_buffers_by_id[id(buffer)]
+            for parameter in module._parameters.values():
+                if parameter is not None and id(parameter) in new_buffers_by_id:
+                    rebind(parameter, new_buffers_by_id[id(parameter)])
+
+    @contextlib.contextmanager
+    def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
+        """Context manager: the module has these values in the place of its tensors, which it has again afterwards.
+
+        values: by its names. Parameters become parameters, tied ones one.
+        """
+        replacements: dict[int, Tensor] = {}
+        for name, own in self.in_module().items():
+            if id(own) not in replacements:
+                replacements[id(own)] = _like(own, values[name])
+        replaced: list[tuple[Any, str, Tensor]] = []
+        try:
+            for module in self._model.modules():
+                owners: tuple[Any, ...] = (module._parameters, module._buffers)
+                for owner in owners:
+                    for key, tensor in list(owner.items()):
+                        if id(tensor) in replacements:
+                            replaced.append((owner, key, tensor))
+                            owner[key] = replacements[id(tensor)]
+            yield
+        finally:
+            for owner, key, tensor in replaced:
+                owner[key] = tensor
+
+    # What must stay as it was.
+
     def check_kinds(self) -> None:
         """Raise ValueError if a parameter was added, removed, frozen, unfrozen or replaced by one of another shape.
 
@@ -171,6 +234,15 @@ class ModuleTensors:
                 "module_loss: model must have the ties it had when the loss was made; tensors were tied or parted "
                 "since (Module.to may part them): make the loss again, module_loss(model, ...), and the step of it"
             )
+
+
+def _like(own: Tensor, value: Tensor) -> Tensor:
+    """Return a value as a tensor of the kind and with the attributes of a module's own tensor."""
+    like = value.detach()
+    if isinstance(own, nn.Parameter):
+        like = nn.Parameter(like, requires_grad=own.requires_grad)
+    like.__dict__.update(own.__dict__)
+    return like
 
 
 def _changed(what: str) -> ValueError:

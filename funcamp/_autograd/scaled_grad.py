@@ -31,14 +31,15 @@ BACKWARD_IN_LOSS = (
 Engine = Literal["func", "autograd"]
 #: Gradients of the inputs of a loss; None for one that the loss does not use.
 _Gradients: TypeAlias = Sequence[Tensor | None]
-#: Runs a backward pass in the context that the inputs and the aux of the forward pass need: (inputs, aux, run).
-RunBackward: TypeAlias = Callable[[list[Tensor], Tree, Callable[[], _Gradients]], _Gradients]
 #: Scaled gradients of the inputs of a loss, the loss and aux.
 Differentiated: TypeAlias = tuple[list[Tensor], Tensor, Tree]
+#: A loss as a function of the tensors that it is differentiated with respect to, and of a function of its result: it
+#: returns what that returns. A module has the tensors until then.
+LossOf: TypeAlias = Callable[[list[Tensor], Callable[[Tree], Any]], Any]
 
 
 def scaled_grad_and_value(
-    loss_fn: Callable[..., object], *, has_aux: bool = False, engine: Engine | None = None
+    loss_fn: Callable[..., Any], *, has_aux: bool = False, engine: Engine | None = None
 ) -> Callable[..., Any]:
     """Turn a loss function into one that returns unscaled, checked gradients and the loss.
 
@@ -87,6 +88,7 @@ def scaled_grad_and_value(
     boolean(call, "has_aux", has_aux)
     check_engine(call, engine)
     put_leaves_in_graphs()
+    call_then = getattr(loss_fn, "call_then", None)
 
     def grad_and_value(state: ScalerState, params: Tree, *args: object, **kwargs: object) -> Any:
         state = check_state(call, state)
@@ -99,11 +101,13 @@ def scaled_grad_and_value(
             remaining = iter(values)
             return _tree.unflatten([None if leaf is None else next(remaining) for leaf in leaves], spec)
 
-        def loss_of(values: list[Tensor]) -> Tree:
-            return loss_fn(tree_of(values), *args, **kwargs)
+        def loss_of(values: list[Tensor], then: Callable[[Tree], Any]) -> Any:
+            if call_then is not None:
+                return call_then(then, contextlib.nullcontext(), tree_of(values), *args, **kwargs)
+            return then(loss_fn(tree_of(values), *args, **kwargs))
 
         scaled_grads, loss, aux = differentiate(
-            call, state, loss_of, tensors, has_aux, chosen_engine, run_backward=backward_runner(loss_fn, tree_of)
+            call, state, loss_of, tensors, has_aux, chosen_engine, has_module=getattr(loss_fn, "has_module", False)
         )
         checked = unscale_and_check(state, tree_of(scaled_grads))
         return (checked, (loss, aux)) if has_aux else (checked, loss)
@@ -114,44 +118,45 @@ def scaled_grad_and_value(
 def differentiate(
     call: str,
     state: ScalerState,
-    loss_of: Callable[[list[Tensor]], Tree],
+    loss_of: LossOf,
     inputs: list[Tensor],
     has_aux: bool,
     engine: Engine,
     *,
     weigh: Callable[[Tensor], Tensor] = lambda loss: loss,
-    run_backward: RunBackward | None = None,
+    has_module: bool = False,
 ) -> Differentiated:
     """Return the scaled gradients of weigh(loss) for every input, and the loss and aux as returned.
 
     Args:
         call: the public function, for errors.
         state: the scaler's state.
-        loss_of: the loss as a function of the inputs.
+        loss_of: calls the loss with the inputs, and returns what a function makes of its result (`Loss.call_then`).
         inputs: the tensors with respect to which it is differentiated.
         has_aux: whether the loss returns more than itself.
         engine: what differentiates.
         weigh: a function of the loss that is scaled in its place, such as its share of a sum over micro-batches.
-        run_backward: runs the backward pass; None to run it as it is.
+        has_module: whether a module has the inputs until that function has returned.
     """
 
-    def scaled_loss(values: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tree]]:
-        loss, aux = _checked_loss_and_aux(call, loss_of(values), has_aux)
+    def scaled_loss(returned: Tree) -> tuple[Tensor, tuple[Tensor, Tree]]:
+        loss, aux = _checked_loss_and_aux(call, returned, has_aux)
         return scale(state, weigh(loss)), (loss, aux)
+
+    def run() -> Differentiated:
+        if engine == "func":
+            return _by_func(loss_of, scaled_loss, inputs)
+        return _by_autograd(call, loss_of, scaled_loss, inputs, has_module=has_module)
 
     if torch.compiler.is_dynamo_compiling():
         keep_functions_whole()
-        if engine == "func":
-            return _by_func(scaled_loss, inputs)
-        return _by_autograd(call, scaled_loss, inputs, None)
+        return run()
     if torch.is_inference_mode_enabled():
         raise RuntimeError(f"{call}: a loss must not be differentiated under torch.inference_mode()")
     try:
         # The loss may contain frames that torch.compile compiles one by one.
         with whole_functions(), _differentiating():
-            if engine == "func":
-                return _by_func(scaled_loss, inputs)
-            return _by_autograd(call, scaled_loss, inputs, run_backward)
+            return run()
     except (RuntimeError, ZeroDivisionError) as error:
         advise(call, error, uses_func=engine == "func")
         raise
@@ -191,54 +196,40 @@ def _differentiating() -> Iterator[None]:
         _this_thread.losses -= 1
 
 
-def backward_runner(loss_fn: object, tree_of: Callable[[list[Tensor]], Tree]) -> RunBackward | None:
-    """Return how to run the backward pass of a loss of `module_loss`: while the module has the parameters.
-
-    Args:
-        loss_fn: any loss; None is returned for one that is not of `module_loss`.
-        tree_of: returns what the loss gets as parameters, of the tensors that it is differentiated with respect to.
-    """
-    run_backward = getattr(loss_fn, "run_backward", None)
-    if run_backward is None:
-        return None
-    return lambda inputs, aux, run: run_backward(tree_of(inputs), aux, run)
+#: Returns the scaled loss of what a loss returned, and beside it the loss and aux as returned.
+_ScaledLoss: TypeAlias = Callable[[Tree], tuple[Tensor, tuple[Tensor, Tree]]]
 
 
-#: Returns the scaled loss, and beside it the loss and aux as returned.
-_ScaledLoss: TypeAlias = Callable[[list[Tensor]], tuple[Tensor, tuple[Tensor, Tree]]]
-
-
-def _by_func(scaled_loss: _ScaledLoss, inputs: list[Tensor]) -> Differentiated:
+def _by_func(loss_of: LossOf, scaled_loss: _ScaledLoss, inputs: list[Tensor]) -> Differentiated:
     """Return gradients, loss and aux by torch.func."""
-    grads, (_, (loss, aux)) = torch.func.grad_and_value(scaled_loss, has_aux=True)(inputs)
+    scaled_loss_of = torch.func.grad_and_value(lambda values: loss_of(values, scaled_loss), has_aux=True)
+    grads, (_, (loss, aux)) = scaled_loss_of(inputs)
     return list(grads), loss, aux
 
 
 def _by_autograd(
-    call: str, scaled_loss: _ScaledLoss, inputs: list[Tensor], run_backward: RunBackward | None
+    call: str, loss_of: LossOf, scaled_loss: _ScaledLoss, inputs: list[Tensor], *, has_module: bool
 ) -> Differentiated:
     """Return gradients, loss and aux by torch.autograd."""
     allow_hooks()
     is_traced_by_dynamo = torch.compiler.is_dynamo_compiling()
-    # A loss of `module_loss` restores the parameters itself and needs no check.
-    watch = same_parameters() if run_backward is None else contextlib.nullcontext(lambda: None)
-    with torch.enable_grad(), watch as begin_backward:
+    with torch.enable_grad(), same_parameters(has_module=has_module) as begin_backward:
         leaves = [_leaf(value) for value in inputs]
-        scaled, (loss, aux) = scaled_loss(leaves)
 
-        def backward() -> _Gradients:
-            return torch.autograd.grad(scaled, leaves, allow_unused=True)
+        def backward(returned: Tree) -> tuple[_Gradients, Tensor, Tensor, Tree]:
+            scaled, (loss, aux) = scaled_loss(returned)
+            begin_backward()
+            if not is_traced_by_dynamo and any(leaf.grad is not None for leaf in leaves):
+                raise RuntimeError(f"{call}: {BACKWARD_IN_LOSS}; got a backward() in the forward pass")
+            return torch.autograd.grad(scaled, leaves, allow_unused=True), scaled, loss, aux
 
-        begin_backward()
-        if not is_traced_by_dynamo and any(leaf.grad is not None for leaf in leaves):
-            raise RuntimeError(f"{call}: {BACKWARD_IN_LOSS}; got a backward() in the forward pass")
-        gradients: _Gradients = backward() if run_backward is None else run_backward(leaves, aux, backward)
+        gradients, scaled, loss, aux = loss_of(leaves, backward)
     if not is_traced_by_dynamo:
         gradients = [_with_accumulated(gradient, leaf.grad) for gradient, leaf in zip(gradients, leaves)]
         _advise_if_passed_over(call, scaled, gradients)
     if all(gradient is None for gradient in gradients):
         fix = "take them from the argument, or write module_loss(model, criterion), which puts them into the module"
-        if run_backward is not None:  # a loss of `module_loss`
+        if has_module:
             fix = "compute it from the output of the model, without detach() on the way"
         raise ValueError(
             f"{call}: loss_fn must return a loss that depends on the parameters it is given; it uses none: {fix}"

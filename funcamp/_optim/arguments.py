@@ -24,7 +24,7 @@ def check_hyperparameters(cls: type[torch.optim.Optimizer], hyperparameters: Kwa
     """Check what the user gave for a class, whose constructor accepts some parameters.
 
     Raises:
-        TypeError: a name is not the class's; or a tensor holds no real number, or it or a schedule is given for what
+        TypeError: a name is not the class's; or a tensor holds no float, or it or a schedule is given for what
             chooses the algorithm.
         ValueError: a tensor has dimensions, or an argument chooses another implementation.
     """
@@ -41,7 +41,7 @@ def check_hyperparameters(cls: type[torch.optim.Optimizer], hyperparameters: Kwa
                 f"stateless: {name} must be False or None (torch.compile fuses the step; no gradient flows through it);"
                 f" got {name}={value!r}"
             )
-        check_tensors("stateless", name, value)
+        check_tensors(name, value)
         scheduler = torch.optim.lr_scheduler.LRScheduler
         if isinstance(value, scheduler) or (isinstance(value, type) and issubclass(value, scheduler)):
             raise TypeError(

@@ -86,16 +86,6 @@ def clamp(tensor: Tensor, low: Number, high: Number | None = None) -> Tensor:
     return tensor if high is None else torch.minimum(tensor, like(high, tensor))
 
 
-def smaller(number: Number, other: Tensor) -> Tensor:
-    """Return the smaller one of a number and a tensor of shape ()."""
-    return torch.minimum(like(number, other), other)
-
-
-def larger(number: Number, other: Tensor) -> Tensor:
-    """Return the larger one of a number and a tensor of shape ()."""
-    return torch.maximum(like(number, other), other)
-
-
 def like(number: Number, tensor: Tensor) -> Tensor:
     """Return a number in the dtype of a tensor; made on its device: a CUDA graph takes no copy from the host."""
     if isinstance(number, Tensor):

@@ -11,7 +11,7 @@ from funcamp import _tree
 from funcamp._check import Fixed
 from funcamp._optim.average import Average, Averaging
 from funcamp._optim.by_group import GroupedOptimizer
-from funcamp._optim.clip import clips
+from funcamp._optim.clip import Clipping
 from funcamp._optim.every import Delayed, Every
 from funcamp._optim.part import (
     Part,
@@ -112,7 +112,7 @@ def check_nothing_is_clipped_last(call: str, optimizer: object) -> None:
     """Raise ValueError for a chain that clips gradients which no later part reads."""
     parts = _parts_of(optimizer)
     readers = [part for part in parts if not _averages(part)]
-    if isinstance(optimizer, Chain) and readers and clips(readers[-1]):
+    if isinstance(optimizer, Chain) and readers and isinstance(readers[-1], Clipping):
         raise ValueError(
             f"{call}: optimizer must have a part after {readers[-1]!r} that reads the clipped gradients, such as "
             f"stateless(torch.optim.AdamW); got {optimizer!r}"
@@ -155,9 +155,10 @@ def _averages(part: Part) -> bool:
     return isinstance(part, Averaging)
 
 
-def is_average_state(state: object) -> bool:
-    """Return whether this is the state of `average`, or of one that `every` delays."""
-    return isinstance(state, Average) or (isinstance(state, Every) and isinstance(state.state, Average))
+def average_in(part_state: object) -> Average | None:
+    """Return the state of `average`, also of one that `every` delays; None for the state of another part."""
+    state = part_state.state if isinstance(part_state, Every) else part_state
+    return state if isinstance(state, Average) else None
 
 
 def chain(*parts: Any) -> Chain:

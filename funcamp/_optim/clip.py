@@ -137,33 +137,37 @@ def _norm(across: Across | None, grads: list[Tensor]) -> Tensor:
     norms = []
     for grad in grads:
         local_grad = local(grad)
-        norms.append(torch.linalg.vector_norm(local_grad, dtype=_norm_dtype(local_grad)))
+        is_narrow = grad.is_floating_point() and grad.dtype.itemsize < 4
+        norms.append(torch.linalg.vector_norm(local_grad, dtype=torch.float32 if is_narrow else None))
     local_norm: Tensor = torch.linalg.vector_norm(torch.stack(norms))
     if across is None:
         return local_norm
     return total(local_norm.square(), across).sqrt()
 
 
-def _norm_dtype(grad: Tensor) -> torch.dtype | None:
-    """Return the dtype in which a norm is computed, None for the gradient's own."""
-    return torch.float32 if grad.is_floating_point() and grad.dtype.itemsize < 4 else None
-
-
 @dataclass(frozen=True)
-class _ClipByNorm:
-    max_norm: float | Tensor
+class Clipping:
+    """What `clip_by_norm` and `clip_by_value` return."""
+
+    name: str
+    limit: float | Tensor
+    clipped: Callable[[Update, float | Tensor], Tree]
+    """From an update and the limit to the clipped gradients."""
 
     def __repr__(self) -> str:
-        return f"clip_by_norm({self.max_norm})"
+        return f"{self.name}({self.limit})"
 
     def __call__(self, update: Update) -> Update:
-        norm = global_norm("clip_by_norm", update.gradients) if update.norm is None else update.norm
-        return update._replace(gradients=_scaled(update.gradients, self.max_norm, norm))
+        return update._replace(gradients=self.clipped(update, self.limit))
 
 
-def clips(part: object) -> bool:
-    """Return whether a part of a chain only clips gradients."""
-    return isinstance(part, (_ClipByNorm, _ClipByValue))
+def _by_norm(update: Update, max_norm: float | Tensor) -> Tree:
+    norm = global_norm("clip_by_norm", update.gradients) if update.norm is None else update.norm
+    return _scaled(update.gradients, max_norm, norm)
+
+
+def _by_value(update: Update, max_value: float | Tensor) -> Tree:
+    return clip_grad_value(update.gradients, max_value)
 
 
 def clip_by_norm(max_norm: float | Tensor) -> Callable[[Update], Update]:
@@ -193,18 +197,7 @@ def clip_by_norm(max_norm: float | Tensor) -> Callable[[Update], Update]:
         `torch.nn.utils.clip_grad_norm_`, torch/nn/utils/clip_grad.py, PyTorch 2.13.
     """
     check_limit("clip_by_norm", "max_norm", max_norm)
-    return _ClipByNorm(max_norm)
-
-
-@dataclass(frozen=True)
-class _ClipByValue:
-    max_value: float | Tensor
-
-    def __repr__(self) -> str:
-        return f"clip_by_value({self.max_value})"
-
-    def __call__(self, update: Update) -> Update:
-        return update._replace(gradients=clip_grad_value(update.gradients, self.max_value))
+    return Clipping("clip_by_norm", max_norm, _by_norm)
 
 
 def clip_by_value(max_value: float | Tensor) -> Callable[[Update], Update]:
@@ -232,4 +225,4 @@ def clip_by_value(max_value: float | Tensor) -> Callable[[Update], Update]:
         `torch.nn.utils.clip_grad_value_`, torch/nn/utils/clip_grad.py, PyTorch 2.13.
     """
     check_limit("clip_by_value", "max_value", max_value)
-    return _ClipByValue(max_value)
+    return Clipping("clip_by_value", max_value, _by_value)

@@ -53,16 +53,16 @@ def example_of(name: str, value: object, accepted: Signature) -> object:
         if not is_dynamic(item):
             return item
         for known in (getattr(item, "argument", None), item_default):
-            if isinstance(known, (int, float)) and not isinstance(known, bool):
+            if isinstance(known, (int, float)):
                 return known or 0.1
         return 1e-3
 
     return map_items(number, name, value, default)
 
 
-def check_tensors(call: str, name: str, value: object) -> None:
-    """Raise TypeError or ValueError if a tensor among a hyperparameter's items is no real number of shape ()."""
-    map_items(lambda label, item: _check_tensor(call, label, item), name, value)
+def check_tensors(name: str, value: object) -> None:
+    """Raise TypeError or ValueError if a tensor among a hyperparameter's items is no float of shape ()."""
+    map_items(lambda label, item: _check_tensor("stateless", label, item), name, value)
 
 
 def _check_tensor(call: str, name: str, value: object) -> None:
@@ -70,8 +70,9 @@ def _check_tensor(call: str, name: str, value: object) -> None:
         return
     if value.dim() != 0:
         raise ValueError(f"{call}: {name} must have shape (); got {tuple(value.shape)}")
-    if value.dtype == torch.bool or value.is_complex():
-        raise TypeError(f"{call}: {name} must hold a real number; got {value.dtype}")
+    # A schedule may return an integer tensor; into the user's own fill_(0.5) would write 0.
+    if value.dtype == torch.bool or value.is_complex() or not (call == "update" or value.is_floating_point()):
+        raise TypeError(f"{call}: {name} must hold a float, as torch.tensor(1.0) does; got {value.dtype}")
 
 
 def evaluate(name: str, value: object, applied: Tensor, device: torch.device) -> object:

@@ -40,7 +40,7 @@ class Stepped(NamedTuple):
 
     params: list[Tensor]
     states: list[State]
-    shared: State
+    """The entries of each parameter, and last those that all share."""
 
 
 class StatelessOptimizer(Fixed):
@@ -116,16 +116,13 @@ class StatelessOptimizer(Fixed):
         flat, spec = _tree.parameters("init", "params", self._taken(params))
         present = [leaf.detach() for leaf in flat if leaf is not None]
         applied = torch.zeros((), dtype=torch.int64, device=present[0].device if present else None)
-        states: list[State] = []
-        shared: State = {}
+        states, shared = [], {}
         if present:
             with torch.no_grad():
-                states, shared = self._first(present, self._hyper(applied, present))
+                *states, shared = self._first(present, self._hyper(applied, present))
         states_left = iter(states)
         states = [{} if leaf is None else next(states_left) for leaf in flat]
-        names = dict.fromkeys(name for state in states for name in state)
-        trees = {name: _tree.unflatten([state.get(name) for state in states], spec) for name in names}
-        return OptState(applied, trees, shared)
+        return OptState(applied, _by_name(states, spec), shared)
 
     def update(self, params: Tree, grads: Tree, opt_state: OptState) -> tuple[Tree, OptState]:
         """Apply torch.optim's update rule as a pure function.
@@ -158,26 +155,24 @@ class StatelessOptimizer(Fixed):
         params, grads = self._taken(params), self._taken(grads)
         flat, spec = _tree.parameters("update", "params", params)
         flat_grads = _flat_grads(params, flat, grads)
-        columns = self._columns(params, flat, opt_state)
+        states = self._states(params, flat, opt_state)
         positions = self._positions(flat, flat_grads)
         if not positions:
             return stored_params, opt_state._replace(applied=opt_state.applied + 1)
-        stepping = _at(positions, flat)
-        stepping_grads = _at(positions, flat_grads)
+        stepping: list[Any] = [flat[index] for index in positions]
+        stepping_grads: list[Any] = [flat_grads[index] for index in positions]
+        stepping_states = [*[states[index] for index in positions], opt_state.shared]
         refuse_differentiation([*stepping, *stepping_grads])
-        states = states_at(positions, columns)
         with torch.no_grad():
             hyper = self._hyper(opt_state.applied, stepping)
-            stepped = self._stepped(stepping, stepping_grads, states, opt_state, hyper)
-        for index, new_param, new_state in zip(positions, stepped.params, stepped.states):
-            flat[index] = new_param
-            for name, value in new_state.items():
-                columns[name][index] = value
-        trees = {name: _tree.unflatten(column, spec) for name, column in columns.items()}
+            stepped = self._stepped(stepping, stepping_grads, stepping_states, opt_state.applied, hyper)
+        *new_states, shared = stepped.states
+        for index, new_param, new_state in zip(positions, stepped.params, new_states):
+            flat[index], states[index] = new_param, states[index] | new_state
         new_params = _tree.unflatten(flat, spec)
         if not self._takes_groups():
             new_params = collapse(stored_params, new_params)
-        return new_params, OptState(opt_state.applied + 1, trees, stepped.shared)
+        return new_params, OptState(opt_state.applied + 1, _by_name(states, spec), shared)
 
     def learning_rate(self, opt_state: OptState) -> Tree:
         """Return the learning rate of the next step, a float32 tensor of shape (); `()` if there is none.
@@ -232,14 +227,14 @@ class StatelessOptimizer(Fixed):
         """
         return params
 
-    # What a class of another package does otherwise (`foreign`).
+    # What a class of another package does otherwise (`foreign/optimizer.py`).
 
     def _takes_groups(self) -> bool:
         """Return whether a stored group is stepped as one tensor."""
         return self._rule.elementwise
 
-    def _first(self, params: list[Tensor], hyper: Hyper) -> tuple[list[State], State]:
-        """Return the state of each parameter before the first step, and what all share."""
+    def _first(self, params: list[Tensor], hyper: Hyper) -> list[State]:
+        """Return the state of each parameter before the first step, and last what all share."""
         h = self._h(hyper)
         states: list[State] = []
         for param in params:
@@ -249,19 +244,25 @@ class StatelessOptimizer(Fixed):
                 states.append(_as_complex(self._rule.init(real, h), real))
             else:
                 states.append(self._rule.init(param, h))
-        return states, {}
+        return [*states, {}]
 
     def _stepped(
-        self, params: list[Tensor], grads: list[Tensor], states: list[State], opt_state: OptState, hyper: Hyper
+        self,
+        params: list[Tensor],
+        grads: list[Any],
+        states: list[State],
+        applied: Tensor,  # noqa: ARG002  what a subclass needs
+        hyper: Hyper,
     ) -> Stepped:
-        """Return the parameters and their states after a step."""
+        """Return the parameters and their states after a step, and last what all share."""
         h = self._h(hyper)
+        *states, shared = states
         new_params, new_states = [], []
         for param, grad, state in zip(params, grads, states):
             new_param, new_state = self._one_stepped(param.detach(), grad.detach().to(param.dtype), state, h)
             new_params.append(new_param)
             new_states.append(new_state)
-        return Stepped(new_params, new_states, opt_state.shared)
+        return Stepped(new_params, [*new_states, shared])
 
     def _one_stepped(self, param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
         if h.maximize:
@@ -317,8 +318,8 @@ class StatelessOptimizer(Fixed):
         """Return the tensors that the class steps: stored groups, or the parameters in them."""
         return tree if self._takes_groups() else expand(tree)
 
-    def _columns(self, params: Tree, flat: Leaves, opt_state: OptState) -> dict[str, Leaves]:
-        """Return the entries of the state by name, for each the values of all leaves of the parameters.
+    def _states(self, params: Tree, flat: Leaves, opt_state: OptState) -> list[State]:
+        """Return the entries of every leaf of the parameters by name; none for None.
 
         Raises:
             TypeError: opt_state is not an `OptState`.
@@ -327,11 +328,13 @@ class StatelessOptimizer(Fixed):
         if not isinstance(opt_state, OptState):
             raise TypeError(f"update: opt_state must be an OptState, as init makes it; got {_tree.brief(opt_state)}")
         self._check_entries(flat, opt_state)
-        columns: dict[str, Leaves] = {}
+        states: list[State] = [{} for _ in flat]
         for name, tree in opt_state.state.items():
             _tree.same_structure("update", ("params", f"opt_state.state[{name!r}]"), (params, tree))
-            columns[name] = _tree.leaves(tree)
-        return columns
+            for state, value in zip(states, _tree.leaves(tree)):
+                if value is not None:
+                    state[name] = value
+        return states
 
     def _hyper(self, applied: Tensor, params: list[Tensor]) -> Hyper:
         """Return the hyperparameters that are tensors and schedules, after some applied steps."""
@@ -348,19 +351,12 @@ def _as_complex(state: State, real: Tensor) -> State:
     return {name: torch.view_as_complex(value) if value.shape == real.shape else value for name, value in state.items()}
 
 
-def _at(positions: list[int], flat: Leaves) -> list[Tensor]:
-    return [flat[index] for index in positions]  # type: ignore[misc]  # none of them is None
-
-
-def states_at(positions: list[int], columns: dict[str, Leaves]) -> list[State]:
-    """Return the entries of the parameters at some positions, each by name."""
-    states: list[State] = [{} for _ in positions]
-    for name, column in columns.items():
-        for state, index in zip(states, positions):
-            value = column[index]
-            if value is not None:
-                state[name] = value
-    return states
+def _by_name(states: list[State], spec: _tree.TreeSpec) -> dict[str, Tree]:
+    """Return the entries of leaves as a tree for each name."""
+    names: dict[str, None] = {}
+    for state in states:
+        names |= dict.fromkeys(state)
+    return {name: _tree.unflatten([state.get(name) for state in states], spec) for name in names}
 
 
 def _flat_grads(params: Tree, flat: Leaves, grads: Tree) -> Leaves:

@@ -117,9 +117,10 @@ def _scheduled(optimizers: _Optimizers, make: _Make, steps: int) -> _Optimizers:
     for (label, optimizer), before, values_by_name in zip(optimizers.items(), numbers_before, values):
         changed = {}
         for name, values_of_name in values_by_name.items():
-            if any(value != before[name] for value in values_of_name):
-                hyperparameter = optimizer._hyperparameters.get(name, before[name])
-                changed[name] = _with_tables(hyperparameter, before[name], name, values_of_name, source)
+            given = optimizer._hyperparameters.get(name, before[name])
+            scheduled_one = _with_tables(given, before[name], name, values_of_name, source)
+            if scheduled_one is not given:
+                changed[name] = scheduled_one
         scheduled[label] = optimizer
         if changed:
             scheduled[label] = type(optimizer)(optimizer._cls, optimizer._hyperparameters | changed)
@@ -203,14 +204,14 @@ def _with_tables(hyperparameter: Any, before: Any, name: str, values: list[Any],
         TypeError: the scheduler changes a tensor or a schedule, or sets what is no number.
         ValueError: a value is not finite.
     """
+    if all(value == before for value in values):
+        return hyperparameter
     if isinstance(before, (tuple, list)):
         items = []
         for index, item in enumerate(hyperparameter):
             item_values = [value[index] for value in values]
             items.append(_with_tables(item, before[index], f"{name}[{index}]", item_values, source))
         return tuple(items)
-    if all(value == before for value in values):
-        return hyperparameter
     if is_dynamic(hyperparameter):
         raise TypeError(
             f"schedule: optimizer must have a number as {name}, because {source} sets it; got "

@@ -25,17 +25,18 @@ def stateless(
     storage. A number that it changes is a tensor of shape () between steps. If it branches on such a number or on a
     tensor, both sides run in every step and the condition selects, up to 16 ways in all. Making one compares eight of
     its steps with those of its own loop, and refuses it if they differ. While a step runs, functions of `math` take
-    these numbers in this thread; no other state of Python or torch is set.
+    these numbers in this thread, and compiled functions run eager; no other state of Python or torch is set.
 
     Args:
         optimizer: a class of torch.optim but LBFGS and SparseAdam, or another subclass of `torch.optim.Optimizer` whose
             step needs no closure, has state of one form, and wraps no optimizer. One whose constructor wants something
             else than parameters first (groups with options) is given by a subclass whose constructor takes parameters.
         *positional: nothing; parameters are in the state, and hyperparameters have names.
-        **hyperparameters: the class's arguments. A number is a constant of the compiled graph; a tensor of shape () is
-            an input of it; a callable is a schedule: a pure function of the count of applied steps, int64, shape (), to
-            a tensor of shape () or a number (`schedule` makes them from torch's schedulers). Each item of a tuple
-            (betas) may be any of the three. The range of a tensor is not checked. capturable is accepted and not used.
+        **hyperparameters: the class's arguments. A number is a constant of the compiled graph; a floating-point tensor
+            of shape () is an input of it; a callable is a schedule: a pure function of the count of applied steps,
+            int64, shape (), to a tensor of shape () or a number (`schedule` makes them from torch's schedulers). Each
+            item of a tuple (betas) may be any of the three. The range of a tensor is not checked. capturable is
+            accepted and not used.
 
     Returns:
         A `StatelessOptimizer`.

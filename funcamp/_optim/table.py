@@ -42,9 +42,9 @@ class Table:
     def __call__(self, applied: Tensor) -> Tensor:
         """Return the value after some applied steps, shape (), on the count's device. No sync."""
         if isinstance(applied, _FakeTensor) and not compiling():  # the caller wants shapes only
-            values: Tensor = applied.new_zeros(len(self._values), dtype=torch.float64)
-        else:
-            values = self._on(applied.device)
+            any_value: Tensor = applied.new_zeros((), dtype=torch.float64)
+            return any_value
+        values = self._on(applied.device)
         index = applied.clamp(0, len(values) - 1)
         return values.index_select(0, index.reshape(1)).reshape(())
 

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._dtensor import any_in_meshes, local, settled_sum
-from funcamp._scaler.precision import reciprocal
-from funcamp._scaler.state import ScalerState, check_state, replace
+from funcamp._scaler.state import ScalerState, check_state, reciprocal, replace
 from funcamp._storage.params import Params, check_not_sharded, expand
 from funcamp._types import Reduce, Tree
 

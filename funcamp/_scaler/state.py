@@ -1,4 +1,4 @@
-"""The scaler's state: tensors only."""
+"""The scaler's state: tensors only. Factors and reciprocals of a scale are rounded once, from float64 to float32."""
 
 from __future__ import annotations
 
@@ -86,3 +86,14 @@ def with_counters(state: ScalerState, counters: dict[str, Tensor]) -> ScalerStat
 def tensors_of(counts: dict[str, int], device: torch.device | str | None) -> dict[str, Tensor]:
     """Return counters as tensors for a state."""
     return {name: torch.full((), count, dtype=torch.int32, device=device) for name, count in counts.items()}
+
+
+def widen(scale: Tensor) -> Tensor:
+    """Return the scale in float64, for factors and reciprocals; float32 on MPS, which has no float64."""
+    return scale if scale.device.type == "mps" else scale.double()
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """Return 1 / scale, float32."""
+    # On some devices and compilers float32 division is approximate; float64 division is exact after rounding.
+    return widen(scale).reciprocal().float()

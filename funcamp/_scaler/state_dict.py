@@ -14,7 +14,7 @@ from funcamp._scaler.first_state import init
 from funcamp._scaler.state import ScalerState, counters_of, tensors_of, with_counters
 from funcamp._types import StateDict
 
-_CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
+CONSTANTS = ("growth_factor", "backoff_factor", "growth_interval")
 
 
 def to_state_dict(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> StateDict:
@@ -42,7 +42,7 @@ def to_state_dict(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> 
     """
     state, config = check_state_and_config("to_state_dict", state, config)
     saved: StateDict = {"scale": state.scale.item()}
-    saved |= {name: getattr(config, name) for name in _CONSTANTS}
+    saved |= {name: getattr(config, name) for name in CONSTANTS}
     saved["_growth_tracker"] = state.growth_tracker.item()
     return saved | {name: counter.item() for name, counter in counters_of(state).items()}
 
@@ -78,12 +78,12 @@ def from_state_dict(
     config = check_config(call, config)
     if not isinstance(saved, dict):
         raise TypeError(f"{call}: saved must be a dict; got {_tree.brief(saved)}")
-    for name in ("scale", *_CONSTANTS, "_growth_tracker"):
+    for name in ("scale", *CONSTANTS, "_growth_tracker"):
         if name not in saved:
             why = "is empty, as a disabled scaler saves it" if not saved else f"has {', '.join(map(str, saved))}"
             raise ValueError(f"{call}: saved must have {name!r}; it {why}")
     scale = saved_scale(call, saved["scale"])
-    constants = {name: saved[name] for name in _CONSTANTS}
+    constants = {name: saved[name] for name in CONSTANTS}
     config = replace(config, **constants)
     tracker = saved_count(call, "_growth_tracker", saved["_growth_tracker"])
     counters = tensors_of(saved_counters(call, saved, config), device)

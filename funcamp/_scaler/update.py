@@ -1,4 +1,4 @@
-"""The update of the scale after a step."""
+"""The update of the scale after a step; and whether it should fall or grow and cannot."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._check import real
 from funcamp._scaler.config import ScalerConfig, check_state_and_config
-from funcamp._scaler.next_scale import bounded
-from funcamp._scaler.state import ScalerState, replace
+from funcamp._scaler.rule import Outcome
+from funcamp._scaler.state import ScalerState, check_state, replace
 
 
 def update(
@@ -54,18 +54,32 @@ def update(
         torch/amp/grad_scaler.py, PyTorch 2.13.
     """
     state, config = check_state_and_config("update", state, config)
-    found_inf = torch.zeros_like(state.found_inf)
     if new_scale is not None:
-        scale = bounded(_new_scale(state, new_scale), config)
-        return replace(state, scale=scale, found_inf=found_inf)
+        scale = _bounded(_new_scale(state, new_scale), config)
+        return replace(state, scale=scale, found_inf=torch.zeros_like(state.found_inf))
+    return moved(state, *decided(state, config))
+
+
+def decided(state: ScalerState, config: ScalerConfig) -> tuple[Outcome, Tensor]:
+    """Return what the rule decides, and the next scale: the rule's, within the configuration's bounds."""
     outcome = config.rule.outcome(state, config)
+    return outcome, _bounded(outcome.scale, config)
+
+
+def moved(state: ScalerState, outcome: Outcome, next_scale: Tensor) -> ScalerState:
+    """Return the state after an update; the counters are ignored by a state without."""
     return replace(
         state,
-        scale=bounded(outcome.scale, config),
+        scale=next_scale,
         growth_tracker=outcome.growth_tracker,
-        found_inf=found_inf,
-        counters=outcome.counters,  # ignored by a state without
+        found_inf=torch.zeros_like(state.found_inf),
+        counters=outcome.counters,
     )
+
+
+def _bounded(scale: Tensor, config: ScalerConfig) -> Tensor:
+    """Return the scale clamped to [min_scale, max_scale]."""
+    return scale.clamp(config.min_scale, config.max_scale) if config.has_bounds else scale
 
 
 def _new_scale(state: ScalerState, value: object) -> Tensor:
@@ -83,3 +97,108 @@ def _new_scale(state: ScalerState, value: object) -> Tensor:
     if not 0.0 < number <= torch.finfo(torch.float32).max:
         raise ValueError(f"update: new_scale must be positive and finite in float32; got {value}")
     return torch.full_like(state.scale, number)
+
+
+def exhausted(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tensor:
+    """Return whether a gradient is non-finite and the rule would lower the scale but cannot.
+
+    exhausted = the rule backs off, and the scale after its bounds is not lower, or is 0. Then the loss overflows at any
+    scale: the model diverged, or it needs another precision. Pure; safe under torch.compile and vmap; no sync.
+
+    Args:
+        state: the state after `unscale_and_check`, before `update`.
+        config: the configuration the state was made with.
+
+    Returns:
+        A bool tensor, shape (). Never True for a static scale.
+
+    Raises:
+        TypeError: config is not a `ScalerConfig`, or state is not a state of its rule.
+
+    Example:
+        >>> config = ScalerConfig(init_scale=1.0, min_scale=1.0)
+        >>> _, state = unscale_and_check(init(config), torch.tensor(float("inf")))
+        >>> exhausted(state, config)
+        tensor(True)
+
+    References:
+        DeepSpeed and fairseq raise here: deepspeed/runtime/fp16/loss_scaler.py, fairseq/optim/dynamic_loss_scaler.py.
+    """
+    state, config = check_state_and_config("exhausted", state, config)
+    return cannot_fall(state, *decided(state, config))
+
+
+def cannot_fall(state: ScalerState, outcome: Outcome, next_scale: Tensor) -> Tensor:
+    """Return whether the scale falls by the rule and cannot."""
+    return outcome.backs_off & (~(next_scale < state.scale) | (next_scale == 0))
+
+
+def saturated(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tensor:
+    """Return whether the scale is due to grow but cannot.
+
+    saturated = the rule grows, and the scale after its bounds is not higher, or is infinite. Then gradients do not
+    overflow even at the largest scale. Pure; safe under torch.compile and vmap; no sync.
+
+    Args:
+        state: the state after `unscale_and_check`, before `update`.
+        config: the configuration the state was made with.
+
+    Returns:
+        A bool tensor, shape (). Never True for a static scale.
+
+    Raises:
+        TypeError: config is not a `ScalerConfig`, or state is not a state of its rule.
+
+    Example:
+        >>> config = ScalerConfig(init_scale=8.0, max_scale=8.0, growth_interval=1)
+        >>> saturated(init(config), config)
+        tensor(True)
+
+    References:
+        `_amp_update_scale_` keeps a scale that would be infinite: native/cuda/AmpKernels.cu, PyTorch 2.13.
+    """
+    state, config = check_state_and_config("saturated", state, config)
+    return cannot_grow(state, *decided(state, config))
+
+
+def cannot_grow(state: ScalerState, outcome: Outcome, next_scale: Tensor) -> Tensor:
+    """Return whether the scale grows by the rule and cannot."""
+    return outcome.grows & (~(next_scale > state.scale) | torch.isinf(next_scale))
+
+
+def merge(*states: ScalerState) -> ScalerState:
+    """Combine the flags of states that share a scale: optimizers that skip independently, one update.
+
+    found_inf = 1 if any state's found_inf != 0, else 0. The other fields come from the first state. The caller must
+    guarantee that all states have the same scale; checking would synchronize. If their scales differ (a scaler per
+    loss), use the result only for `skip_step`. Pure; safe under torch.compile and vmap; no sync.
+
+    Args:
+        *states: one state or more, all unscaled and checked from the same one.
+
+    Returns:
+        The state for `update`.
+
+    Raises:
+        TypeError: no state is given, or one is not a scaler state, or they have different types.
+
+    Example:
+        >>> state = init()
+        >>> _, generator = unscale_and_check(state, torch.tensor(float("inf")))
+        >>> _, critic = unscale_and_check(state, torch.tensor(1.0))
+        >>> merge(generator, critic).found_inf
+        tensor(1.)
+
+    References:
+        `GradScaler.update` sums the flags of its optimizers, torch/amp/grad_scaler.py, PyTorch 2.13.
+    """
+    if not states:
+        raise TypeError("merge: states must be one scaler state or more; got none")
+    first = check_state("merge", states[0])
+    is_found = first.found_inf != 0
+    for other in states[1:]:
+        if type(other) is not type(first):
+            raise TypeError(f"merge: states must be of one type; got {type(first).__name__} and {other!r}")
+        is_found_in_other = check_state("merge", other).found_inf != 0
+        is_found = is_found | is_found_in_other.to(is_found.device)
+    return replace(first, found_inf=is_found.float())

@@ -1,16 +1,31 @@
-"""Gradient accumulation: the mean over micro-batches with one scale, weighted if they differ."""
+"""Gradient accumulation: the mean over micro-batches with one scale, weighted if they differ.
+
+A micro-batch and a rank count equally, or by a weight such as the number of tokens:
+
+    share_i = w_i / sum of w over the window's micro-batches and over ranks
+
+A share multiplies the loss instead of the gradient, so that each example's gradient is what one process with all
+examples in one batch would compute, also if it underflows or overflows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import math
+import numbers
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._step.shares import Shares
+from funcamp._scaler.skip_step import old_where
 from funcamp._types import Tree
+
+#: The factor of a loss: a number, or a tensor of shape ().
+Share: TypeAlias = "float | Tensor"
+#: How much a micro-batch counts.
+Weight: TypeAlias = "Callable[[Any], float | Tensor]"
 
 
 class Result(NamedTuple):
@@ -71,52 +86,111 @@ def accumulate(
         micro_batches: the parts of the batch.
         shares: how much each one counts.
     """
-    leaves, spec = _tree.flatten(params)
-    sums: list[Tensor | None] = [None if leaf is None else torch.zeros_like(leaf) for leaf in leaves]
-    tape_leaves, tape_spec = _tree.flatten(tape)
-    records = _tree.map_leaves(torch.zeros_like, tape_leaves, tape_spec)
+    sums = _tree.map_leaves(torch.zeros_like, *_tree.flatten(params))
+    records = _tree.map_leaves(torch.zeros_like, *_tree.flatten(tape))
     losses: list[Tensor] = []
     each_aux: list[Tree] = []
     each_share = [None] * len(micro_batches) if shares.each is None else shares.each
     for micro_batch, share in zip(micro_batches, each_share):
         result = differentiate(buffers, micro_batch, share)
-        gradients = _tree.leaves(result.gradients)
-        new_buffers = result.buffers
-        new_records = _tree.unflatten(_added(_tree.leaves(records), _tree.leaves(result.records)), tape_spec)
+        new = (_added(sums, result.gradients), _added(records, result.records), result.buffers)
         if share is not None:
             # A micro-batch with a share of 0 changes nothing: the backward pass of a mean over 0 examples gives NaN.
-            is_left_out = share == 0
-            gradients = _zeroed_if(is_left_out, gradients)
-            new_buffers = _where(is_left_out, buffers, new_buffers)
-            new_records = _where(is_left_out, records, new_records)
-        sums, buffers, records = _added(sums, gradients), new_buffers, new_records
+            new = old_where("step", share == 0, new, (sums, records, buffers))
+        sums, records, buffers = new
         losses.append(result.loss)
         each_aux.append(result.aux)
     loss = shares.mean(torch.stack(losses))
-    return Result(_tree.unflatten(sums, spec), loss, buffers, records, _tree.stacked(each_aux))
+    return Result(sums, loss, buffers, records, _tree.stacked(each_aux))
 
 
-def _added(sums: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+def _added(sums: Tree, addends: Tree) -> Tree:
     """Return the sums with gradients, or records, added in the dtype of the sums; None adds nothing."""
-    new_sums: list[Tensor | None] = []
-    for total, gradient in zip(sums, gradients):
-        if total is None or gradient is None:
-            new_sums.append(total)
-        else:
-            new_sums.append(total + gradient.to(total.dtype))
-    return new_sums
+    totals, spec = _tree.flatten(sums)
+    for index, addend in enumerate(_tree.leaves(addends)):
+        if addend is not None:
+            totals[index] = totals[index] + addend.to(totals[index].dtype)
+    return _tree.unflatten(totals, spec)
 
 
-def _zeroed_if(condition: Tensor, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Return zeros instead of the gradients if a condition of shape () holds."""
-    chosen: list[Tensor | None] = []
-    for gradient in gradients:
-        chosen.append(None if gradient is None else torch.where(condition, 0.0, gradient))
-    return chosen
+# How much each micro-batch counts.
 
 
-def _where(condition: Tensor, if_true: Tree, if_false: Tree) -> Tree:
-    """Return the first tree if a condition of shape () holds, else the second."""
-    leaves, spec = _tree.flatten(if_true)
-    chosen = [torch.where(condition, one, other) for one, other in zip(leaves, _tree.leaves(if_false))]
-    return _tree.unflatten(chosen, spec)
+class Shares(NamedTuple):
+    """The factors of the losses in one step of this process."""
+
+    own: Share
+    """Of the mean over its micro-batches, in the sum over ranks."""
+    micro_batch_count: int
+    """The number of micro-batches."""
+    each: Tensor | None = None
+    """Of every micro-batch, float64, shape (micro_batch_count,); None if they count equally."""
+    is_empty: Tensor | None = None
+    """bool, shape (): whether all weights are 0, on all ranks, so that nothing counts; None without weights."""
+
+    def weigh(self, loss: Tensor, share: Tensor | None) -> Tensor:
+        """Multiply the loss of a micro-batch with this share by its factor."""
+        if share is None:
+            return weighed(loss, self.own, self.micro_batch_count)
+        return weighed(loss, share)
+
+    def mean(self, losses: Tensor) -> Tensor:
+        """Return the mean of the losses of the micro-batches, shape (micro_batch_count,)."""
+        if self.each is None:
+            return losses.mean()
+        return (weighed(losses, self.each).sum() / self.own).to(losses.dtype)
+
+
+def shares_of(
+    weight: Weight | None,
+    pieces: list[Tree],
+    ranks: int,
+    sum_over_ranks: Callable[[Tensor], Tensor],
+    device: torch.device,
+) -> Shares:
+    """Return the factors of micro-batches; NaN if a tensor of weight is negative, 0 if all weights are 0.
+
+    ranks: the number of ranks.
+    sum_over_ranks: returns the sum of a number over ranks.
+    """
+    if weight is None:
+        return Shares(1.0 / ranks, len(pieces))
+    weights = torch.stack([_as_tensor(weight(piece), device) for piece in pieces])
+    own_weight = weights.sum()
+    weight_of_all_ranks = sum_over_ranks(own_weight)
+    is_empty = weight_of_all_ranks == 0
+    divisor = torch.where(is_empty, 1.0, weight_of_all_ranks)
+    return Shares(own_weight / divisor, len(pieces), weights / divisor, is_empty)
+
+
+def _as_tensor(weight: object, device: torch.device) -> Tensor:
+    """Return what a weight function returned as a float64 tensor, NaN for a negative one.
+
+    Raises:
+        TypeError: it is neither a number nor a tensor.
+        ValueError: it is a tensor of another shape than (), or a number that is negative or not finite.
+    """
+    if isinstance(weight, Tensor):
+        if weight.dim():
+            raise ValueError(f"step: weight must return a tensor of shape (); got {_tree.describe(weight)}")
+        weight = weight.to(device, torch.float64)
+        # Reading the value would synchronize; NaN skips the step.
+        return torch.where(weight < 0, math.nan, weight)
+    if not isinstance(weight, (numbers.Real, torch.SymInt, torch.SymFloat)):
+        raise TypeError(f"step: weight must return a number or a tensor of shape (); got {_tree.brief(weight)}")
+    if not 0 <= float(weight) < math.inf:
+        raise ValueError(f"step: weight must return 0 or a positive number; got {weight!r}")
+    return torch.full((), float(weight), dtype=torch.float64, device=device)
+
+
+def weighed(value: Tensor, share: Share, count: int = 1) -> Tensor:
+    """Multiply a value by a share; 0 if the share is 0, even for NaN (a mean of no examples).
+
+    count: the number of micro-batches among which the share is divided.
+    """
+    if count != 1:
+        value = value / count
+    if not isinstance(share, Tensor):
+        return value if share == 1.0 else value * share
+    share = share.to(torch.promote_types(value.dtype, torch.float32))
+    return torch.where(share == 0, torch.zeros_like(value), value * share)

@@ -24,9 +24,8 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._dtensor import any_in_meshes, group_by_mesh_dims, local, total
-from funcamp._scaler.precision import reciprocal, widen
 from funcamp._scaler.scale import reduce_flag, unscaled
-from funcamp._scaler.state import ScalerState, replace
+from funcamp._scaler.state import ScalerState, reciprocal, replace, widen
 from funcamp._types import Reduce, Tree
 
 

@@ -3,101 +3,86 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.scaled_grad import Engine, backward_runner, differentiate, refuse_hooks_beside
+from funcamp._autograd.scaled_grad import choose_engine, differentiate, refuse_hooks_beside
 from funcamp._scaler.state import ScalerState
-from funcamp._step.accumulate import Result
+from funcamp._step.accumulate import Differentiate, Result, Shares
+from funcamp._step.state import TrainState
 from funcamp._storage.inputs import gradients_as_stored
 from funcamp._storage.params import Params, clone
-from funcamp._storage.policy import Policy, autocast_of
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
-
-class SharedByMicroBatches(NamedTuple):
-    """What all micro-batches of a step share."""
-
-    loss_fn: Loss
-    policy: Policy
-    scaler: ScalerState
-    params: Params
-    """In full, also if the state is sharded."""
-    tape: Tree
-    """Of the loss's taps."""
-    engine: Engine
+if TYPE_CHECKING:
+    from funcamp._step.step import TrainStep
 
 
-class LossArguments(NamedTuple):
-    """All that a loss may take."""
+def differentiator(step: TrainStep, state: TrainState, params: Params, tape: Tree, shares: Shares) -> Differentiate:
+    """Return the function that differentiates the loss of a batch or a micro-batch.
 
-    params: Tree
-    taps: Tree
-    buffers: dict[str, Tensor]
-    scaler: ScalerState
-    batch: Tree
-
-
-def differentiate_loss(
-    shared: SharedByMicroBatches, buffers: dict[str, Tensor], batch: Tree, weigh: Callable[[Tensor], Tensor]
-) -> Result:
-    """Differentiate weigh(loss) of one micro-batch with respect to the inputs of the loss and the tape."""
-    loss_fn = shared.loss_fn
-    layout = shared.params.layout
+    Args:
+        step: the step.
+        state: its state.
+        params: what the loss gets: the parameters in full, also if the state is sharded.
+        tape: the tape of the loss's taps.
+        shares: how much each micro-batch counts.
+    """
+    loss_fn = step.loss_fn
+    engine = choose_engine(loss_fn.engine, state)
+    layout = params.layout
     # The loss is differentiated with respect to the parameters, and after them the zeros of the tape, in one list.
-    param_values = shared.params.values()
+    param_values = params.values()
     param_count = len(param_values)
-    zeros, tape_spec = _tree.flatten(shared.tape)
+    zeros, tape_spec = _tree.flatten(tape)
 
-    def taps_of(values: list[Tensor]) -> Tree:
-        return _tree.unflatten(values[param_count:], tape_spec)
+    def differentiate_loss(buffers: dict[str, Tensor], batch: Tree, share: Tensor | None) -> Result:
+        def loss_of(values: list[Tensor], then: Callable[[Tree], Any]) -> Any:
+            def check_and_go_on(returned: Tree) -> Any:
+                if engine == "autograd" and not torch.compiler.is_dynamo_compiling():
+                    _check_first_graph(loss_fn, returned, values)
+                return then(returned)
 
-    def differentiated_tree(values: list[Tensor]) -> Tree:
-        """Return what the loss is differentiated with respect to, as the loss gets it."""
-        params = layout.tree(values[:param_count])
-        return (params, taps_of(values)) if loss_fn.probes else params
+            taps = _tree.unflatten(values[param_count:], tape_spec)
+            arguments = arguments_of(loss_fn, layout.tree(values[:param_count]), taps, buffers, state.scaler, batch)
+            return loss_fn.call_then(check_and_go_on, step.autocast(state), *arguments)
 
-    def loss_of(values: list[Tensor]) -> Tree:
-        params = layout.tree(values[:param_count])
-        arguments = LossArguments(params, taps_of(values), buffers, shared.scaler, batch)
-        returned = call_loss(loss_fn, shared.policy, arguments)
-        if shared.engine == "autograd" and not torch.compiler.is_dynamo_compiling():
-            _check_first_graph(loss_fn, returned, values)
-        return returned
+        gradients, loss, beside = differentiate(
+            "step",
+            state.scaler,
+            loss_of,
+            param_values + zeros,
+            loss_fn.has_buffers or loss_fn.has_aux,
+            engine,
+            weigh=lambda loss: shares.weigh(loss, share),
+            has_module=loss_fn.has_module,
+        )
+        after, aux = _buffers_and_aux(loss_fn, buffers, beside)
+        records = _tree.unflatten(gradients[param_count:], tape_spec)
+        return Result(gradients_as_stored(gradients[:param_count], layout), loss, after, records, clone(aux))
 
-    gradients, loss, aux = differentiate(
-        "step",
-        shared.scaler,
-        loss_of,
-        param_values + zeros,
-        loss_fn.has_buffers or loss_fn.has_aux,
-        shared.engine,
-        weigh=weigh,
-        run_backward=backward_runner(loss_fn, differentiated_tree),
-    )
-    if loss_fn.has_buffers:
-        buffers, aux = _buffers_and_aux(loss_fn, buffers, aux)
-    records = _tree.unflatten(gradients[param_count:], tape_spec)
-    return Result(gradients_as_stored(gradients[:param_count], layout), loss, buffers, records, clone(aux))
+    return differentiate_loss
 
 
-def call_loss(loss_fn: Loss, policy: Policy, arguments: LossArguments) -> Tree:
-    """Call a loss under the policy's autocast, with the arguments that it takes."""
-    arguments_of_loss: list[object] = [arguments.params]
+def arguments_of(
+    loss_fn: Loss, params: Tree, taps: Tree, buffers: dict[str, Tensor], scaler: ScalerState, batch: Tree
+) -> list[Tree]:
+    """Return the arguments that a loss takes."""
+    arguments = [params]
     if loss_fn.probes:
-        arguments_of_loss.append(arguments.taps)
+        arguments.append(taps)
     if loss_fn.has_buffers:
-        arguments_of_loss.append(loss_fn.fresh(arguments.buffers))
+        # A function may write them. A call of a module copies them itself.
+        arguments.append(buffers if loss_fn.has_module else {name: value.clone() for name, value in buffers.items()})
     if loss_fn.has_scaler:
-        arguments_of_loss.append(arguments.scaler)
-    arguments_of_loss.append(arguments.batch)
-    with autocast_of(policy, arguments.scaler.scale.device.type):
-        return loss_fn(*arguments_of_loss)
+        arguments.append(scaler)
+    arguments.append(batch)
+    return arguments
 
 
 def _check_first_graph(loss_fn: Loss, returned: Tree, values: list[Tensor]) -> None:
@@ -117,6 +102,8 @@ def _buffers_and_aux(loss_fn: Loss, before: dict[str, Tensor], beside: Tree) -> 
         TypeError: this is not a dict of buffers, or not a pair with one.
         ValueError: the buffers have other names, shapes or dtypes than those given.
     """
+    if not loss_fn.has_buffers:
+        return before, beside
     after = beside
     aux: Tree = ()
     if loss_fn.has_aux:
@@ -127,17 +114,10 @@ def _buffers_and_aux(loss_fn: Loss, before: dict[str, Tensor], beside: Tree) -> 
     if not isinstance(after, dict):
         raise TypeError(f"step: loss_fn must return its buffers as a dict; got {_tree.brief(after)}")
     for name in {**before, **after}:
-        _check_buffer(name, before.get(name), after.get(name))
+        was, now = before.get(name), after.get(name)
+        if was is None or now is None or was.shape != now.shape or was.dtype != now.dtype:
+            raise ValueError(
+                f"step: loss_fn must return buffers like those given; {name!r} was {_tree.describe(was)}, is "
+                f"{_tree.describe(now)}; call a model that fills a buffer in its first call once before init"
+            )
     return {name: after[name] for name in before}, aux
-
-
-def _check_buffer(name: str, before: Tensor | None, after: Tensor | None) -> None:
-    """Raise ValueError if a buffer appears, disappears, or has another shape or dtype than before."""
-    if before is not None and after is not None and before.shape == after.shape and before.dtype == after.dtype:
-        return
-    was = "nothing" if before is None else _tree.describe(before)
-    now = "nothing" if after is None else _tree.describe(after)
-    raise ValueError(
-        f"step: loss_fn must return buffers like those given; {name!r} was {was}, is {now}; call a model "
-        "that fills a buffer in its first call once before init"
-    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from funcamp._step.options import described
 from funcamp._step.parallel import Parallel
 from funcamp._step.state import TrainState
 from funcamp._storage.inputs import check_params, lay_out
-from funcamp._storage.params import Params, clone
+from funcamp._storage.params import clone
 from funcamp._types import Tree
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ Group = Callable[[str, Tensor], str]
 
 
 def first_state(
-    step: TrainStep, params: Tree, buffers: object, *, flat: bool, group: Group | None, consume: bool
+    step: TrainStep, params: Tree, buffers: Any, *, flat: bool, group: Group | None, consume: bool
 ) -> TrainState:
     """Return the state of `TrainStep.init`."""
     call = "init"
@@ -40,27 +40,29 @@ def first_state(
             f"init: params must be a pytree of tensors, such as a dict; got {type(params).__name__}: a loss of "
             "module_loss has its module's, init()"
         )
-    labels = _labels(call, step, params, flat, group)
+    _check_labels(call, parallel, flat, group)
     consumed = consumed_loss(call, step, params, buffers, consume)
 
     # The parameters and buffers to begin with: the caller's, or the module's.
     is_modules_own = params is None
     if consumed is not None:
         params = consumed.own_params()
-        buffers = {}  # they are taken when the parameters are stored
     elif params is None:
         params = loss_fn.params()
     if buffers is None:
         buffers = loss_fn.buffers()
-    if consumed is None:
-        _check_buffers(loss_fn, buffers)
+    _check_buffers(loss_fn, buffers)
     parallel.agree(described(loss_fn, step.optimizer, step.config, options, flat))
 
     # Stored as the state has them, with the first rank's values.
     with torch.no_grad():  # params may require grad
-        stored = lay_out(call, params, loss_fn, labels, flat=flat, buckets=parallel.buckets, consume=consume)
+        stored = lay_out(
+            call, params, loss_fn, group or step._group, flat=flat, buckets=parallel.buckets, consume=consume
+        )
         check_params(call, stored, loss_fn)
-        buffers = clone(buffers) if consumed is None else consumed.take_buffers()
+        buffers = clone(buffers)
+        if consumed is not None:
+            consumed.share_buffers(buffers)
         parallel.broadcast_first(stored)
         parallel.broadcast_first(buffers)
         stored = parallel.own_part(stored)
@@ -96,28 +98,12 @@ def _check_buffers(loss_fn: Loss, buffers: object) -> None:
         raise ValueError(f"init: buffers must have the names of the module's; they differ in {odd!r}")
 
 
-def _labels(call: str, step: TrainStep, params: Tree, flat: bool, group: Group | None) -> Group:
-    """Return the function that gives every parameter the label of its group."""
+def _check_labels(call: str, parallel: Parallel, flat: bool, group: Group | None) -> None:
+    """Raise TypeError or ValueError for a group that is no function, and for what needs flat storage without it."""
     if group is not None and not callable(group):
         raise TypeError(f"{call}: group must be callable; got {_tree.brief(group)}")
-    if boolean(call, "flat", flat):
-        if group is not None and isinstance(params, Params):
-            raise ValueError(f"{call}: group must be None with Params, which have groups; got {group!r}")
-    else:
-        _check_not_flat(call, step._options.parallel, params, group)
-    return group or step._group
-
-
-def _check_not_flat(call: str, parallel: Parallel, params: Tree, group: Group | None) -> None:
-    """Raise ValueError for what needs flat storage: groups, and slices of them."""
-    reason = ""
-    if group:
-        reason = "a group"
-    elif isinstance(params, Params):
-        reason = "Params"
-    elif parallel.shard:
-        reason = repr(parallel)
-    if reason:
+    if not boolean(call, "flat", flat) and (group or parallel.shard):
+        reason = "a group" if group else repr(parallel)
         raise ValueError(f"{call}: flat must be True with {reason}; got False")
 
 

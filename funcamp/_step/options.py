@@ -9,9 +9,12 @@ from typing import NamedTuple
 from torch import Tensor
 
 from funcamp._autograd.loss import Loss
+from funcamp._optim.average import average
+from funcamp._optim.chain import Chain, chain
+from funcamp._optim.clip import clip_by_norm, clip_by_value
 from funcamp._scaler.config import ScalerConfig
+from funcamp._step.accumulate import Weight
 from funcamp._step.parallel import Parallel
-from funcamp._step.shares import Weight
 from funcamp._storage.policy import Policy
 from funcamp._types import Tree
 
@@ -27,6 +30,18 @@ class Options(NamedTuple):
     ema_decay: float | None
     parallel: Parallel
     observe: Mapping[str, Callable[[Tree], Tree]]
+
+
+def transforms_of(optimizer: object, options: Options) -> Chain:
+    """Return the chain of an optimizer and of what clips before it and averages after it."""
+    parts = [optimizer]
+    if options.max_norm is not None:
+        parts.insert(0, clip_by_norm(options.max_norm))
+    if options.max_value is not None:
+        parts.insert(0, clip_by_value(options.max_value))
+    if options.ema_decay is not None:
+        parts.append(average(options.ema_decay))
+    return chain(*parts)
 
 
 def described(loss_fn: Loss, optimizer: object, config: ScalerConfig, options: Options, flat: bool) -> list[str]:

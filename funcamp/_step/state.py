@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._optim.average import Average
-from funcamp._optim.every import Every
+from funcamp._optim.chain import average_in
 from funcamp._scaler.state import ScalerState
 from funcamp._storage.params import Params
 from funcamp._types import Tree
@@ -48,10 +47,9 @@ class TrainState(NamedTuple):
     def ema(self) -> Tree:
         """The average of the parameters, of `ema_decay` or `average`, laid out as they are; `()` without one."""
         for part_state in states_of_parts(self.opt_state):
-            if isinstance(part_state, Every):  # an average that moves at every k-th step
-                part_state = part_state.state
-            if isinstance(part_state, Average):
-                return part_state.average
+            average = average_in(part_state)
+            if average is not None:
+                return average.average
         return ()
 
 

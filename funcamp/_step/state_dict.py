@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
+from collections.abc import Set as AbstractSet
 
 import torch
 from torch import Tensor
@@ -13,8 +13,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._check import boolean
 from funcamp._optim.average import Average
-from funcamp._optim.chain import is_average_state
-from funcamp._optim.optimizer import OptState
+from funcamp._optim.chain import average_in
 from funcamp._step.state import TrainState, check_train_state, states_of_parts
 from funcamp._storage.params import Params, clone, collapse, expand
 
@@ -23,7 +22,15 @@ _FROM_TORCH = (
     "step.from_torch(step.init(), optimizer=..., scaler=...) with the state_dicts of its optimizer and scaler"
 )
 #: The names of `saved_names` for an average: of the only one, of one of several, and of one that `every` delays.
-_AVERAGE_NAME = re.compile(r"(ema|opt_state\.\d+(\.state)?\.average)(\.|$)")
+_AVERAGE_NAME = re.compile(r"^(ema|opt_state\.\d+(\.state)?\.average)(?=\.|$)")
+
+
+#: The names of `saved_names` for counts of a step, a scaler, and an optimizer with or without a number in a chain and a
+#: label. Other counters of rules may have any sign.
+_COUNT_NAME = re.compile(
+    r"step|skipped|consecutive_skips|scaler\.(growth_tracker|counters\.(since_rescale|overflows))"
+    r"|opt_state\.(\d+\.)?([^.]+\.)?(applied|state\.step(\..+)?)"
+)
 
 
 # Saving.
@@ -65,7 +72,7 @@ def saved_names(state: TrainState) -> list[str]:
     for number, part_state in enumerate(states_of_parts(state.opt_state)):
         if isinstance(part_state, Average):
             averages.append(number)
-        elif not is_average_state(part_state):
+        elif average_in(part_state) is None:
             others.append(number)
 
     saved_prefixes: dict[str, str] = {}
@@ -78,8 +85,11 @@ def saved_names(state: TrainState) -> list[str]:
 
     names: list[str] = []
     for name in _tree.names(state):
-        prefix = next((prefix for prefix in saved_prefixes if name.startswith(prefix)), "")
-        names.append(saved_prefixes.get(prefix, "") + name.removeprefix(prefix))
+        for prefix, saved_prefix in saved_prefixes.items():
+            if name.startswith(prefix):
+                name = saved_prefix + name.removeprefix(prefix)
+                break
+        names.append(name)
     return names
 
 
@@ -99,21 +109,19 @@ def restore(saved: dict[str, Tensor], like: TrainState, strict: bool = True) -> 
     # The full state like `like`, as the trees that were saved.
     full_like = _tree.map_nodes(Params, lambda params: params.outline(), like)
     tree_like = expand(full_like)
-    leaves_like, spec = _tree.flatten(tree_like)
-    names = [None if leaf is None else name for name, leaf in zip(saved_names(tree_like), leaves_like)]
-    _check_names(call, saved, {name for name in names if name is not None})
+    tensors_like = tensors_by_name(tree_like)
+    _check_names(call, saved, tensors_like.keys())
 
     # The saved values in that tree, and in its groups.
-    values: list[Tensor | None] = []
-    for name, leaf in zip(names, leaves_like):
-        if name is None:
-            values.append(None)
-            continue
-        check_like(call, name, saved[name], leaf)
-        values.append(saved[name].detach().to(leaf.device, copy=True))
-    full_state = collapse(full_like, _tree.unflatten(values, spec))
+    values: dict[str, Tensor] = {}
+    for name, tensor_like in tensors_like.items():
+        check_like(call, name, saved[name], tensor_like)
+        values[name] = saved[name].detach().to(tensor_like.device, copy=True)
+    remaining = iter(values.values())
+    tree = _tree.map_leaves(lambda _: next(remaining), *_tree.flatten(tree_like))
+    full_state = collapse(full_like, tree)
     check_values(call, full_state)
-    _check_counts(call, names, values, _tree.leaves(expand(full_state)))
+    _check_counts(call, values, tensors_by_name(expand(full_state)))
     state: TrainState = _tree.map_nodes(Params, lambda params, full: params.cut_like(full), like, full_state)
     return state
 
@@ -128,7 +136,9 @@ def _filled(call: str, saved: Mapping[str, Tensor], like: TrainState) -> dict[st
     own_tensors = tensors_by_name(full_like)
     if not any(name.startswith("params.") and name in saved for name in own_tensors):
         raise ValueError(f"{call}: saved must hold at least one parameter of like; it holds none: {_FROM_TORCH}")
-    lost_averages = [name for name in saved if name not in own_tensors and _averaged(name) in own_tensors]
+    lost_averages = [
+        name for name in saved if name not in own_tensors and _AVERAGE_NAME.sub("params", str(name)) in own_tensors
+    ]
     if lost_averages:
         warnings.warn(
             f"{call}: saved has an average of the parameters that like has not: {len(lost_averages)} tensors, from "
@@ -136,37 +146,20 @@ def _filled(call: str, saved: Mapping[str, Tensor], like: TrainState) -> dict[st
             "average (ema_decay) to keep it, or take these names out of saved",
             stacklevel=5,  # the caller of `TrainStep.load_state_dict`
         )
-    parameter_of = _parameters_of_averages(full_like)
-    filled: dict[str, Tensor] = {}
-    for name, own in own_tensors.items():
-        value = saved.get(name, own)
-        if name not in saved and id(own) in parameter_of:
-            parameter = saved.get(f"params.{parameter_of[id(own)]}")
+
+    def as_parameters(average: Average) -> Average:
+        leaves, spec = _tree.flatten(average.average)
+        for index, (name, own) in enumerate(zip(_tree.names(average.average), leaves)):
+            parameter = saved.get(f"params.{name}")
             if isinstance(parameter, Tensor) and parameter.shape == own.shape and parameter.dtype == own.dtype:
-                value = parameter
-        filled[name] = value
-    return filled
+                leaves[index] = parameter
+        return Average(_tree.unflatten(leaves, spec))
+
+    first_tensors = tensors_by_name(_tree.map_nodes(Average, as_parameters, full_like))
+    return {name: saved.get(name, first) for name, first in first_tensors.items()}
 
 
-def _parameters_of_averages(state: TrainState) -> dict[int, str]:
-    """Return of which parameter each tensor of an average is, by its identity."""
-    names: dict[int, str] = {}
-
-    def note(average: Average) -> Average:
-        names.update(zip(map(id, _tree.leaves(average.average)), _tree.names(average.average)))
-        return average
-
-    _tree.map_nodes(Average, note, state)
-    return names
-
-
-def _averaged(name: object) -> str | None:
-    """Return the name of the parameter of which a tensor with this saved name is the average, by its name; or None."""
-    found = _AVERAGE_NAME.match(str(name))
-    return None if found is None else f"params.{found.string[found.end() :]}"
-
-
-def _check_names(call: str, saved: Mapping[str, Tensor], expected: set[str]) -> None:
+def _check_names(call: str, saved: Mapping[str, Tensor], expected: AbstractSet[str]) -> None:
     """Raise ValueError if a name is missing among the saved ones or unknown."""
     odd = saved.keys() ^ expected
     if not odd:
@@ -178,20 +171,16 @@ def _check_names(call: str, saved: Mapping[str, Tensor], expected: set[str]) -> 
     raise ValueError(f"{call}: saved must hold the names that state_dict gives; it {kind} {first!r}{fix}")
 
 
-def _check_counts(
-    call: str, names: Sequence[str | None], values: Sequence[Tensor | None], stored: Sequence[Tensor | None]
-) -> None:
+def _check_counts(call: str, values: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
     """Raise ValueError if a saved count is not the one that the layout stores: flat storage has one a group. Syncs.
 
     Args:
         call: the public function, for errors.
-        names: the name of each leaf.
-        values: the saved values.
-        stored: the same leaves, after the layout has stored the values.
+        values: the saved values by name.
+        stored: the same after the layout has stored them.
     """
-    for name, value, stored_value in zip(names, values, stored):
-        if name is None or value is None or stored_value is None:
-            continue
+    for name, value in values.items():
+        stored_value = stored[name]
         # Only numbers, such as counts, are stored once for several parameters.
         if stored_value is value or stored_value.dim():
             continue
@@ -208,56 +197,31 @@ def _check_counts(
 
 def check_like(call: str, name: str, value: object, like: Tensor) -> None:
     """Raise ValueError if a saved value cannot take the place of a tensor."""
-    if (
-        isinstance(value, Tensor)
-        and not value.is_meta
-        and value.shape == like.shape
-        and value.dtype == like.dtype
-        and value.layout == like.layout
-    ):
-        return
-    got = _tree.describe(value)
     fix = ""
-    if isinstance(value, Tensor) and (value.is_meta or value.layout != like.layout):
-        got = f"{got}, {value.layout}"
-        fix = ": load it with its values" if value.is_meta else ": to_dense() makes one"
+    if isinstance(value, Tensor):
+        if value.is_meta:
+            fix = ": load it with its values"
+        elif value.layout != like.layout:
+            fix = ": to_dense() makes one"
+        elif value.shape == like.shape and value.dtype == like.dtype:
+            return
     rule = f"must be like {_tree.describe(like)}, dense, with values"
-    raise ValueError(f"{call}: saved[{name!r}] {rule}; got {got}{fix}")
+    raise ValueError(f"{call}: saved[{name!r}] {rule}; got {_tree.describe(value)}{fix}")
 
 
 def check_values(call: str, state: TrainState) -> None:
     """Raise ValueError for a scale, flag or count that is impossible or unrecoverable; reads the host."""
-
-    def check(name: str, value: Tensor, holds: Tensor, rule: str) -> None:
+    step, skipped, in_a_row = state.step, state.skipped, state.consecutive_skips
+    scale, found_inf = state.scaler.scale, state.scaler.found_inf
+    rules = [
+        ("scaler.scale", scale, (scale > 0) & scale.isfinite(), "above 0 and finite"),
+        ("scaler.found_inf", found_inf, (found_inf == 0) | (found_inf == 1), "0 or 1"),
+    ]
+    for name, value in tensors_by_name(state).items():
+        if _COUNT_NAME.fullmatch(name):
+            rules.append((name, value, value >= 0, "0 or more"))
+    rules.append(("skipped", skipped, skipped <= step, "at most saved['step']"))
+    rules.append(("consecutive_skips", in_a_row, in_a_row <= skipped, "at most saved['skipped']"))
+    for name, value, holds, rule in rules:
         if not bool(holds.all()):
             raise ValueError(f"{call}: saved[{name!r}] must be {rule}; got {value[~holds].flatten()[0].item():g}")
-
-    scale = state.scaler.scale
-    check("scaler.scale", scale, (scale > 0) & scale.isfinite(), "above 0 and finite")
-    found_inf = state.scaler.found_inf
-    check("scaler.found_inf", found_inf, (found_inf == 0) | (found_inf == 1), "0 or 1")
-    for name, count in tensors_by_name(_only_counts(state)).items():
-        check(name, count, count >= 0, "0 or more")
-    for name, limit_name in (("skipped", "step"), ("consecutive_skips", "skipped")):
-        count = getattr(state, name)
-        limit = getattr(state, limit_name)
-        check(name, count, count <= limit, f"at most saved[{limit_name!r}]")
-
-
-def _only_counts(state: TrainState) -> TrainState:
-    """Return a state of which only the counts are left, under the same names."""
-
-    def counts_in(part_state: OptState | Average) -> Any:
-        if isinstance(part_state, Average):  # it stays, because the names of the others depend on it
-            return Average(None)
-        return {"applied": part_state.applied, "state.step": part_state.state.get("step")}
-
-    counters: dict[str, Tensor] = getattr(state.scaler, "counters", {})
-    # Other counters of rules may have any sign.
-    rule_counts = {name: counters[name] for name in ("since_rescale", "overflows") if name in counters}
-    return state._replace(
-        params=None,  # type: ignore[arg-type]
-        opt_state=_tree.select_nodes((OptState, Average), counts_in, state.opt_state),
-        scaler={"growth_tracker": state.scaler.growth_tracker, "counters": rule_counts},  # type: ignore[arg-type]
-        buffers=None,  # type: ignore[arg-type]
-    )

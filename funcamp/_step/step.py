@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple, NoReturn
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -13,47 +13,20 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.scaled_grad import loss_and_aux
 from funcamp._check import Fixed, boolean, one_batch
-from funcamp._optim.average import average
-from funcamp._optim.chain import chain, group_functions_in, single_parts_in
-from funcamp._optim.clip import clip_by_norm, clip_by_value
-from funcamp._optim.part import Transform, Update
+from funcamp._optim.chain import group_functions_in, single_parts_in
 from funcamp._scaler.config import ScalerConfig
-from funcamp._step.differentiate import LossArguments, call_loss
+from funcamp._step.differentiate import arguments_of
 from funcamp._step.first_state import consumed_loss, first_state
-from funcamp._step.options import Options
+from funcamp._step.options import Options, transforms_of
 from funcamp._step.state import Metrics, TrainState, check_train_state
 from funcamp._step.state_dict import export, gather, restore
 from funcamp._step.take_step import take_step
 from funcamp._step.torch_state import from_torch, to_torch
 from funcamp._storage.inputs import check_params
-from funcamp._storage.layout import Layout
 from funcamp._storage.params import Params, clone, matrix_or_vector, stored
 from funcamp._storage.policy import autocast_of
 from funcamp._trace.tracing import compiling
 from funcamp._types import StateDict, Tree
-
-
-class _Checked(NamedTuple):
-    """The layout of parameters that were checked, and for every group its dtype."""
-
-    layout: Layout
-    dtypes: tuple[torch.dtype | None, ...]
-
-
-def _clipping(options: Options) -> list[Callable[[Update], Update]]:
-    """Return the part of the chain that clips; none without a limit."""
-    if options.max_norm is not None:
-        return [clip_by_norm(options.max_norm)]
-    if options.max_value is not None:
-        return [clip_by_value(options.max_value)]
-    return []
-
-
-def _averaging(options: Options) -> list[Transform]:
-    """Return the part of the chain that averages; none without a decay."""
-    if options.ema_decay is None:
-        return []
-    return [average(options.ema_decay)]
 
 
 def _is_in_autocast(state: TrainState) -> bool:
@@ -75,11 +48,12 @@ class TrainStep(Fixed):
         self.optimizer = optimizer
         self.config = config
         self._options = options
-        self._last_checked: _Checked | None = None
+        self._last_checked: object = None
+        """The layout and the dtypes of the parameters that were checked last."""
         #: Gives parameters the labels of their groups, unless `init` gets another function. The optimizer has at most
         #: one (`make_train_step`).
         self._group = next(iter(group_functions_in(optimizer)), matrix_or_vector)
-        self._transforms = chain(*_clipping(options), optimizer, *_averaging(options))
+        self._transforms = transforms_of(optimizer, options)
 
     def python_parts(self) -> dict[str, object]:
         """Return the objects whose Python the step runs, by name: `jit` looks there for state besides its own."""
@@ -105,8 +79,8 @@ class TrainStep(Fixed):
         Raises:
             TypeError: state is not a `TrainState`; the loss is not a floating-point tensor, or returns something else
                 than the options say; weight returns neither a number nor a tensor.
-            ValueError: the loss or a weight has a shape other than (); a weight is a negative number; the number of
-                micro-batches is 0, above accumulate, or differs between tensors.
+            ValueError: the loss or a weight has a shape other than (); a weight is a negative number, or one
+                that is not finite; the number of micro-batches is 0, above accumulate, or differs between tensors.
         """
         state = self.check_call("step", state, batch, *more)
         if not torch.compiler.is_dynamo_compiling():
@@ -145,7 +119,7 @@ class TrainStep(Fixed):
 
         Args:
             params: a pytree of floating-point or complex tensors, or `Params`; by default the module's, if the
-                loss is of `module_loss`. `Params` keep their groups: `DataParallel(buckets=...)` does not split them.
+                loss is of `module_loss`. `Params` are taken apart and stored anew.
             buffers: tensors by name; by default the module's.
             flat: store the parameters in a few 1-D tensors, so that the number of kernel launches does not depend on
                 the number of tensors; False stores each tensor by itself.
@@ -195,8 +169,9 @@ class TrainStep(Fixed):
         is evaluated in eval mode: dropout off, BatchNorm with its running statistics. The module's training flags are
         set during the call and restored; another thread that calls the module meanwhile sees them. Any other loss is
         called as it is: set the flags of its modules yourself. Further results of the loss (buffers, aux) are dropped;
-        for these call `step.loss_fn` on `compute_params(state)`. With a sharded state this is a collective: call it on
-        every rank; each rank gets the loss of its own batch. No sync.
+        for these call `step.loss_fn` on `compute_params(state)`. The loss is that of `state.params`; `evaluating` takes
+        the average instead if there is one: `step.loss(state._replace(params=state.ema), batch)` is its loss. With a
+        sharded state this is a collective: call it on every rank; each rank gets the loss of its own batch. No sync.
 
         Args:
             state: from `init` or a step.
@@ -223,8 +198,9 @@ class TrainStep(Fixed):
         with torch.no_grad(), mode, self._precision_of_policy(state):
             params = self._params_of_loss("loss", state.params).tree()
             taps = self.loss_fn.tape(state.scaler.scale.device)
-            arguments = LossArguments(params, taps, state.buffers, state.scaler, _tree.plain(batch))
-            returned = call_loss(self.loss_fn, self._options.policy, arguments)
+            arguments = arguments_of(self.loss_fn, params, taps, state.buffers, state.scaler, _tree.plain(batch))
+            with self.autocast(state):
+                returned = self.loss_fn(*arguments)
         returns_pair = self.loss_fn.has_buffers or self.loss_fn.has_aux
         loss, _ = loss_and_aux("loss", returned, returns_pair)
         return loss
@@ -242,7 +218,7 @@ class TrainStep(Fixed):
 
         Args:
             state: from `init` or a step.
-            average: False for the parameters themselves if the state has an average of them.
+            average: False for the parameters themselves, as `loss` takes them, if the state has an average of them.
 
         Yields:
             The module of which `module_loss` was made.
@@ -287,11 +263,9 @@ class TrainStep(Fixed):
         Raises:
             ValueError, TypeError: they are not the loss's parameters (`check_params`), once for each layout.
         """
-        dtypes = tuple([None if group is None else group.dtype for group in params.groups])
-        about = _Checked(params.layout, dtypes)
-        if torch.compiler.is_dynamo_compiling():  # torch.compile would guard what is known, and compile anew for it
-            check_params(call, params, self.loss_fn)
-        elif self._last_checked != about:
+        about = params.layout, [None if group is None else group.dtype for group in params.groups]
+        # torch.compile would guard what is known, and compile anew for it.
+        if torch.compiler.is_dynamo_compiling() or self._last_checked != about:
             check_params(call, params, self.loss_fn)
             if not compiling():
                 self._last_checked = about
@@ -398,7 +372,7 @@ class TrainStep(Fixed):
             consuming_loss.state_was_made(shares_memory=True)
         return state
 
-    def to_torch(self, state: TrainState, *, names: Iterable[str] | None = None) -> StateDict:
+    def to_torch(self, state: TrainState) -> StateDict:
         """Return the state_dicts with which a torch loop continues: its module, optimizer and scaler.
 
         torch's optimizer must be created with `model.parameters()`, frozen ones included. For `by_group` it has one
@@ -407,7 +381,6 @@ class TrainStep(Fixed):
 
         Args:
             state: the state after a step.
-            names: the parameters in the order in which torch's optimizer got them; by default the module's.
 
         Returns:
             "model", "optimizer" (by label if classes differ) and "scaler", each for torch's `load_state_dict`. foreach,
@@ -416,7 +389,6 @@ class TrainStep(Fixed):
         Raises:
             TypeError: an optimizer was not made by `stateless`, or its class is not torch.optim's: its state is saved
                 by `state_dict`.
-            ValueError: names are not those of the parameters.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)
@@ -428,7 +400,7 @@ class TrainStep(Fixed):
             >>> torch.optim.AdamW(model.parameters()).load_state_dict(saved["optimizer"])
             >>> torch.amp.GradScaler("cpu").load_state_dict(saved["scaler"])
         """
-        return to_torch(self, state, names)
+        return to_torch(self, state)
 
     def from_torch(
         self,
@@ -436,7 +408,6 @@ class TrainStep(Fixed):
         *,
         optimizer: Mapping[str, StateDict] | StateDict | None = None,
         scaler: StateDict | None = None,
-        names: Iterable[str] | None = None,
         steps: int | None = None,
         consume: bool = False,
     ) -> TrainState:
@@ -448,18 +419,17 @@ class TrainStep(Fixed):
         Args:
             like: from `init`; not changed.
             optimizer: `torch.optim.Optimizer.state_dict()` of the step's class; None to start anew. For `by_group`, as
-                `to_torch` returns it.
+                `to_torch` returns it. Its parameters are in the module's order, or their names are in its groups as
+                "param_names": an optimizer created with `named_parameters()` saves them.
             scaler: `torch.amp.GradScaler.state_dict()`; None to start anew.
-            names: the parameters in the order in which torch's optimizer got them; by default the names it saved (an
-                optimizer created with `named_parameters()` saves them), else the module's order.
             steps: number of applied steps, for schedules; by default the optimizer's count (SGD has none).
             consume: let the module share the memory of the returned state, as in `init`.
 
         Raises:
             TypeError: like is not a `TrainState`; optimizer is not a state_dict, or the step's was not made by
                 `stateless` from a class of torch.optim.
-            ValueError: optimizer is of another class or has other numbers (lr, betas) than the step; scaler has other
-                constants; names or steps are missing and needed.
+            ValueError: optimizer is of another class, or has other numbers (lr, betas) or parameters than the step;
+                scaler has other constants; steps are missing and needed.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)
@@ -471,5 +441,5 @@ class TrainStep(Fixed):
             >>> step.from_torch(step.init(), optimizer=adamw.state_dict()).opt_state.applied
             tensor(1)
         """
-        state = from_torch(self, like, optimizer, scaler, names, steps)
+        state = from_torch(self, like, optimizer, scaler, steps)
         return self._adopted("from_torch", state, consume)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.scaled_grad import choose_engine
 from funcamp._optim.chain import Chain
 from funcamp._optim.part import Update
-from funcamp._scaler.limits import exhausted, saturated
-from funcamp._scaler.skip_step import skip_step
-from funcamp._scaler.state import ScalerState, replace
-from funcamp._scaler.update import update
-from funcamp._step.accumulate import Result, accumulate, micro_batches
+from funcamp._scaler.skip_step import old_where
+from funcamp._scaler.update import cannot_fall, cannot_grow, decided, moved
+from funcamp._step.accumulate import accumulate, micro_batches, shares_of
 from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
-from funcamp._step.differentiate import SharedByMicroBatches, differentiate_loss
-from funcamp._step.shares import shares_of
+from funcamp._step.differentiate import differentiator
 from funcamp._step.state import Metrics, TrainState
 from funcamp._storage.params import Params, clone, expand
 from funcamp._types import Tree
@@ -40,7 +35,7 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
     parallel = options.parallel
     device = state.scaler.scale.device
     batch = _tree.plain(batch)
-    _check_options(step, state)
+    _refuse_average(step, state)
 
     # What the loss gets: full parameters, in float32. Autocast casts them at their use.
     params_of_loss = step._params_of_loss("step", state.params)
@@ -49,17 +44,12 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
     # The scaled gradients, the loss, its buffers and the records of the tape.
     pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
     shares = shares_of(options.weight, pieces, parallel.size, parallel.sum_of_weights, device)
-    engine = choose_engine(loss_fn.engine, state)
-    shared = SharedByMicroBatches(loss_fn, options.policy, state.scaler, params_of_loss, tape, engine)
-
-    def differentiate_piece(buffers: dict[str, Tensor], piece: Tree, share: Tensor | None) -> Result:
-        return differentiate_loss(shared, buffers, piece, lambda loss: shares.weigh(loss, share))
-
+    differentiate_loss = differentiator(step, state, params_of_loss, tape, shares)
     if options.accumulate == 1:
-        result = differentiate_piece(state.buffers, batch, None)
+        result = differentiate_loss(state.buffers, batch, None)
     else:
         gradients_like = state.params.outline()
-        result = accumulate(differentiate_piece, gradients_like, state.buffers, tape, pieces, shares)
+        result = accumulate(differentiate_loss, gradients_like, state.buffers, tape, pieces, shares)
 
     # The sum over ranks; the flag and the norm by one reading of the gradients. An overflow of one rank reaches the
     # others in the sum of the gradients; with slices in `joined`; with a user's own reduction in `flag_and_norm`.
@@ -70,31 +60,34 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
     if shares.is_empty is not None:
         finite = finite | shares.is_empty  # 0 / 0 in the loss of a batch that does not count
     scaler, norm = flag_and_norm(state.scaler, squares, finite, parallel.reduce)
-    skips = scaler if shares.is_empty is None else _skipping_if(shares.is_empty, scaler)
 
     # Clipping, the optimizer and the average.
     gradients = unscaled_gradients(state.scaler, result.gradients)
     changed, opt_state = step._transforms.transform(Update(state.params, gradients, norm), state.opt_state)
 
     # The only skip: for a gradient that is not finite, and for a window without weight.
+    skips = scaler.found_inf != 0
+    if shares.is_empty is not None:
+        skips = skips | shares.is_empty
     buffers_if_skipped = result.buffers if loss_fn.keep_buffers else state.buffers
-    params, opt_state, buffers = skip_step(
+    params, opt_state, buffers = old_where(
+        "step",
         skips,
         new=(changed.params, opt_state, result.buffers),
         old=(state.params, state.opt_state, buffers_if_skipped),
     )
     if loss_fn.keep_buffers:
-        # `skip_step` has returned these as they are, being old and new at once; one may be a tensor of the batch.
+        # `old_where` has returned these as they are, being old and new at once; one may be a tensor of the batch.
         buffers = clone(buffers)
 
     # Counts, which move also when the step is skipped; and the scale, which moves by the gradients' flag.
-    is_skipped = skips.found_inf.long()
+    is_skipped = skips.long()
     calls = state.step + 1
     skipped = state.skipped + is_skipped
-    next_scaler = update(scaler, step.config)
+    decision = decided(scaler, step.config)
+    next_scaler = moved(scaler, *decision)
     if shares.is_empty is not None:  # neither a good step nor an overflow
-        former_scaler = replace(state.scaler, found_inf=next_scaler.found_inf)
-        next_scaler = skip_step(_skipping_if(shares.is_empty, next_scaler), new=next_scaler, old=former_scaler)
+        next_scaler = old_where("step", shares.is_empty, next_scaler, state.scaler)
     after = TrainState(
         step=calls,
         skipped=skipped,
@@ -111,8 +104,8 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
         scale=state.scaler.scale.clone(),
         lr=step._transforms.learning_rate(state.opt_state),
         found_inf=scaler.found_inf,
-        exhausted=exhausted(scaler, step.config).float(),
-        saturated=saturated(scaler, step.config).float(),
+        exhausted=cannot_fall(scaler, *decision).float(),
+        saturated=cannot_grow(scaler, *decision).float(),
         applied=calls - skipped,
         skipped=skipped.clone(),
         consecutive_skips=after.consecutive_skips.clone(),
@@ -123,22 +116,9 @@ def take_step(step: TrainStep, state: TrainState, batch: Tree) -> tuple[TrainSta
     return after, metrics
 
 
-def _skipping_if(condition: Tensor, scaler: ScalerState) -> ScalerState:
-    """Return a state whose flag is set if that of the given one is, or if a condition of shape () holds."""
-    return replace(scaler, found_inf=torch.maximum(scaler.found_inf, condition.float()))
-
-
-def _check_options(step: TrainStep, state: TrainState) -> None:
-    """Raise ValueError if the state or the loss does not fit the options."""
-    decay = step._options.ema_decay
-    has_average = isinstance(state.ema, Params)
-    if decay is not None and not has_average:
-        raise ValueError(
-            f"step: state must have an average for ema_decay={decay}; got a state without: begin one with "
-            f"state._replace(opt_state=(state.opt_state, funcamp.average({decay}).init(state.params)))"
-        )
-    # A chain may contain an average.
-    if decay is None and has_average and not isinstance(step.optimizer, Chain):
+def _refuse_average(step: TrainStep, state: TrainState) -> None:
+    """Raise ValueError if the state has an average and the step has none. Of the reverse the chain reports."""
+    if isinstance(state.ema, Params) and step._options.ema_decay is None and not isinstance(step.optimizer, Chain):
         raise ValueError(
             "step: state must have no average without ema_decay; got one: drop it with "
             "state._replace(opt_state=state.opt_state[0])"

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._storage.layout import Layout, arrange
-from funcamp._storage.params import Params, clone, repeated_name
+from funcamp._storage.params import Params, clone, expand, repeated_name
 from funcamp._types import Tree
 
 
@@ -46,7 +46,7 @@ def lay_out(
 
     Args:
         call: the public function, for errors.
-        params: a pytree of tensors, or `Params`, which keep their layout.
+        params: a pytree of tensors, or `Params`.
         loss_fn: the loss that gets them. Flat storage puts the parameters that autocast does not cast into separate
             groups, so that it casts all matrices of another group, and a compiled step can cast them at once.
         group: the label of a leaf, as in `ravel`.
@@ -57,12 +57,9 @@ def lay_out(
     Raises:
         TypeError: a parameter is in float16.
     """
-    tree = params.tree() if isinstance(params, Params) else params
-    leaves, _ = _tree.parameters(call, "params", tree)
-    _check_dtypes_and_shapes(call, _tree.names(tree), leaves, {})  # before they are consumed
-    if isinstance(params, Params):
-        copy: Params = clone(params)
-        return copy
+    params = expand(params)
+    leaves, _ = _tree.parameters(call, "params", params)
+    _check_dtypes_and_shapes(call, _tree.names(params), leaves, {})  # before they are consumed
     uncast_names = loss_fn.uncast_names
 
     def apart(name: str, _: Tensor) -> object:

@@ -323,7 +323,7 @@ def clone(tree: Tree) -> Tree:
         The same structure, with tensors cloned and detached and other leaves unchanged.
 
     Raises:
-        Nothing.
+        TypeError: a leaf has a `state_dict`, as a module and an optimizer do, whose tensors would not be copied.
 
     Example:
         >>> state = {"w": torch.ones(2)}
@@ -331,6 +331,9 @@ def clone(tree: Tree) -> Tree:
         False
     """
     leaves, spec = _tree.flatten(tree)
+    for leaf in leaves:
+        if hasattr(leaf, "state_dict"):
+            raise TypeError(f"clone: tree must be of tensors; got {_tree.brief_kind(leaf)}: write copy.deepcopy(...)")
     copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return _tree.unflatten(copies, spec)
 

@@ -69,7 +69,7 @@ class TorchLoop:
 
         self._optimizers: list[tuple[TorchGroup, torch.optim.Optimizer]] = []
         saved = step.to_torch(state)["optimizer"] if int(self._applied) else {}
-        for index, group in enumerate(groups_of("verify", step, state, None)):
+        for index, group in enumerate(groups_of("verify", step, state)):
             optimizer = group.optimizer._cls([named[name] for name in group.names], **group.optimizer._arguments)
             if "param_groups" in saved:  # one for all groups
                 optimizer.load_state_dict({**saved, "param_groups": [saved["param_groups"][index]]})

@@ -10,9 +10,8 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._check import boolean, integer
 from funcamp._dtensor import as_dtensor_like, local, settled_sum
-from funcamp._step.accumulate import Result
+from funcamp._step.accumulate import Result, Share, weighed
 from funcamp._step.parallel import Parallel
-from funcamp._step.shares import Share, weighed
 from funcamp._storage.params import Params, cut, expand
 from funcamp._types import Tree
 from funcamp.distributed.collectives import (

@@ -19,7 +19,7 @@ from torch.autograd import Function
 from torch.nn import functional as F
 
 from funcamp import _tree, _upstream
-from funcamp._scaler.precision import reciprocal
+from funcamp._scaler.state import reciprocal
 from funcamp._types import FunctionContext, VmapInfo
 from funcamp._upstream.autograd_function import keep_functions_whole
 from funcamp.float8.config import BACKWARD, FORWARD, MULTIPLE, Float8Config, check_config, fits

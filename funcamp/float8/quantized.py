@@ -9,7 +9,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import boolean
-from funcamp._scaler.precision import reciprocal, widen
+from funcamp._scaler.state import reciprocal, widen
 from funcamp.float8.config import FORWARD, LARGEST
 
 #: The smallest amax that torchao distinguishes from 0.

@@ -6,7 +6,8 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, TypeVar, overload
+from contextlib import AbstractContextManager
+from typing import Any, overload
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,6 @@ from funcamp.numerics.counting import WIDTH, check_sample, has_values
 from funcamp.numerics.record import Record, Taps, probe
 from funcamp.numerics.statistics import Stats
 from funcamp.numerics.taps import tap
-
-_Returned = TypeVar("_Returned")
 
 #: The buffers of a tapped module that have the rows of its record.
 _FORWARD = "_funcamp_forward"
@@ -71,17 +70,17 @@ class TrackedLoss(ModuleLoss):
     def __repr__(self) -> str:
         return f"track_scales({super().__repr__()}, {len(self.probes)} modules)"
 
-    def __call__(self, params: dict[str, Tensor], *probes_and_arguments: Tree) -> Tree:
-        """Return the loss; for a module with buffers, the loss and the buffers after the forward pass."""
+    def _call(
+        self,
+        then: Callable[[Tree], Any] | None,
+        region: AbstractContextManager[object],
+        params: dict[str, Tensor],
+        *probes_and_arguments: Tree,
+    ) -> Any:
         if not probes_and_arguments or not isinstance(probes_and_arguments[0], Mapping):
             raise TypeError(f"{self!r}: must be called with params, probes and the arguments of module_loss")
         probes, *arguments = probes_and_arguments
-        return super().__call__({**params, **_probe_buffers(self.probes, probes)}, *arguments)
-
-    def run_backward(self, params: Tree, after: Tree, run: Callable[[], _Returned]) -> _Returned:
-        """Call run as `ModuleLoss.run_backward` does, for the pair (params, probes)."""
-        values, probes = params
-        return super().run_backward({**values, **_probe_buffers(self.probes, probes)}, after, run)
+        return super()._call(then, region, {**params, **_probe_buffers(self.probes, probes)}, *arguments)
 
 
 @overload

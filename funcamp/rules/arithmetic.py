@@ -10,9 +10,8 @@ from torch import Tensor
 
 from funcamp._check import integer, real
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.precision import widen
 from funcamp._scaler.rule import Outcome, Rule
-from funcamp._scaler.state import ScalerState, counters_of
+from funcamp._scaler.state import ScalerState, counters_of, widen
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 

@@ -8,9 +8,8 @@ import torch
 
 from funcamp._check import real
 from funcamp._scaler.config import POSITIVE_FLOAT32, ScalerConfig
-from funcamp._scaler.precision import widen
 from funcamp._scaler.rule import Outcome, Rule
-from funcamp._scaler.state import ScalerState, counters_of
+from funcamp._scaler.state import ScalerState, counters_of, widen
 from funcamp.rules.arithmetic import MovedScales, growth_due_again, inverse, is_overflow, move, moved_scales
 
 _FLOAT32_MAX = torch.finfo(torch.float32).max

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.rule import Outcome, Rule
-from funcamp._scaler.rules import TORCH_RULE
+from funcamp._scaler.rule import TORCH_RULE, Outcome, Rule
 from funcamp._scaler.state import ScalerState, counters_of
 
 #: Upper limit of the search if the configuration has no max_scale: apex's maximum.

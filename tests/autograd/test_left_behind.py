@@ -142,8 +142,8 @@ def test_a_loaded_state_leaves_the_module_behind() -> None:
         module(X)
 
 
-def pickled(module: nn.Module) -> Any:
-    return pickle.loads(pickle.dumps(module))
+def pickled(value: object) -> Any:
+    return pickle.loads(pickle.dumps(value))
 
 
 def saved_and_loaded(module: nn.Module) -> Any:
@@ -172,6 +172,17 @@ def test_a_copy_of_a_module_that_is_behind_warns_and_has_nothing_of_it(copied: A
         copied(other)
     assert_same(output, module(X))
     assert b"funcamp" not in pickle.dumps(other)
+
+
+def test_a_tensor_that_has_the_address_of_one_that_is_gone_is_another() -> None:
+    for _ in range(20):
+        module = model()
+        step, state = taken(module, steps=0)
+        module.to("meta")
+        state, _ = step(state, (X, Y))
+        with assert_silent():
+            module.to_empty(device="cpu").load_state_dict(step.loss_fn.state_dict(state.params, state.buffers))
+            module.state_dict()
 
 
 def test_a_copy_during_an_evaluation_is_silent() -> None:
@@ -262,3 +273,22 @@ def test_a_module_that_two_steps_left_behind_loads_a_state_dict() -> None:
     module.load_state_dict(step.loss_fn.state_dict(state.params, state.buffers))
     module.eval()
     assert torch.equal(F.mse_loss(module(X), Y), step.loss(state, (X, Y)))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("jitted", [False, True])
+@pytest.mark.parametrize("consume", [False, True])
+def test_a_copied_trainer_goes_on_as_the_original_does(copied: Any, jitted: bool, consume: bool) -> None:
+    step, state = taken(model(), consume=consume, steps=0)
+    trainer = {"model": step.loss_fn.model, "step": step, "state": state}
+    other = copied(trainer)
+    results = []
+    for each in (trainer, other):
+        run: Any = jit(each["step"], backend="eager") if jitted else each["step"]
+        for _ in range(3):
+            each["state"], metrics = run(each["state"], (X, Y))
+        results.append((metrics.loss, each["state"].params.tree(), each["state"].buffers))
+    assert_same(results[1], results[0])
+    assert other["step"].loss_fn.model is other["model"]
+    with pytest.warns(UserWarning, match=BEHIND):  # a copied parameter has memory of its own, also after consume
+        other["model"].eval()(X)

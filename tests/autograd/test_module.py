@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.ao import quantization
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
 from funcamp._types import name_of
@@ -515,3 +516,34 @@ def test_an_unfrozen_teacher_without_a_gradient_is_fine() -> None:
         return F.mse_loss(output, wanted)
 
     assert_same(call(model, criterion), criterion(model(torch.ones(2, 1)), torch.ones(2, 1)))
+
+
+def test_the_tensors_are_in_the_module_once_for_forward_and_backward_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layer that is computed again in the backward pass sees the parameters of the forward pass."""
+    seen: list[int] = []
+    calls: list[str] = []
+
+    class Recomputed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(2, 2)
+
+        def inner(self, x: Tensor) -> Tensor:
+            seen.append(id(self.layer.weight))
+            out: Tensor = self.layer(x).tanh()
+            return out
+
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+    def counted(*arguments: Any, **options: Any) -> Any:
+        calls.append("functional_call")
+        return functional_call(*arguments, **options)
+
+    monkeypatch.setattr("funcamp._autograd.module_loss.functional_call", counted)
+    model = Recomputed()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    step(step.init(), (torch.ones(3, 2), torch.zeros(3, 2)))
+    assert calls == ["functional_call"]
+    assert len(seen) == 2
+    assert seen[0] == seen[1] != id(model.layer.weight)

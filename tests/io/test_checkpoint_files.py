@@ -250,7 +250,7 @@ def test_tensors_that_no_state_can_hold_are_refused(strict: bool) -> None:
     name = next(name for name in saved if name.startswith("params.") and saved[name].dim() == 2)
     for value, got in (
         (saved[name].to_sparse(), "sparse_coo: to_dense"),
-        (saved[name].to("meta"), "on meta, .*: load"),
+        (saved[name].to("meta"), "on meta: load"),
     ):
         problem = rf"load_state_dict: saved\['{name}'\] must be like .*, dense, with values; got .*{got}"
         with pytest.raises(ValueError, match=problem):

@@ -27,12 +27,16 @@ from funcamp import (
     stateless,
 )
 from funcamp._optim.part import Update
-from funcamp._verify.torch_loop import TorchLoop
+from funcamp._verify import torch_loop
 from tests.support.helpers import assert_close, assert_same
+from tests.support.torch_loop import TorchLoop
 
 ADAMW = stateless(torch.optim.AdamW, lr=0.1)
 SGD = stateless(torch.optim.SGD, lr=1.0)
 CONFIG = ScalerConfig(init_scale=2.0**10)
+EAGER_AND_JITTED = pytest.mark.parametrize(
+    "wrap", [lambda step: step, lambda step: jit(step, backend="eager")], ids=["eager", "jit"]
+)
 
 
 def params() -> dict[str, Tensor]:
@@ -45,25 +49,6 @@ def gradients(number: int) -> dict[str, Tensor]:
     return {"b": torch.randn(3), "w": torch.randn(4, 3) * number}
 
 
-def by_torch(
-    steps: int, before_step: Callable[[list[nn.Parameter]], Any]
-) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """AdamW on the same gradients; `before_step` may change them. Returns the parameters and their average."""
-    module = nn.ParameterDict({name: nn.Parameter(value) for name, value in params().items()})
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
-    averaged: Any = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.75))
-    averaged.update_parameters(module)  # torch's average begins with the first parameters it gets
-    for number in range(steps):
-        for name, gradient in gradients(number).items():
-            module[name].grad = gradient.clone()
-        before_step(list(module.parameters()))
-        optimizer.step()
-        averaged.update_parameters(module)
-    both = (dict(module.items()), dict(averaged.module.items()))
-    now, mean = [{name: value.detach() for name, value in one.items()} for one in both]
-    return now, mean
-
-
 def by_chain(optimizer: Any, steps: int, start: Any) -> tuple[Any, Any]:
     now, state = start, optimizer.init(start)
     for number in range(steps):
@@ -73,35 +58,38 @@ def by_chain(optimizer: Any, steps: int, start: Any) -> tuple[Any, Any]:
 
 
 @pytest.mark.parametrize("flat", [False, True])
-def test_clipping_by_norm_is_torchs(flat: bool) -> None:
-    expected, _ = by_torch(5, lambda leaves: torch.nn.utils.clip_grad_norm_(leaves, 0.5))
-    now, _ = by_chain(chain(clip_by_norm(0.5), ADAMW), 5, ravel(params()) if flat else params())
-    assert_close(now.tree() if flat else now, expected, 1e-6)
-
-
-@pytest.mark.parametrize("flat", [False, True])
-def test_clipping_by_value_is_torchs(flat: bool) -> None:
-    expected, _ = by_torch(5, lambda leaves: torch.nn.utils.clip_grad_value_(leaves, 0.25))
-    now, _ = by_chain(chain(clip_by_value(0.25), ADAMW), 5, ravel(params()) if flat else params())
-    assert_same(now.tree() if flat else now, expected)
-
-
-def test_the_average_is_torchs() -> None:
-    expected, mean = by_torch(6, lambda _: None)
-    now, (_, state) = by_chain(chain(ADAMW, average(0.75)), 6, params())
-    assert_same((now, state.average), (expected, mean))
+@pytest.mark.parametrize(
+    ("part", "of_torch", "tolerance"),
+    [
+        (clip_by_norm(0.5), lambda leaves: torch.nn.utils.clip_grad_norm_(leaves, 0.5), 1e-6),
+        (clip_by_value(0.25), lambda leaves: torch.nn.utils.clip_grad_value_(leaves, 0.25), 0.0),
+    ],
+    ids=["by norm", "by value"],
+)
+def test_clipping_and_the_average_are_torchs(part: Any, of_torch: Any, tolerance: float, flat: bool) -> None:
+    module = nn.ParameterDict({name: nn.Parameter(value) for name, value in params().items()})
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
+    averaged: Any = AveragedModel(module, multi_avg_fn=get_ema_multi_avg_fn(0.75))
+    averaged.update_parameters(module)  # torch's average begins with the first parameters it gets
+    for number in range(5):
+        for name, gradient in gradients(number).items():
+            module[name].grad = gradient.clone()
+        of_torch(list(module.parameters()))
+        optimizer.step()
+        averaged.update_parameters(module)
+    start: Any = ravel(params()) if flat else params()
+    now, (_, state) = by_chain(chain(part, ADAMW, average(0.75)), 5, start)
+    for found, expected in ((now, module), (state.average, averaged.module)):
+        assert_close(found.tree() if flat else found, dict(expected.items()), tolerance)
 
 
 def test_a_part_acts_at_every_second_update_and_rests_in_between() -> None:
     """torch's loop, in which the optimizer steps at updates 2 and 4 only."""
-    module = nn.ParameterDict({name: nn.Parameter(value) for name, value in params().items()})
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, foreach=False)
+    loop = TorchLoop(torch.optim.AdamW, params(), lr=0.1, foreach=False)
     for number in (1, 3):
-        for name, gradient in gradients(number).items():
-            module[name].grad = gradient.clone()
-        optimizer.step()
+        loop.step(gradients(number))
     now, state = by_chain(chain(every(2, ADAMW)), 5, params())
-    assert_same(now, {name: value.detach() for name, value in module.items()})
+    assert_same(now, loop.params())
     assert (state.updates, state.state.applied) == (5, 2)
 
 
@@ -130,21 +118,12 @@ def test_the_state_of_one_part_is_the_chains_so_that_clipping_can_come_and_go() 
     clipped.update(now, gradients(3), state)
 
 
-def test_each_group_has_a_chain_of_its_own() -> None:
-    labels = {"w": "critic", "b": "actor"}
-    both = by_group({"critic": SGD, "actor": chain(every(2, SGD))}, group=lambda name, _: labels[name])
-    now, state = by_chain(both, 3, params())
-    assert_same(now["w"], by_chain(SGD, 3, params())[0]["w"])
-    assert_same(now["b"], params()["b"] - gradients(1)["b"])
-    assert state["actor"].updates == 3
-
-
 def test_a_step_stores_the_groups_of_an_optimizer_in_a_chain() -> None:
     def layer(name: str, _: Tensor) -> str:
         return name.partition(".")[0]
 
     groups = by_group({"0": SGD, "2": chain(every(2, SGD))}, group=layer)
-    step = make_train_step(module_loss(model(), nn.functional.mse_loss), chain(clip_by_norm(1.0), groups))
+    step = step_of(chain(clip_by_norm(1.0), groups))
     start = step.init()
     assert set(start.params.layout.labels) == {"0", "2"}
     state, _ = step(start, batch(0))
@@ -157,6 +136,10 @@ def model() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
 
 
+def step_of(optimizer: Any, **options: Any) -> Any:
+    return make_train_step(module_loss(model(), nn.functional.mse_loss), optimizer, CONFIG, **options)
+
+
 def batch(number: int, last: float = 1.0) -> tuple[Tensor, Tensor]:
     torch.manual_seed(number)
     x = torch.randn(8, 3)
@@ -165,14 +148,13 @@ def batch(number: int, last: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [lambda step: step, lambda step: jit(step, backend="eager")], ids=["eager", "jit"])
+@EAGER_AND_JITTED
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_steps_options_are_a_chain(flat: bool, wrap: Callable[[Any], Any]) -> None:
     """max_norm and ema_decay are the same chain, bit for bit, with the same state and one skipped step."""
 
     def trained(optimizer: Any, **options: Any) -> Any:
-        loss_fn = module_loss(model(), nn.functional.mse_loss)
-        step = make_train_step(loss_fn, optimizer, CONFIG, policy="bfloat16", **options)
+        step = step_of(optimizer, policy="bfloat16", **options)
         state, run = step.init(flat=flat), wrap(step)
         for number in range(4):
             state, metrics = run(state, batch(number, torch.inf if number == 2 else 1.0))
@@ -185,10 +167,10 @@ def test_a_steps_options_are_a_chain(flat: bool, wrap: Callable[[Any], Any]) -> 
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [lambda step: step, lambda step: jit(step, backend="eager")], ids=["eager", "jit"])
+@EAGER_AND_JITTED
 def test_a_skipped_step_changes_no_state_of_a_chain(wrap: Callable[[Any], Any]) -> None:
     optimizer = chain(clip_by_norm(1.0), every(2, ADAMW), average(0.5))
-    step = make_train_step(module_loss(model(), nn.functional.mse_loss), optimizer, CONFIG)
+    step = step_of(optimizer)
     run, state = wrap(step), step.init()
     state, _ = run(state, batch(0))
     before = copy.deepcopy(state)
@@ -203,12 +185,7 @@ def test_a_skipped_step_changes_no_state_of_a_chain(wrap: Callable[[Any], Any]) 
 
 def test_a_chain_reports_the_rate_of_its_optimizer() -> None:
     rate = stateless(torch.optim.SGD, lr=lambda applied: 0.5 / (1 + applied))
-    step = make_train_step(
-        module_loss(model(), nn.functional.mse_loss),
-        chain(every(3, average(0.9)), every(2, rate), average(0.5)),
-        CONFIG,
-        max_norm=1.0,
-    )
+    step = step_of(chain(every(3, average(0.9)), every(2, rate), average(0.5)), max_norm=1.0)
     state, rates = step.init(), []
     for number in range(4):
         state, metrics = step(state, batch(number))
@@ -217,10 +194,9 @@ def test_a_chain_reports_the_rate_of_its_optimizer() -> None:
 
 
 def test_an_average_can_begin_and_end_in_mid_training() -> None:
-    loss_fn = module_loss(model(), nn.functional.mse_loss)
-    without, averaging = make_train_step(loss_fn, ADAMW), make_train_step(loss_fn, ADAMW, ema_decay=0.5)
+    without, averaging = step_of(ADAMW), step_of(ADAMW, ema_decay=0.5)
     state, _ = without(without.init(), batch(0))
-    with pytest.raises(ValueError, match=r"must have an average for ema_decay=0.5.*funcamp.average\(0.5\)"):
+    with pytest.raises(ValueError, match=r"with a state for each of .*average\(0.5\).*: begin an average with"):
         averaging(state, batch(1))
     begun = state._replace(opt_state=(state.opt_state, average(0.5).init(state.params)))
     after, _ = averaging(begun, batch(1))
@@ -252,35 +228,53 @@ def test_what_is_no_part_of_a_chain_is_refused(make: Callable[[], Any], error: t
         make()
 
 
-def test_a_state_of_another_chain_is_refused() -> None:
-    both = chain(ADAMW, average(0.5))
-    with pytest.raises(ValueError, match="opt_state must be a tuple with a state for each of"):
-        both.update(params(), gradients(0), ADAMW.init(params()))
+@pytest.mark.parametrize(
+    ("optimizer", "other", "error", "message"),
+    [
+        (chain(ADAMW, average(0.5)), ADAMW, ValueError, "opt_state must be a tuple with a state for each of"),
+        (
+            chain(average(0.5), ADAMW),
+            chain(ADAMW, average(0.5)),
+            TypeError,
+            "the states of the chain's parts in their order; got an OptState for average",
+        ),
+    ],
+)
+def test_a_state_of_another_chain_is_refused(optimizer: Any, other: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        optimizer.update(params(), gradients(0), other.init(params()))
 
 
-def test_a_torch_loop_goes_on_from_a_chain_and_back() -> None:
-    """Clipping and an average are no part of torch's checkpoints; another part that remembers something refuses."""
-    loss_fn = module_loss(model(), nn.functional.mse_loss)
-    step = make_train_step(loss_fn, chain(clip_by_norm(1.0), ADAMW, average(0.5)), CONFIG)
+@pytest.mark.parametrize(
+    "averages",
+    [(average(0.5),), (average(0.5), average(0.9)), (every(2, average(0.5)),)],
+    ids=["one", "two", "delayed"],
+)
+def test_a_chain_with_averages_goes_to_torch_and_back_and_through_a_checkpoint(averages: tuple[Any, ...]) -> None:
+    """Clipping and averages are no part of torch's checkpoints."""
+    step = step_of(chain(clip_by_norm(1.0), ADAMW, *averages))
     state, _ = step(step.init(), batch(0))
+    assert_same(step.load_state_dict(step.state_dict(state), like=step.init()), state)
     saved = step.to_torch(state)
-    assert_same(saved, make_train_step(loss_fn, ADAMW, CONFIG, max_norm=1.0, ema_decay=0.5).to_torch(state))
-    other = model()
-    other.load_state_dict(saved["model"])
-    optimizer = torch.optim.AdamW(other.parameters(), lr=0.1)
+    plain = step_of(ADAMW, max_norm=1.0)
+    assert_same(saved, plain.to_torch(plain(plain.init(), batch(0))[0]))
+    optimizer = torch.optim.AdamW(model().parameters(), lr=0.1)
     optimizer.load_state_dict(saved["optimizer"])
     back = step.from_torch(step.init(), optimizer=optimizer.state_dict())
     assert back.opt_state[0].applied == 1
     assert_same(back.opt_state[0].state, state.opt_state[0].state)
-    delayed = make_train_step(loss_fn, chain(every(2, ADAMW)), CONFIG)
+
+
+def test_a_part_that_remembers_something_else_does_not_go_to_torch() -> None:
+    delayed = step_of(chain(every(2, ADAMW)))
     with pytest.raises(TypeError, match="must be made by stateless; got every"):
         delayed.to_torch(delayed.init())
 
 
 def test_verify_has_no_torch_loop_for_a_chain() -> None:
-    step = make_train_step(module_loss(model(), nn.functional.mse_loss), chain(clip_by_norm(1.0), ADAMW), CONFIG)
+    step = step_of(chain(clip_by_norm(1.0), ADAMW))
     with pytest.raises(NotImplementedError, match="the optimizer is a chain"):
-        TorchLoop(step, step.init(), {})
+        torch_loop.TorchLoop(step, step.init(), {})
 
 
 def one_step(optimizer: Any, gradient: Tensor, **options: Any) -> Tensor:
@@ -350,7 +344,7 @@ def test_parameters_are_grouped_by_one_function(optimizer: Any) -> None:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [lambda step: step, lambda step: jit(step, backend="eager")], ids=["eager", "jit"])
+@EAGER_AND_JITTED
 def test_a_plain_tree_in_a_state_is_grouped_as_the_optimizer_does(wrap: Callable[[Any], Any]) -> None:
     twice = by_group({"w": SGD, "v": stateless(torch.optim.SGD, lr=2.0)}, group=by_first_letter)
     step = make_train_step(lambda p, x: (p["w"] * x).sum() + (p["v"] * x).sum(), twice)
@@ -392,25 +386,6 @@ def swapped(update: Update) -> Update:
 def test_what_a_part_returns_is_checked(optimizer: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         optimizer.update(params(), gradients(0), optimizer.init(params()))
-
-
-def test_states_in_another_order_than_the_parts_are_refused() -> None:
-    state = chain(ADAMW, average(0.5)).init(params())
-    with pytest.raises(TypeError, match="the states of the chain's parts in their order; got an OptState for average"):
-        chain(average(0.5), ADAMW).update(params(), gradients(0), state)
-
-
-@pytest.mark.parametrize(
-    "averages", [(average(0.5), average(0.9)), (every(2, average(0.5)),)], ids=["two averages", "a delayed average"]
-)
-def test_a_chain_with_other_averages_goes_to_torch_and_through_a_checkpoint(averages: tuple[Any, ...]) -> None:
-    loss_fn = module_loss(model(), nn.functional.mse_loss)
-    step = make_train_step(loss_fn, chain(ADAMW, *averages), CONFIG)
-    state, _ = step(step.init(), batch(0))
-    assert_same(step.load_state_dict(step.state_dict(state), like=step.init()), state)
-    plain = make_train_step(loss_fn, ADAMW, CONFIG)
-    expected, _ = plain(plain.init(), batch(0))
-    assert_same(step.to_torch(state)["optimizer"], plain.to_torch(expected)["optimizer"])
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,11 @@ import torch
 from torch import Tensor
 
 from funcamp import jit, ravel, schedule, stateless
-from tests.support.helpers import assert_close, assert_same, clone
+from tests.support.helpers import assert_close, assert_same, clone, together
 from tests.support.torch_loop import TorchLoop, linear_step, randn_like
 
+#: What a class keeps of a parameter, or in its group.
+Kept = dict[str, Any]
 STEPS = 24
 SKIPPED = (0, 4, 17)
 #: In this step gradients are large.
@@ -30,7 +32,7 @@ def example() -> dict[str, Tensor]:
 class Base(torch.optim.Optimizer):
     """Steps by `move`, for each parameter with its state."""
 
-    options: ClassVar[dict[str, Any]] = {}
+    options: ClassVar[Kept] = {}
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, **self.options})
@@ -43,17 +45,17 @@ class Base(torch.optim.Optimizer):
             if p.grad is not None:
                 self.move(p, self.state[p], group)
 
-    def begin(self, group: dict[str, Any]) -> None:
+    def begin(self, group: Kept) -> None:
         """Change what all parameters share."""
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         p.sub_(p.grad, alpha=group["lr"])
 
 
 class CountsInState(Base):
     """Two counters in Python ints, a power, a root and a parameter of the first step."""
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         if not state:
             state.update(step=0, mean=torch.zeros_like(p), slow=p.clone())
         state["step"] += 1
@@ -67,53 +69,44 @@ class CountsInState(Base):
 class CountsInGroup(Base):
     """Rectification: another formula after some steps, and a rate that decays at every third one."""
 
-    options: ClassVar[dict[str, Any]] = {"k": 0}
+    options: ClassVar[Kept] = {"k": 0}
 
-    def begin(self, group: dict[str, Any]) -> None:
+    def begin(self, group: Kept) -> None:
         group["k"] += 1
         if group["k"] % 3 == 0:
             group["lr"] *= 0.9
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
+        p.mul_(1 - 0.1 * group["lr"])
         p.sub_(p.grad.sign() if group["k"] <= 5 else p.grad, alpha=group["lr"])
 
 
-class CountsInAttribute(Base):
+class KeepsOtherKinds(Base):
+    """A count in an attribute, a flag and a number that the first step sets, tensors in a list."""
+
+    options: ClassVar[Kept] = {"is_ready": False, "factor": None}
+
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, lr)
         self.count = 0
 
-    def begin(self, group: dict[str, Any]) -> None:
+    def begin(self, group: Kept) -> None:
         self.count += 1
-
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(p.grad, alpha=group["lr"] / min(self.count, 5))
-
-
-class KeepsLists(Base):
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        means = state.setdefault("means", [torch.zeros_like(p) for _ in range(2)])
-        for weight, mean in zip((0.1, 0.5), means):
-            mean.lerp_(p.grad, weight)
-        p.sub_(means[0] + means[1], alpha=group["lr"])
-
-
-class SetsFlagFirst(Base):
-    options: ClassVar[dict[str, Any]] = {"is_ready": False, "factor": None}
-
-    def begin(self, group: dict[str, Any]) -> None:
         if not group["is_ready"]:
             group["factor"] = 0.5
             group["is_ready"] = True
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(p.grad, alpha=group["lr"] * group["factor"])
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
+        means = state.setdefault("means", [torch.zeros_like(p) for _ in range(2)])
+        for weight, mean in zip((0.1, group["factor"]), means):
+            mean.lerp_(p.grad, weight)
+        p.sub_(means[0] + means[1], alpha=group["lr"] / min(self.count, 5))
 
 
 class BeginsOtherwise(Base):
     """Its first step is another formula."""
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         if "mean" not in state:
             state["mean"] = p.grad.clone()
             p.sub_(p.grad.sign(), alpha=group["lr"])
@@ -123,44 +116,45 @@ class BeginsOtherwise(Base):
 
 
 class DividesByZero(Base):
-    options: ClassVar[dict[str, Any]] = {"k": 0}
+    options: ClassVar[Kept] = {"k": -2}
 
-    def begin(self, group: dict[str, Any]) -> None:
+    def begin(self, group: Kept) -> None:
         try:
             self.rate = group["lr"] / group["k"]
         except ZeroDivisionError:
             self.rate = group["lr"] / 10
         group["k"] += 1
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         p.sub_(p.grad, alpha=self.rate)
 
 
 class AsksEach(Base):
     """Each parameter asks three questions of its own: too many ways for all together."""
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         norm = p.grad.norm().item()
         rate = group["lr"] * (0.1 if norm > 5 else 1.0)
         rate = rate * 0.5 if p.abs().max() > 2 else rate
         p.sub_(p.grad, alpha=rate if norm > 2 else 2 * rate)
 
 
-class ClipsAll(Base):
-    """What a parameter does depends on all gradients."""
+class ClipsAll(CountsInGroup):
+    """What a parameter does depends on all gradients, and each asks about the same count."""
 
-    def begin(self, group: dict[str, Any]) -> None:
+    def begin(self, group: Kept) -> None:
+        super().begin(group)
         norm = math.sqrt(sum(p.grad.norm().item() ** 2 for p in group["params"]))
         self.rate = group["lr"] / max(1.0, norm)
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-        p.sub_(p.grad, alpha=self.rate)
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
+        p.sub_(p.grad, alpha=self.rate if group["k"] <= 5 else 0.5 * self.rate)
 
 
 class Decomposes(Base):
     """Its function raises for a gradient that is not finite, which a skipped step has."""
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         matrix = p.grad.reshape(p.shape[0], -1)
         vectors = torch.linalg.eigh(matrix @ matrix.mT + torch.eye(len(p)).to(p))[1]
         p.sub_((vectors @ vectors.mT @ matrix).reshape(p.shape), alpha=group["lr"])
@@ -181,7 +175,7 @@ class Averages(CountsInGroup):
             if "mean" in self.state[p]:
                 p.sub_(self.state[p]["mean"]).mul_(factor).add_(self.state[p]["mean"])
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         super().move(p, state, group)
         state.setdefault("mean", torch.zeros_like(p)).lerp_(p, 0.5)
 
@@ -189,15 +183,14 @@ class Averages(CountsInGroup):
 class ChangesLate(Base):
     """Its first count is 1, and matters after more steps than are tried."""
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         state["step"] = state.get("step", 0) + 1
         p.sub_(p.grad if state["step"] < 12 else p.grad.sign(), alpha=group["lr"])
 
 
 FOLLOWED = [
-    *(CountsInState, CountsInGroup, KeepsLists, SetsFlagFirst, BeginsOtherwise, AsksEach, Decomposes),
-    Averages,
-    ChangesLate,
+    *(CountsInState, CountsInGroup, KeepsOtherKinds, BeginsOtherwise, DividesByZero),
+    *(AsksEach, ClipsAll, Decomposes, Averages, ChangesLate),
 ]
 
 
@@ -227,27 +220,42 @@ def test_a_class_follows_its_own_loop_with_skipped_steps(cls: Any, jitted: bool)
             assert_close(state.params.tree(), loop.step(grads), 1e-6)
 
 
+def assert_follows(
+    optimizer: Any,
+    loop: TorchLoop,
+    params: Any,
+    *,
+    tolerance: float = 1e-6,
+    without: Callable[[int], tuple[str, ...]] = lambda _: (),
+    scheduler: Any = None,
+) -> tuple[Any, Any]:
+    """Take steps, in which some parameters have no gradient; return the parameters and the state after them."""
+    opt_state = optimizer.init(params)
+    for number in range(STEPS):
+        grads: Any = {**randn_like(params), **dict.fromkeys(without(number))}
+        params, opt_state = optimizer.update(params, grads, opt_state)
+        assert_close(params, loop.step(grads), tolerance)
+        if scheduler is not None:
+            scheduler.step()
+    return params, opt_state
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("cls", [CountsInState, CountsInGroup, BeginsOtherwise], ids=name_of)
 def test_a_number_is_rounded_as_pythons_in_16_bits(cls: Any, dtype: torch.dtype) -> None:
     params = {name: value.to(dtype) for name, value in example().items()}
-    optimizer, loop = stateless(cls), TorchLoop(cls, params)
-    opt_state = optimizer.init(params)
-    for _ in range(STEPS):
-        grads = randn_like(params)
-        params, opt_state = optimizer.update(params, grads, opt_state)
-        assert_close(params, loop.step(grads), 2 * torch.finfo(dtype).eps)
+    assert_follows(stateless(cls), TorchLoop(cls, params), params, tolerance=2 * torch.finfo(dtype).eps)
 
 
 COUNTED: list[int] = []
 
 
 class KeepsElsewhere(Base):
-    def begin(self, group: dict[str, Any]) -> None:
+    def begin(self, group: Kept) -> None:
         COUNTED.append(1)
         self.defaults["lr"] = group["lr"] / len(COUNTED)
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         p.sub_(p.grad, alpha=self.defaults["lr"])
 
 
@@ -273,58 +281,67 @@ class NeedsClosure(Base):
         closure()
 
 
-def moving(move: Callable[[Any, Tensor, dict[str, Any], dict[str, Any]], None]) -> type[Base]:
-    """Return a class that counts in its group, with another `move`."""
-    return type(move.__name__, (Base,), {"options": {"k": 1}, "begin": _counts, "move": move})
-
-
-def _counts(_: Any, group: dict[str, Any]) -> None:
-    group["k"] += 1
-
-
-def reads(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-    p.sub_(p.grad, alpha=(1.0, 0.5)[int(group["k"]) % 2])
-
-
-def catches(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+def catches(_: Any, p: Any, state: Kept, group: Kept) -> None:
     with contextlib.suppress(TypeError):
         p.sub_(p.grad, alpha=(1.0, 0.5)[group["k"] % 2])
 
 
-def grows(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+def grows(_: Any, p: Any, state: Kept, group: Kept) -> None:
     state[f"grad {len(state)}"] = p.grad.clone()
 
 
-def two_names(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+def two_names(_: Any, p: Any, state: Kept, group: Kept) -> None:
     state.setdefault("mean", torch.zeros_like(p))
     state["again"] = state["mean"]
 
 
-def selects(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-    p.sub_(p.grad[p.grad > 0].sum())
-
-
-def masks(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+def masks(_: Any, p: Any, state: Kept, group: Kept) -> None:
     p[p.grad * p > 0] = 0.0
 
 
-def asks_too_much(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+def asks_too_much(_: Any, p: Any, state: Kept, group: Kept) -> None:
     for element in range(5):
         if p.grad.flatten()[element % p.numel()] > element:
             p.sub_(0.1)
 
 
-def lists(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-    torch._foreach_add_([p], [p.grad], alpha=-1 / group["k"])
-
-
-def compares_complex(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
-    p.sub_(p.grad, alpha=1.0 if group["k"] == 5j else 0.5)
-
-
-def changes_text(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+def changes_text(_: Any, p: Any, state: Kept, group: Kept) -> None:
     state["phase"] = "late" if state.get("phase") else "early"
     p.sub_(p.grad)
+
+
+#: Ways to move a parameter by a class that counts in its group as "k", each with the reason why it is refused.
+MOVES: dict[str, tuple[Callable[..., Any], str]] = {
+    "reads": (
+        lambda _, p, state, group: p.sub_(p.grad, alpha=(1.0, 0.5)[int(group["k"]) % 2]),
+        r"reads a number that changes in training \(test_foreign.py",
+    ),
+    "catches": (catches, "reads a number that changes in training"),
+    "grows": (grows, "must have the same entries"),
+    "two_names": (two_names, "keeps one tensor under two names"),
+    "selects": (lambda _, p, state, group: p.sub_(p.grad[p.grad > 0].sum()), "selects elements by their values"),
+    "masks": (masks, "selects elements by their values; write torch.where"),
+    "asks_too_much": (asks_too_much, "in more than 16 ways"),
+    "lists": (
+        lambda _, p, state, group: torch._foreach_add_([p], [p.grad], alpha=-1 / group["k"]),
+        "pass foreach=False",
+    ),
+    "compares_complex": (
+        lambda _, p, state, group: p.sub_(p.grad, alpha=1.0 if group["k"] == 5j else 0.5),
+        "with a complex",
+    ),
+    "changes_text": (changes_text, "its step changes 'phase'|must be a tensor or a number"),
+}
+
+
+def moving(name: str) -> tuple[type[Base], str]:
+    """Return a class that counts in its group, and the reason why it is refused."""
+    move, reason = MOVES[name]
+
+    def begin(_: Any, group: Kept) -> None:
+        group["k"] += 1
+
+    return type(name, (Base,), {"options": {"k": 1}, "begin": begin, "move": move}), reason
 
 
 @pytest.mark.parametrize(
@@ -335,17 +352,8 @@ def changes_text(_: Any, p: Any, state: dict[str, Any], group: dict[str, Any]) -
         (KeepsObject, "it keeps an object as self.counter"),
         (SortsIntoGroups, "it sorts its parameters into groups"),
         (KeepsElsewhere, "comes to other numbers than in its own loop"),
-        (moving(reads), r"reads a number that changes in training \(test_foreign.py"),
-        (moving(catches), "reads a number that changes in training"),
-        (moving(grows), "must have the same entries"),
-        (moving(two_names), "keeps one tensor under two names"),
-        (moving(selects), "selects elements by their values"),
-        (moving(masks), "selects elements by their values; write torch.where"),
-        (moving(asks_too_much), "in more than 16 ways"),
-        (moving(lists), "pass foreach=False"),
-        (moving(compares_complex), "with a complex"),
-        (moving(changes_text), "its step changes 'phase'|must be a tensor or a number"),
         (torch.optim.SparseAdam, "does not support dense gradients"),
+        *map(moving, MOVES),
     ],
     ids=name_of,
 )
@@ -354,18 +362,14 @@ def test_a_class_that_is_not_followed_is_refused_with_the_reason(cls: Any, reaso
         stateless(cls)
 
 
-def test_parameters_that_depend_on_each_other_step_together_or_not_at_all() -> None:
+def test_parameters_that_depend_on_each_other_and_ask_too_much_are_refused() -> None:
     class ClipsAndAsks(ClipsAll):
         move = AsksEach.move
 
-        def begin(self, group: dict[str, Any]) -> None:
+        def begin(self, group: Kept) -> None:
             super().begin(group)
             group["lr"] = self.rate
 
-    params = example()
-    optimizer, loop = stateless(ClipsAll), TorchLoop(ClipsAll, params)
-    grads = randn_like(params)
-    assert_close(optimizer.update(params, grads, optimizer.init(params))[0], loop.step(grads), 1e-6)
     with pytest.raises(TypeError, match=r"depends on another one|more than 16 ways|changes lr"):
         stateless(ClipsAndAsks)
 
@@ -375,7 +379,7 @@ class KeepsRate(Base):
         super().__init__(params, lr)
         self.rate = lr
 
-    def move(self, p: Any, state: dict[str, Any], group: dict[str, Any]) -> None:
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
         p.sub_(p.grad, alpha=self.rate)
 
 
@@ -384,18 +388,14 @@ def test_a_schedule_changes_the_group_and_a_class_that_keeps_the_number_is_refus
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
 
     params = example()
-    optimizer, loop = schedule(stateless(CountsInState, lr=0.1), make, steps=9), TorchLoop(CountsInState, params)
-    opt_state, scheduler = optimizer.init(params), make(loop.optimizer)
-    for _ in range(9):
-        grads = randn_like(params)
-        params, opt_state = optimizer.update(params, grads, opt_state)
-        assert_close(params, loop.step(grads), 1e-6)
-        scheduler.step()
+    loop = TorchLoop(CountsInState, params)
+    optimizer = schedule(stateless(CountsInState, lr=0.1), make, steps=STEPS)
+    assert_follows(optimizer, loop, params, scheduler=make(loop.optimizer))
     with pytest.raises(TypeError, match="uses a number of its constructor that is a tensor or a schedule here"):
         stateless(KeepsRate, lr=torch.tensor(0.1))
 
 
-@pytest.mark.parametrize("cls", [CountsInState, CountsInGroup, KeepsLists], ids=name_of)
+@pytest.mark.parametrize("cls", [CountsInState, CountsInGroup, KeepsOtherKinds], ids=name_of)
 def test_a_state_is_saved_by_the_step_and_not_in_torchs_format(cls: Any) -> None:
     grads = [randn_like(example()) for _ in range(4)]
     step = linear_step(stateless(cls))
@@ -417,11 +417,7 @@ def test_a_state_is_saved_by_the_step_and_not_in_torchs_format(cls: Any) -> None
 def test_evaluation_params_are_those_that_the_classs_eval_sets() -> None:
     params = example()
     loop, optimizer = TorchLoop(Averages, params), stateless(Averages)
-    opt_state = optimizer.init(params)
-    for _ in range(4):
-        grads = randn_like(params)
-        params, opt_state = optimizer.update(params, grads, opt_state)
-        loop.step(grads)
+    params, opt_state = assert_follows(optimizer, loop, params)
     loop.optimizer.eval()
     evaluated = optimizer.evaluation_params(params, opt_state)
     assert_close(evaluated, loop.params(), 1e-6)
@@ -430,12 +426,8 @@ def test_evaluation_params_are_those_that_the_classs_eval_sets() -> None:
 
 def test_a_late_first_gradient_begins_a_parameter_late() -> None:
     params = example()
-    optimizer, loop = stateless(CountsInState), TorchLoop(CountsInState, params)
-    opt_state = optimizer.init(params)
-    for number in range(6):
-        grads: dict[str, Any] = {**randn_like(params), **({"b": None} if number < 3 else {})}
-        params, opt_state = optimizer.update(params, grads, opt_state)
-        assert_close(params, loop.step(grads), 1e-6)
+    loop = TorchLoop(CountsInState, params)
+    assert_follows(stateless(CountsInState), loop, params, without=lambda number: ("b",) if number < 3 else ())
     begins = stateless(BeginsOtherwise)
     with pytest.raises(ValueError, match="grads must all be tensors, because the first step of BeginsOtherwise"):
         begins.update(params, {**randn_like(params), "b": None}, begins.init(params))
@@ -451,6 +443,26 @@ def test_a_class_is_stored_per_tensor_and_leaves_the_callers_tensors_alone() -> 
     assert_same((params, grads), before)
     assert type(new) is type(params)
     assert opt_state.shared["k"] == 1
+
+
+def test_threads_that_share_a_class_all_get_its_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its step uses `math`, which takes its numbers in these threads only; torch's check, which would warn, is off."""
+    checked: list[torch.optim.Optimizer] = []
+    monkeypatch.setattr(torch.optim.Optimizer, "_accelerator_graph_capture_health_check", checked.append)
+    optimizer, results = stateless(CountsInState), list[Any]()
+    grads = [example() for _ in range(10)]
+
+    def work(_: int) -> None:
+        params, opt_state = grads[0], optimizer.init(grads[0])
+        for grad in grads:
+            params, opt_state = optimizer.update(params, grad, opt_state)
+        results.append(params)
+
+    together(work, threads=4)
+    for result in results:
+        assert_same(result, results[0])
+    assert type(math.sqrt(torch.tensor(4.0))) is float
+    assert checked == []
 
 
 @pytest.mark.compiled

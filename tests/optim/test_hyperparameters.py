@@ -14,9 +14,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcamp import jit, make_train_step, ravel, skip_step, stateless
-from tests.support.helpers import assert_close, assert_same
+from funcamp import jit, ravel, skip_step, stateless
+from tests.support.helpers import assert_close, assert_same, clone
 from tests.support.oracle import state_of
+from tests.support.torch_loop import TorchLoop, linear_step, randn_like
 
 optim = torch.optim
 CLASSES = (
@@ -57,30 +58,29 @@ VALUES: dict[str, float] = {
     "Adamax-eps": 0.5,
 }
 STEPS = 5
-Set = Callable[[Any], dict[str, Any]]
 
 
-def numbers(cls: type[optim.Optimizer]) -> dict[str, tuple[Set, float]]:
-    """Return for each number among a class's arguments how to set it, and its default."""
-    setters: dict[str, tuple[Set, float]] = {}
+def numbers(cls: type[optim.Optimizer]) -> dict[str, float]:
+    """Return each number among a class's arguments, "betas[0]" too, with its default."""
+    found: dict[str, float] = {}
     for name, parameter in inspect.signature(cls).parameters.items():
         default = parameter.default
-        if name in SIZES or isinstance(default, bool):
-            continue
-        if isinstance(default, (int, float)):
+        if isinstance(default, (int, float)) and not isinstance(default, bool) and name not in SIZES:
+            found[name] = default
+        elif isinstance(default, tuple):
+            found |= {f"{name}[{index}]": item or 0.0 for index, item in enumerate(default)}
+    return found
 
-            def put_alone(value: Any, name: str = name) -> dict[str, Any]:
-                return {name: value}
 
-            setters[name] = put_alone, float(default)
-        if isinstance(default, tuple):
-            for index, item in enumerate(default):
-
-                def put(value: Any, name: str = name, index: int = index, default: Any = default) -> dict[str, Any]:
-                    return {name: (*default[:index], value, *default[index + 1 :])}
-
-                setters[f"{name}[{index}]"] = put, item or 0.0
-    return setters
+def arguments_of(case: str, value: Any) -> dict[str, Any]:
+    """Return a class's arguments with a value for the number in question."""
+    cls, label = CASES[case]
+    name, is_item, index = label.partition("[")
+    if is_item:
+        items = list(inspect.signature(cls).parameters[name].default)
+        items[int(index[:-1])] = value
+        value = tuple(items)
+    return {**WITH.get(case, {}), name: value}
 
 
 CASES = {f"{cls.__name__}-{label}": (cls, label) for cls in CLASSES for label in numbers(cls)}
@@ -89,7 +89,7 @@ CASES = {f"{cls.__name__}-{label}": (cls, label) for cls in CLASSES for label in
 def values(case: str) -> list[float]:
     """Return a value for each step; all are in the class's range, and the first is not 0."""
     cls, label = CASES[case]
-    base = VALUES.get(case, numbers(cls)[label][1]) or 0.1
+    base = VALUES.get(case, numbers(cls)[label]) or 0.1
     rate = -0.01 if label in ("d", "etas[1]") else 0.02
     if label.startswith("ns_"):
         rate = 0.001  # the iteration does not converge with others
@@ -112,15 +112,11 @@ def parameters() -> dict[str, Tensor]:
 
 def loop(cls: type[optim.Optimizer], arguments: list[dict[str, Any]]) -> list[dict[str, Tensor]]:
     """Take torch's steps, each with its arguments; return the parameters after each."""
-    leaves = {name: value.requires_grad_() for name, value in parameters().items()}
-    optimizer = cls(leaves.values(), **arguments[0])
+    torchs = TorchLoop(cls, parameters(), **arguments[0])
     trajectory = []
     for step, given in enumerate(arguments):
-        for name, leaf in leaves.items():
-            leaf.grad = gradients(step)[name]
-        optimizer.param_groups[0].update(given)
-        optimizer.step()
-        trajectory.append({name: leaf.detach().clone() for name, leaf in leaves.items()})
+        torchs.optimizer.param_groups[0].update(given)
+        trajectory.append(clone(torchs.step(gradients(step))))
     return trajectory
 
 
@@ -135,10 +131,13 @@ def tolerance(cls: type[optim.Optimizer], label: str) -> float:
 @pytest.mark.parametrize("case", CASES)
 def test_schedule_follows_torchs_loop(case: str, flat: bool) -> None:
     cls, label = CASES[case]
-    put, _ = numbers(cls)[label]
-    expected = loop(cls, [WITH.get(case, {}) | put(value) for value in values(case)])
+    expected = loop(cls, [arguments_of(case, value) for value in values(case)])
     table = torch.tensor(values(case), dtype=torch.float64)
-    optimizer = stateless(cls, **WITH.get(case, {}) | put(lambda applied: table[applied]))
+
+    def schedule(applied: Tensor) -> Any:
+        return table[applied].item() if flat else table[applied]  # a number or a tensor
+
+    optimizer = stateless(cls, **arguments_of(case, schedule))
     params: Any = ravel(parameters()) if flat else parameters()
     opt_state = optimizer.init(params)
     for step in range(STEPS):
@@ -151,33 +150,26 @@ def test_schedule_follows_torchs_loop(case: str, flat: bool) -> None:
         assert_close(result, expected[step], tolerance(cls, label))
 
 
+GENERATED = ["SGD-momentum", "AdamW-weight_decay", "Adafactor-eps[1]"]
+
+
 @pytest.mark.thorough(keep=2)
 @pytest.mark.compiled
-@pytest.mark.parametrize("case", CASES)
-def test_jitted_step_follows_torchs_loop(case: str) -> None:
-    assert_step_follows_torch(case, "eager")
-
-
-@pytest.mark.thorough(keep=1)
-@pytest.mark.inductor
-@pytest.mark.parametrize("case", ["SGD-momentum", "AdamW-weight_decay", "Adafactor-eps[1]"])
-def test_generated_code_follows_torchs_loop(case: str) -> None:
-    assert_step_follows_torch(case, "inductor")
-
-
-def assert_step_follows_torch(case: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        *((case, "eager") for case in CASES),
+        *(pytest.param(case, "inductor", marks=pytest.mark.inductor) for case in GENERATED),
+    ],
+)
+def test_jitted_step_follows_torchs_loop(case: str, backend: str) -> None:
     """A tensor that `fill_` changes between the steps of one program."""
     cls, label = CASES[case]
-    put, _ = numbers(cls)[label]
     # A value that the state takes before the first step does not change later.
     scheduled = values(case)[:3]
-    expected = loop(cls, [WITH.get(case, {}) | put(value) for value in scheduled])
+    expected = loop(cls, [arguments_of(case, value) for value in scheduled])
     hyperparameter = torch.tensor(scheduled[0], dtype=torch.float64)
-
-    def loss_fn(params: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
-        return torch.stack([(params[name] * batch[name]).sum() for name in params]).sum()
-
-    step = make_train_step(loss_fn, stateless(cls, **WITH.get(case, {}) | put(hyperparameter)))
+    step = linear_step(stateless(cls, **arguments_of(case, hyperparameter)))
     run = jit(step, backend=backend)
     state = step.init(parameters())
     for number, value in enumerate(scheduled):
@@ -189,30 +181,21 @@ def assert_step_follows_torch(case: str, backend: str) -> None:
 
 @pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("case", CASES)
-def test_vmap_over_a_hyperparameter_equals_each_value(case: str) -> None:
+def test_vmap_over_members_and_their_hyperparameters_equals_each(case: str) -> None:
     cls, label = CASES[case]
-    put, _ = numbers(cls)[label]
     members = torch.tensor(values(case)[:3], dtype=torch.float64)
-    params, first, second = parameters(), gradients(0), gradients(1)
+    stacked = {name: torch.stack([value, 2 * value, -value]) for name, value in parameters().items()}
+    first, second = gradients(0), gradients(1)
 
-    def two_steps(value: Tensor) -> Any:
-        optimizer = stateless(cls, **WITH.get(case, {}) | put(value))
+    def two_steps(value: Tensor, params: dict[str, Tensor]) -> Any:
+        optimizer = stateless(cls, **arguments_of(case, value))
         moved, opt_state = optimizer.update(params, first, optimizer.init(params))
         return optimizer.update(moved, second, opt_state)[0]
 
-    batched = torch.func.vmap(two_steps)(members)
+    batched = torch.func.vmap(two_steps)(members, stacked)
     for index, value in enumerate(members):
-        row = {name: leaf[index] for name, leaf in batched.items()}
-        assert_close(row, two_steps(value), max(tolerance(cls, label), 1e-6))
-
-
-def assert_updates_follow(optimizer: Any, expected: list[dict[str, Tensor]]) -> None:
-    """The parameters after each update are those of torch's loop, with its gradients."""
-    params = parameters()
-    opt_state = optimizer.init(params)
-    for step, params_after in enumerate(expected):
-        params, opt_state = optimizer.update(params, gradients(step), opt_state)
-        assert_close(params, params_after, 5e-7)
+        row, params = ({name: leaf[index] for name, leaf in tree.items()} for tree in (batched, stacked))
+        assert_close(row, two_steps(value, params), max(tolerance(cls, label), 1e-6))
 
 
 def piecewise(*table: float) -> Callable[[Tensor], Tensor]:
@@ -220,68 +203,63 @@ def piecewise(*table: float) -> Callable[[Tensor], Tensor]:
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("cls", "arguments"),
     [
-        {"momentum": (0.0, 0.0, 0.9, 0.0, 0.8)},
-        {"momentum": (0.5, 0.0, 0.9, 0.0, 0.8), "nesterov": True},
-        {"momentum": (0.0, 0.9, 0.0, 0.0, 0.8), "dampening": 0.3},
-        {"momentum": (0.0, 0.9, 0.0, 0.7, 0.8), "dampening": (0.3, 0.0, 0.2, 0.1, 0.5)},
-        {"momentum": 0.9, "dampening": (0.0, 0.0, 0.2, 0.1, 0.5)},
-        {"weight_decay": (0.0, 0.1, 0.0, 0.2, 0.0), "momentum": (0.9, 0.0, 0.0, 0.9, 0.9)},
+        (optim.RMSprop, {"momentum": (0.9, 0.0, 0.0, 0.5, 0.0)}),
+        (optim.SGD, {"momentum": (0.0, 0.0, 0.9, 0.0, 0.8)}),
+        (optim.SGD, {"momentum": (0.5, 0.0, 0.9, 0.0, 0.8), "nesterov": True}),
+        (optim.SGD, {"momentum": (0.0, 0.9, 0.0, 0.0, 0.8), "dampening": 0.3}),
+        (optim.SGD, {"momentum": (0.0, 0.9, 0.0, 0.7, 0.8), "dampening": (0.3, 0.0, 0.2, 0.1, 0.5)}),
+        (optim.SGD, {"momentum": 0.9, "dampening": (0.0, 0.0, 0.2, 0.1, 0.5)}),
+        (optim.SGD, {"weight_decay": (0.0, 0.1, 0.0, 0.2, 0.0), "momentum": (0.9, 0.0, 0.0, 0.9, 0.9)}),
     ],
-    ids=lambda value: "-".join(value),
 )
-def test_momentum_that_is_sometimes_zero_follows_torchs_loop(arguments: dict[str, Any]) -> None:
-    """torch's SGD then neither reads nor writes the buffer."""
+def test_momentum_that_is_sometimes_zero_follows_torchs_loop(cls: Any, arguments: dict[str, Any]) -> None:
+    """torch then neither reads nor writes the buffer."""
     scheduled = [
         {name: value[step] if isinstance(value, tuple) else value for name, value in arguments.items()}
         for step in range(STEPS)
     ]
-    expected = loop(optim.SGD, scheduled)
     given = {name: piecewise(*value) if isinstance(value, tuple) else value for name, value in arguments.items()}
-    assert_updates_follow(stateless(optim.SGD, **given), expected)
-
-
-def test_momentum_that_becomes_zero_leaves_the_buffer_of_rmsprop_alone() -> None:
-    momenta = (0.9, 0.0, 0.0, 0.5, 0.0)
-    expected = loop(optim.RMSprop, [{"momentum": value} for value in momenta])
-    assert_updates_follow(stateless(optim.RMSprop, momentum=piecewise(*momenta)), expected)
+    optimizer, params = stateless(cls, **given), parameters()
+    opt_state = optimizer.init(params)
+    for step, expected in enumerate(loop(cls, scheduled)):
+        params, opt_state = optimizer.update(params, gradients(step), opt_state)
+        assert_close(params, expected, 5e-7)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.complex64, torch.float64])
-@pytest.mark.parametrize("cls", [optim.SGD, optim.AdamW, optim.RMSprop], ids=lambda cls: cls.__name__)
-def test_other_dtypes_and_scalars_round_as_torchs_numbers(cls: Any, dtype: torch.dtype) -> None:
-    numeric = {"lr": 0.1, "weight_decay": 0.3, "eps": 0.01}
-    if cls is optim.SGD:
-        numeric = {"lr": 0.1, "weight_decay": 0.3, "momentum": 0.7}
-    if cls is optim.AdamW:
-        numeric |= {"betas": (0.7, 0.8)}  # type: ignore[dict-item]
+@pytest.mark.parametrize(
+    ("cls", "numeric"),
+    [
+        (optim.SGD, {"lr": 0.1, "weight_decay": 0.3, "momentum": 0.7}),
+        (optim.AdamW, {"lr": 0.1, "weight_decay": 0.3, "eps": 0.01, "betas": (0.7, 0.8)}),
+        (optim.RMSprop, {"lr": 0.1, "weight_decay": 0.3, "eps": 0.01}),
+    ],
+)
+def test_other_dtypes_and_scalars_round_as_torchs_numbers(cls: Any, numeric: Any, dtype: torch.dtype) -> None:
     as_tensors = torch.utils._pytree.tree_map(lambda value: torch.tensor(value, dtype=torch.float64), numeric)
-    for shape in ((), (6,), (2, 3)):
-        weight = torch.randn(shape, dtype=dtype)
-        leaf = weight.clone().requires_grad_()
-        eager, optimizer = cls([leaf], **numeric), stateless(cls, **as_tensors)
-        opt_state = optimizer.init(weight)
-        for _ in range(4):
-            grad = torch.randn(shape, dtype=dtype)
-            leaf.grad = grad.clone()
-            eager.step()
-            weight, opt_state = optimizer.update(weight, grad, opt_state)
-            assert weight.dtype == dtype
-            pair = [torch.view_as_real(t) if t.is_complex() else t for t in (weight, leaf.detach())]
+    params = {str(shape): torch.randn(shape, dtype=dtype) for shape in ((), (6,), (2, 3))}
+    optimizer, torchs = stateless(cls, **as_tensors), TorchLoop(cls, params, **numeric)
+    opt_state = optimizer.init(params)
+    for _ in range(4):
+        grads = randn_like(params)
+        params, opt_state = optimizer.update(params, grads, opt_state)
+        for name, expected in torchs.step(grads).items():
+            assert params[name].dtype == dtype
+            pair = [torch.view_as_real(t) if t.is_complex() else t for t in (params[name], expected)]
             assert_close(pair[0], pair[1], 2 * torch.finfo(dtype).eps)
 
 
 def test_rprop_of_a_scalar_finds_what_it_set_to_a_tensor() -> None:
-    weight, leaf = torch.tensor(1.0), torch.tensor(1.0, requires_grad=True)
-    eager = optim.Rprop([leaf], etas=(0.3, 1.2))
+    params = {"w": torch.tensor(1.0)}
+    torchs = TorchLoop(optim.Rprop, params, etas=(0.3, 1.2))
     optimizer = stateless(optim.Rprop, etas=(torch.tensor(0.3, dtype=torch.float64), 1.2))
-    opt_state = optimizer.init(weight)
+    opt_state = optimizer.init(params)
     for value in (1.0, -1.0, -1.0, 1.0, 1.0):
-        leaf.grad = torch.tensor(value)
-        eager.step()
-        weight, opt_state = optimizer.update(weight, torch.tensor(value), opt_state)
-        assert_same(weight, leaf.detach())
+        grads = {"w": torch.tensor(value)}
+        params, opt_state = optimizer.update(params, grads, opt_state)
+        assert_same(params, torchs.step(grads))
 
 
 @pytest.mark.parametrize("value", [torch.tensor(0.5), lambda applied: 0.5 + 0 * applied], ids=["tensor", "schedule"])
@@ -304,22 +282,18 @@ def test_what_chooses_the_algorithm_is_refused_by_name(cls: Any, name: str, reas
         stateless(cls, **{name: value})
 
 
-def test_a_schedule_may_return_a_number() -> None:
-    params = parameters()
-    results = []
-    for momentum in (0.9, lambda applied: 0.9):
-        optimizer = stateless(optim.SGD, lr=0.1, momentum=momentum)
-        moved, opt_state = optimizer.update(params, gradients(0), optimizer.init(params))
-        results.append(optimizer.update(moved, gradients(1), opt_state)[0])
-    assert_close(results[0], results[1], 5e-7)
+FLOAT_RULE = r"weight_decay must hold a float, as torch\.tensor\(1\.0\) does; got torch"
 
 
-@pytest.mark.parametrize("value", [torch.tensor(True), torch.tensor(1j)], ids=["bool", "complex"])
-def test_a_hyperparameter_that_is_no_real_number_is_named(value: Tensor) -> None:
-    with pytest.raises(TypeError, match="stateless: weight_decay must hold a real number; got torch"):
-        stateless(optim.SGD, weight_decay=value)
-
-
-def test_a_hyperparameter_of_another_shape_is_named() -> None:
-    with pytest.raises(ValueError, match=r"stateless: betas\[1\] must have shape \(\); got \(3,\)"):
-        stateless(optim.AdamW, betas=(0.9, torch.ones(3)))
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"weight_decay": torch.tensor(True)}, FLOAT_RULE),
+        ({"weight_decay": torch.tensor(1j)}, FLOAT_RULE),
+        ({"weight_decay": torch.tensor(1)}, FLOAT_RULE),
+        ({"betas": (0.9, torch.ones(3))}, r"betas\[1\] must have shape \(\); got \(3,\)"),
+    ],
+)
+def test_a_tensor_that_is_no_real_number_is_named(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"stateless: {message}"):
+        stateless(optim.AdamW, **arguments)

@@ -13,23 +13,15 @@ from tests.support.trainers import imported
 
 pytestmark = pytest.mark.models
 
-#: Functions of transformers, and their arguments after the optimizer.
+#: Functions of transformers of each kind, and their arguments after the optimizer.
 SCHEDULES: dict[str, dict[str, Any]] = {
     "get_constant_schedule_with_warmup": {"num_warmup_steps": 4},
-    "get_linear_schedule_with_warmup": {"num_warmup_steps": 3, "num_training_steps": APPLIED},
-    "get_cosine_schedule_with_warmup": {"num_warmup_steps": 3, "num_training_steps": APPLIED},
     "get_cosine_with_hard_restarts_schedule_with_warmup": {
         "num_warmup_steps": 2,
         "num_training_steps": APPLIED,
         "num_cycles": 2,
     },
-    "get_cosine_with_min_lr_schedule_with_warmup": {
-        "num_warmup_steps": 3,
-        "num_training_steps": APPLIED,
-        "min_lr_rate": 0.1,
-    },
     "get_polynomial_decay_schedule_with_warmup": {"num_warmup_steps": 3, "num_training_steps": APPLIED, "power": 2.0},
-    "get_inverse_sqrt_schedule": {"num_warmup_steps": 3},
     "get_wsd_schedule": {"num_warmup_steps": 3, "num_decay_steps": 4, "num_training_steps": APPLIED},
 }
 

@@ -111,6 +111,15 @@ def test_the_module_has_the_values_to_evaluate(case: str, jitted: bool) -> None:
         assert_same(output, expected.eval()(X))
 
 
+def test_the_loss_is_of_the_parameters_and_the_module_of_their_average() -> None:
+    step, state = trained(SGD, Tied(), ema_decay=0.5)
+    averaged = state._replace(params=state.ema)
+    for takes_average, state_of_loss in ((True, averaged), (False, state)):
+        with step.evaluating(state, average=takes_average) as model:
+            assert_same(F.mse_loss(model(X), Y), step.loss(state_of_loss, (X, Y)))
+    assert step.loss(state, (X, Y)) != step.loss(averaged, (X, Y))
+
+
 def test_a_group_of_parameters_may_be_schedule_free() -> None:
     model = nn.Linear(4, 1)
     step, state = trained(by_group({"matrix": stateless(ScheduleFree), "vector": SGD}), model)

@@ -145,8 +145,8 @@ BESIDE: dict[str, tuple[bool, Any, type[Exception], str]] = {
     "one entry": (True, lambda b: {"n": b["n"]}, TypeError, PAIR),
     "swapped": (True, lambda b: (b["n"], b), TypeError, "its buffers as a dict; got a torch.float32"),
     "a list": (False, lambda b: [b["n"]], TypeError, "its buffers as a dict; got a list"),
-    "more": (False, lambda b: {**b, "k": b["n"]}, ValueError, "'k' was nothing"),
-    "less": (False, lambda b: {"m": b["n"]}, ValueError, "'n' was .* is nothing"),
+    "more": (False, lambda b: {**b, "k": b["n"]}, ValueError, "'k' was None, is a torch"),
+    "less": (False, lambda b: {"m": b["n"]}, ValueError, "'n' was .* is None"),
     "dtype": (False, lambda b: {"n": b["n"].double()}, ValueError, "'n' was .*float32.* is .*float64"),
     "shape": (False, lambda b: {"n": b["n"].expand(2)}, ValueError, r"'n' was .*\(\).* is .*\(2,\)"),
 }
@@ -215,11 +215,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ),
         ValueError,
         "the names of the module's; they differ in 'num_batches_tracked'",
-    ),
-    "group": (
-        lambda: make_train_step(base, SGD).init(funcamp.ravel(params()), group=lambda name, leaf: "one"),
-        ValueError,
-        "group must be None with Params",
     ),
 }
 

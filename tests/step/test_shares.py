@@ -121,6 +121,8 @@ def test_window_without_a_usable_weight_is_skipped(low: float) -> None:
     [
         (lambda batch: batch[1], ValueError, r"a tensor of shape \(\); got a torch.float32 tensor of shape \(8,\)"),
         (lambda _: -1, ValueError, "0 or a positive number; got -1"),
+        (lambda _: math.nan, ValueError, "0 or a positive number; got nan"),
+        (lambda _: math.inf, ValueError, "0 or a positive number; got inf"),
         (lambda _: None, TypeError, r"a number or a tensor of shape \(\); got None"),
     ],
 )

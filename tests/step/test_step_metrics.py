@@ -20,6 +20,7 @@ from funcamp import (
     make_train_step,
     stateless,
 )
+from funcamp.rules import Outcome, Rule
 from tests.support.helpers import assert_same, to
 
 PARAMS = {"w": torch.ones(2, 2), "b": torch.ones(2)}
@@ -181,3 +182,21 @@ def test_two_observed_entries_of_one_name_are_refused() -> None:
     _, metrics = step(step.init(PARAMS), torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"to_dict: .* got two by 'observed/a/b': rename one in observed"):
         metrics.to_dict()
+
+
+def test_a_step_evaluates_the_rule_of_its_scale_once() -> None:
+    calls: list[str] = []
+
+    class Counted(Rule):
+        def outcome(self, state: Any, config: Any) -> Outcome:
+            calls.append("outcome")
+            return Outcome(
+                state.scale, state.growth_tracker, backs_off=state.found_inf != 0, grows=state.found_inf == 0
+            )
+
+    config = ScalerConfig(rule=Counted())
+    step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.1), config)
+    state = step.init(PARAMS)
+    calls.clear()  # of the check of a new rule
+    step(state, torch.ones(2, 2))
+    assert calls == ["outcome"]

@@ -201,13 +201,15 @@ def test_names_say_which_parameter_is_which() -> None:
     turned.run(task, range(4))
     saved = turned.saved()
     task.model.load_state_dict(saved["model"])
-    state = step.from_torch(step.init(), optimizer=saved["optimizer"], names=names)
-    assert_same(step.to_torch(state, names=names)["optimizer"]["state"], saved["optimizer"]["state"])
+    saved["optimizer"]["param_groups"][0]["param_names"] = names
+    state = step.from_torch(step.init(), optimizer=saved["optimizer"])
+    in_order = step.to_torch(state)["optimizer"]["state"]
+    assert_same([in_order[7 - number] for number in range(8)], [saved["optimizer"]["state"][n] for n in range(8)])
     named = optim.AdamW([(name, params[name]) for name in names], **CASES["AdamW"][1])
     named.load_state_dict(saved["optimizer"])
     assert_same(step.from_torch(step.init(), optimizer=named.state_dict()).opt_state, state.opt_state)
     split = optim.AdamW(by_shape(loop.model), **CASES["AdamW"][1])
-    with pytest.raises(ValueError, match=r"names must be given.* it has 8 in 2 groups, the step 8 in 1"):
+    with pytest.raises(ValueError, match=r"it has 8 in 2 groups, the step 8 in 1.*param_names"):
         step.from_torch(step.init(), optimizer=split.state_dict())
 
 
@@ -242,13 +244,15 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     other["param_groups"][0]["lr"] = 0.5
     foreign = copy.deepcopy(saved["optimizer"])
     foreign["state"][0]["max_exp_avg_sq"] = torch.zeros(16, 8)
+    named = copy.deepcopy(saved["optimizer"])
+    named["param_groups"][0]["param_names"] = ["other", *[name for name, _ in task.model.named_parameters()][1:]]
     smaller, other_scaler = optim.AdamW([nn.Parameter(torch.ones(1))]), saved["scaler"] | {"growth_interval": 7}
     for error, message, arguments in (
         (ValueError, "optimizer must have the step's lr, 0.01; got 0.5 for '0.weight'", {"optimizer": other}),
         (ValueError, "optimizer must be of the step's class.* got 'max_exp_avg_sq'", {"optimizer": foreign}),
         (TypeError, r"optimizer must be the state_dict\(\) of a torch.optim.Optimizer; got", {"optimizer": {"lr": 1}}),
-        (ValueError, "names must be those", {"optimizer": saved["optimizer"], "names": ["0.weight"]}),
-        (ValueError, "names must be given", {"optimizer": smaller.state_dict()}),
+        (ValueError, "param_names of optimizer must be of the step's parameters; got 'other'", {"optimizer": named}),
+        (ValueError, "must have the step's parameters; it has 1 in 1 groups", {"optimizer": smaller.state_dict()}),
         (ValueError, "scaler must have the step's growth_interval, 3; got 7", {"scaler": other_scaler}),
         (ValueError, "saved must have 'scale'; it is empty", {"scaler": {}}),
         (ValueError, r"saved\['scaler.scale'\] must be above 0", {"scaler": saved["scaler"] | {"scale": 0.0}}),
@@ -359,8 +363,11 @@ def test_parameters_are_added_in_mid_run(name: str, flat: bool) -> None:
     state = step_through(larger, state, task, range(6, 8))
     loop.run(task, range(4, 8))
     if name == "AdamW":
-        order = [leaf for leaf, _ in loop.model.named_parameters()]
-        again = larger.from_torch(larger.init(flat=flat), optimizer=loop.saved()["optimizer"], names=order)
+        saved = loop.saved()["optimizer"]
+        names = iter([name for name, _ in loop.model.named_parameters()])
+        for group in saved["param_groups"]:
+            group["param_names"] = [next(names) for _ in group["params"]]
+        again = larger.from_torch(larger.init(flat=flat), optimizer=saved)
         assert_same(again.opt_state.state, state.opt_state.state)
     saved, expected = larger.to_torch(state), loop.saved()
     assert_same(saved["model"], expected["model"])

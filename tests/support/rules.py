@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from funcamp._scaler.rule import Rule
-from funcamp._scaler.rules import Dynamic, Static
+from funcamp._scaler.rule import Dynamic, Rule, Static
 from funcamp.rules.apex import Apex, ApexHysteresis
 from funcamp.rules.deepspeed import DeepSpeed, DeepSpeedFP16, DeepSpeedOld
 from funcamp.rules.fairseq import Fairseq

@@ -6,36 +6,36 @@ What it reads of a tensor is a `Number`. Where it gives torch a `Number`, the te
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from funcamp._optim.arithmetic import NARROW, like
-from funcamp._optim.foreign.number import Number, RefusedError, location, value_of
+from funcamp import _tree
+from funcamp._optim.arithmetic import NARROW, add, addcdiv, addcmul, lerp, like, plus
+from funcamp._optim.foreign.number import Number, Run, value_of
 
 _READS = {"__float__", "__int__", "__index__", "__complex__", "tolist", "__array__", "numpy"}
 _OF_UNKNOWN_SIZE = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
-_COMPARISONS = {"eq", "ne", "lt", "le", "gt", "ge"}
 #: Questions about tensors.
 _CONDITIONS: dict[str, Callable[..., Tensor]] = {
     "__bool__": lambda x: x != 0,
     "equal": lambda x, y: (x == y).all(),
     "allclose": lambda *args, **options: torch.isclose(*args, **options).all(),
 }
-#: torch's functions that take a number only, as formulas of tensors.
-_FORMULAS: dict[str, Callable[..., Tensor]] = {
-    "add": lambda x, other, *, alpha: x + alpha * other,
-    "sub": lambda x, other, *, alpha: x - alpha * other,
-    "addcmul": lambda x, tensor1, tensor2, *, value: x + value * tensor1 * tensor2,
-    "addcdiv": lambda x, tensor1, tensor2, *, value: x + value * tensor1 / tensor2,
-    "lerp": lambda x, end, weight: torch.lerp(x, end, weight),
+#: torch's functions that take a number only.
+_OF_NUMBERS: dict[str, Callable[..., Tensor]] = {
+    "add": lambda x, other, *, alpha: add(x, other, alpha),
+    "sub": lambda x, other, *, alpha: add(x, other, -alpha),
+    "addcmul": lambda x, tensor1, tensor2, *, value: addcmul(x, tensor1, tensor2, value),
+    "addcdiv": lambda x, tensor1, tensor2, *, value: addcdiv(x, tensor1, tensor2, value),
+    "lerp": lambda x, end, weight: lerp(x, end, weight),
     "clamp": lambda x, *bounds, **named: torch.clamp(x, *_bounds(x, bounds), **_bounds(x, named)),
-    "full_like": lambda x, fill_value, **options: torch.zeros_like(x, **options) + fill_value,
-    "full": lambda size, fill_value, **options: torch.zeros(size, **options) + fill_value,
-    "fill": lambda x, value: torch.zeros_like(x) + value,
+    "full_like": lambda x, fill_value, **options: plus(torch.zeros_like(x, **options), fill_value),
+    "full": lambda size, fill_value, **options: plus(torch.zeros(size, **options), fill_value),
+    "fill": lambda x, value: plus(torch.zeros_like(x), value),
 }
 #: In old code the factor comes first: x.add_(number, y).
 _FACTORS = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"}
@@ -43,51 +43,14 @@ _FACTORS = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "valu
 _DECOMPOSITIONS = {"eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "lstsq", "pinv", "cholesky", "svd_lowrank"}
 
 
-class Calls(TorchFunctionMode):
-    """torch's calls in one run of a step.
-
-    Args:
-        name: the class's, for errors.
-        answers: the answers to the first questions of this run; None if the values are known and decide.
-        asks_divisors: whether a division by 0 is a question.
-    """
-
-    def __init__(self, name: str, answers: tuple[bool, ...] | None, *, asks_divisors: bool) -> None:
-        super().__init__()
-        self.asks_divisors = asks_divisors
-        self.conditions: list[Tensor] = []
-        self.path: list[bool] = []
-        """The answers that this run got."""
-        self.refusal: RefusedError | None = None
-        """The first refusal, which the class may have caught."""
-        self._name = name
-        self._answers = answers
-        self._known: list[tuple[tuple[object, ...], bool]] = []
-
-    def refuse(self, what: str) -> NoReturn:
-        """Raise the error for what a class does."""
-        error = RefusedError(f"stateless: {self._name} cannot be made pure: its step {what} ({location()})")
-        self.refusal = self.refusal or error
-        raise error
-
-    def ask(self, condition: Tensor, *numbers: object) -> bool:
-        """Return the answer to a question; the same one to the same question about the same numbers."""
-        for known, answer in self._known:
-            if len(known) == len(numbers) and all(_is_same(*pair) for pair in zip(known, numbers)):
-                return answer
-        if self._answers is None:
-            answer = bool(condition)
-        else:
-            answer = self._answers[len(self.path)] if len(self.path) < len(self._answers) else True
-        self.conditions.append(condition.reshape(()))
-        self.path.append(answer)
-        if numbers:
-            self._known.append((numbers, answer))
-        return answer
+class Calls(Run, TorchFunctionMode):
+    """torch's calls in one run of a step."""
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
         name = getattr(func, "__name__", "")
+        if name == "__get__":  # an attribute, such as p.device
+            return func(*args)
+        kwargs = dict(kwargs or {})
         if name == "item" or (name == "tolist" and args[0].dim() == 0):
             return Number(args[0].clone(), self)
         if name in _CONDITIONS:
@@ -98,7 +61,7 @@ class Calls(TorchFunctionMode):
             self.refuse("selects elements by their values; write torch.where")
         if name.removeprefix("linalg_") in _DECOMPOSITIONS and isinstance(args[0], Tensor) and args[0].dim() >= 2:
             args = (_finite(args[0]), *args[1:])
-        if not _has_number(args) and not _has_number(kwargs.values()):
+        if not _has_number(args) and not _has_number(kwargs.values()):  # most calls: a pytree would take as long
             return func(*args, **kwargs)
         if name.startswith("_foreach"):
             self.refuse(f"gives torch.{name} a number that changes in training; pass foreach=False")
@@ -110,78 +73,38 @@ def _with_numbers(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name in ("tensor", "as_tensor", "scalar_tensor"):
         return value_of(args[0]).to(kwargs.get("device"), kwargs.get("dtype") or torch.get_default_dtype(), copy=True)
     is_in_place = name.startswith("__i") or (name.endswith("_") and not name.startswith("_"))
-    base = name.strip("_")
-    if name.startswith("__i"):
-        base = base[1:]
+    base = name.strip("_").removeprefix("i") if name.startswith("__i") else name.strip("_")
     factor = _FACTORS.get(base)
     if factor and len(args) > 2 and not isinstance(args[1], Tensor) and factor not in kwargs:
         args, kwargs = (args[0], *args[2:]), {**kwargs, factor: args[1]}
-    tensors = [item for item in _leaves((args, kwargs)) if isinstance(item, Tensor)]
-    dtypes = [tensor.dtype for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
+    floats = [item for item in _tree.tensors_in((args, kwargs)) if item.is_floating_point() or item.is_complex()]
+    with_dims = [item for item in floats if item.dim()]
+    dtypes = [item.dtype for item in with_dims or floats]
     dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
-    if base in _FORMULAS and (factor is None or factor in kwargs):
-        result = _by_formula(base, args, kwargs, dtype)
-    else:
-        if is_in_place:
-            func = getattr(Tensor, f"__{base}__" if name.startswith("__") else base)
-        is_decided = dtypes and base not in _COMPARISONS
-        result = _beside_tensors(
-            func, args, kwargs, tensors, torch.float64 if is_decided or dtype.is_complex else dtype
-        )
-    return args[0].copy_(result) if is_in_place else result
-
-
-def _by_formula(name: str, args: Any, kwargs: Any, dtype: torch.dtype) -> Tensor:
-    """Compute in float32 what is narrower, and round once, as torch's kernels do."""
-    computed_in = torch.float32 if dtype in NARROW else dtype
-
-    def widened(item: Any) -> Any:
-        if isinstance(item, Number):
-            if name in ("add", "sub") and dtype in NARROW and args[0].device.type == "cpu":
-                return item.tensor.to(dtype).to(computed_in)  # as torch's kernel for a CPU
-            return item.tensor if computed_in.is_complex else item.tensor.to(computed_in)
-        return item.float() if isinstance(item, Tensor) and item.dtype in NARROW else item
-
-    result = _FORMULAS[name](*_map(widened, args), **_map(widened, kwargs))
-    return result.to(dtype) if result.dtype == computed_in else result
-
-
-def _beside_tensors(func: Any, args: Any, kwargs: Any, tensors: list[Tensor], number_dtype: torch.dtype) -> Any:
-    """Return the result of a call with tensors for numbers.
-
-    Args:
-        func: the function.
-        args: its arguments, with numbers.
-        kwargs: those by name.
-        tensors: the tensors among them.
-        number_dtype: the dtype of a tensor for a number; beside one with dimensions it does not decide.
-    """
-
-    def tensor_of(item: Any) -> Any:
-        return item.tensor.to(number_dtype) if isinstance(item, Number) else item
-
-    args, kwargs = _map(tensor_of, args), _map(tensor_of, kwargs)
-    if any(tensor.dim() for tensor in tensors) or kwargs or not all(isinstance(arg, Tensor) for arg in args):
-        return func(*args, **kwargs)
-    # Beside another of shape () a tensor would decide the dtype.
-    vectors = [arg.unsqueeze(0) if any(arg is tensor for tensor in tensors) else arg for arg in args]
-    result = func(*vectors)
-    return result.squeeze(0).clone() if isinstance(result, Tensor) and result.dim() else result
+    leaves, spec = _tree.flatten((args, kwargs))
+    if base in _OF_NUMBERS and (factor is None or factor in kwargs):
+        promoted = [leaf.to(dtype) if any(leaf is item for item in floats) else value_of(leaf) for leaf in leaves]
+        new_args, new_kwargs = _tree.unflatten(promoted, spec)
+        result = _OF_NUMBERS[base](*new_args, **new_kwargs)
+        return args[0].copy_(result) if is_in_place else result
+    # Beside a tensor with dimensions a number decides no dtype; beside others it is as wide as torch computes.
+    computed_in = torch.float32 if dtype in NARROW else dtype.to_real()
+    number_dtype = torch.float64 if with_dims else computed_in
+    values = [leaf.tensor.to(number_dtype) if isinstance(leaf, Number) else leaf for leaf in leaves]
+    new_args, new_kwargs = _tree.unflatten(values, spec)
+    result = func(*new_args, **new_kwargs)
+    is_wider = dtype in NARROW and isinstance(result, Tensor) and result.dtype == computed_in
+    return result.to(dtype) if is_wider and not with_dims else result
 
 
 def _bounds(tensor: Tensor, bounds: Any) -> Any:
-    return _map(lambda bound: None if bound is None else like(bound, tensor), bounds)
+    flat, spec = _tree.flatten(bounds)
+    return _tree.unflatten([None if bound is None else like(bound, tensor) for bound in flat], spec)
 
 
 def _finite(matrix: Tensor) -> Tensor:
     identity = torch.eye(*matrix.shape[-2:], dtype=matrix.dtype, device=matrix.device)
     return torch.where(matrix.isfinite().all(), matrix, identity)
-
-
-def _selects(index: Any) -> bool:
-    if isinstance(index, tuple):
-        return any(map(_selects, index))
-    return isinstance(index, Tensor) and index.dtype == torch.bool
 
 
 def _has_number(values: Iterable[Any]) -> bool:
@@ -190,23 +113,7 @@ def _has_number(values: Iterable[Any]) -> bool:
     )
 
 
-def _is_same(one: object, other: object) -> bool:
-    return one is other or (isinstance(one, (int, float)) and type(one) is type(other) and one == other)
-
-
-def _map(fn: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)([_map(fn, item) for item in value])
-    if isinstance(value, dict):
-        return {name: _map(fn, item) for name, item in value.items()}
-    return fn(value)
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _leaves(item)
-    else:
-        yield value
+def _selects(index: Any) -> bool:
+    if isinstance(index, tuple):
+        return any(map(_selects, index))
+    return isinstance(index, Tensor) and index.dtype == torch.bool

@@ -10,7 +10,7 @@ import copy
 import functools
 from collections import UserDict, defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +33,7 @@ def _attributes_of_torch() -> frozenset[str]:
     return frozenset(vars(torch.optim.SGD([torch.zeros(1)], lr=0.1)))
 
 
-class Form(NamedTuple):
-    """What an instance keeps after a step: `TENSOR` in place of a tensor, 0.0 in place of a number that changes."""
-
-    per_param: list[Contents]
-    shared: Contents
-
-
+#: In place of a tensor in the form of what an instance keeps; 0.0 is in place of a number that changes.
 TENSOR = torch.empty((), device="meta")
 
 
@@ -73,31 +67,26 @@ def instance(cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: 
     optimizer: Any = cls(params, **copy.copy(arguments))
     if len(optimizer.param_groups) != 1:
         raise refusal(cls, "it sorts its parameters into groups; make one for each, with by_group")
-    for name, value in vars(optimizer).items():
-        if name not in _attributes_of_torch():
-            check_constants(cls, f"self.{name}", value)
+    check_constants(cls, shared_in(optimizer))
     optimizer._accelerator_graph_capture_health_check = lambda: None  # it would warn of capturable=False
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
     return optimizer
 
 
-def refusal(cls: type, why: str) -> RefusedError:
-    """Return the error for a class that cannot be a function."""
-    return RefusedError(f"stateless: {cls.__name__} cannot be made pure: {why}")
+def refusal(cls: type, why: str, *remedies: str) -> RefusedError:
+    """Return the error for a class that cannot be a function, or not without some remedies."""
+    error = RefusedError(f"stateless: {cls.__name__} cannot be made pure: {why}")
+    error.remedies = frozenset(remedies)
+    return error
 
 
-def check_constants(cls: type, name: str, value: object) -> None:
+def check_constants(cls: type, contents: Contents) -> None:
     """Raise RefusedError for an object whose changes would not be seen."""
-    for leaf in _tree.leaves(value):
-        if not isinstance(leaf, (Tensor, Number, *_CONSTANTS)) and not callable(leaf):
-            raise refusal(cls, f"it keeps an object as {name}, whose changes are not followed")
-
-
-def check_keys(cls: type, optimizer: Any) -> None:
-    """Raise RefusedError for state that is neither of a parameter nor under a text."""
-    if not all(isinstance(key, (str, Tensor)) for key in optimizer.state):
-        raise refusal(cls, "it must have parameters or text as keys of self.state")
+    for name, value in contents.items():
+        for leaf in _tree.leaves(value):
+            if not isinstance(leaf, (Tensor, Number, *_CONSTANTS)) and not callable(leaf):
+                raise refusal(cls, f"it keeps an object as {name}, whose changes are not followed")
 
 
 def step_of(optimizer: Any) -> Callable[[], Any]:
@@ -107,12 +96,26 @@ def step_of(optimizer: Any) -> Callable[[], Any]:
 
 
 def shared_in(optimizer: Any) -> Contents:
-    """Return what an instance keeps for all parameters."""
-    group = optimizer.param_groups[0]
-    shared = {name: value for name, value in group.items() if name not in WITHOUT_EFFECT}
-    shared |= {f"state.{key}": value for key, value in optimizer.state.items() if isinstance(key, str)}
-    attributes = {name: value for name, value in vars(optimizer).items() if name not in _attributes_of_torch()}
-    return shared | {f"self.{name}": value for name, value in attributes.items() if name != "step"}
+    """Return what an instance keeps for all parameters.
+
+    Raises:
+        RefusedError: it keeps state that is neither of a parameter nor under a text.
+    """
+    shared = {name: value for name, value in optimizer.param_groups[0].items() if name not in WITHOUT_EFFECT}
+    for key, value in optimizer.state.items():
+        if isinstance(key, str):
+            shared[f"state.{key}"] = value
+        elif not isinstance(key, Tensor):
+            raise refusal(type(optimizer), "it must have parameters or text as keys of self.state")
+    for name, value in vars(optimizer).items():
+        if name != "step" and name not in _attributes_of_torch():
+            shared[f"self.{name}"] = value
+    return shared
+
+
+def contents_of(optimizer: Any, params: list[Tensor]) -> list[Contents]:
+    """Return what an instance keeps of each parameter, and last what it keeps for all."""
+    return [*[dict(optimizer.state.get(param, {})) for param in params], shared_in(optimizer)]
 
 
 def put_shared(optimizer: Any, contents: Contents) -> None:
@@ -161,24 +164,30 @@ def is_same(before: object, after: object) -> bool:
     return bool(before == after)
 
 
-def changed_names(before: Contents, after: Contents) -> set[str]:
-    """Return the names under which something is new or other; tensors are compared by value."""
-    old, new = leaves(before), leaves(after)
-    return {
-        name.partition("[")[0]
-        for name in old.keys() | new.keys()
-        if name not in old or name not in new or not _is_equal(old[name], new[name])
-    }
+_NOTHING = (NotImplemented, None)
 
 
-def _is_equal(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor) and not one.is_meta and one.shape == other.shape:
-        return torch.equal(one, other)
-    return is_same(one, other)
+def marked(contents: Contents) -> dict[str, tuple[Any, int | None]]:
+    """Return the leaves of containers by name, each with a number that a write into a tensor changes."""
+    marks = {}
+    for name, leaf in leaves(contents).items():
+        marks[name] = leaf, leaf._version if isinstance(leaf, Tensor) else None
+    return marks
+
+
+def changed(before: dict[str, tuple[Any, int | None]], contents: Contents) -> set[str]:
+    """Return the names under which something is new or other, or was written into, since it was marked."""
+    after = marked(contents)
+    names = set()
+    for name in before.keys() | after.keys():
+        (old, old_version), (new, new_version) = before.get(name, _NOTHING), after.get(name, _NOTHING)
+        if old_version != new_version or not is_same(old, new):
+            names.add(name.partition("[")[0])
+    return names
 
 
 def form_of(contents: Contents) -> Contents:
-    """Return what an instance keeps, as a `Form` has it."""
+    """Return what an instance keeps, without values of tensors and of numbers that change."""
 
     def without_value(_: str, leaf: Any) -> Any:
         if isinstance(leaf, Number):

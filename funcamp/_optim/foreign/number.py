@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -28,19 +28,49 @@ _DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
 class RefusedError(TypeError):
     """A class does what no pure function can."""
 
+    remedies: frozenset[str] = frozenset()
+    """How the class may be run instead."""
 
-class Run(Protocol):
-    """The run of a class's step in which a number is used."""
 
-    asks_divisors: bool
+class Run:
+    """The questions that a class asks in one run of its step.
 
-    def ask(self, condition: Tensor, *numbers: object) -> bool:
-        """Answer a question about numbers."""
-        ...
+    Args:
+        name: the class's, for errors.
+        answers: the answers to the first questions of this run; None if the values are known and decide.
+        asks_divisors: whether a division by 0 is a question.
+    """
+
+    def __init__(self, name: str, answers: tuple[bool, ...] | None, *, asks_divisors: bool) -> None:
+        self.asks_divisors = asks_divisors
+        self.conditions: list[Tensor] = []
+        self.path: list[bool] = []
+        """The answers that this run got."""
+        self.refusal: RefusedError | None = None
+        """The first refusal, which the class may have caught."""
+        self._name = name
+        self._answers = answers
+        self._known: dict[tuple[object, ...], bool] = {}
 
     def refuse(self, what: str) -> NoReturn:
         """Raise the error for what a class does."""
-        ...
+        error = RefusedError(f"stateless: {self._name} cannot be made pure: its step {what} ({location()})")
+        self.refusal = self.refusal or error
+        raise error
+
+    def ask(self, condition: Tensor, *question: object) -> bool:
+        """Return the answer to a question; the same one to the same question about the same numbers."""
+        key = tuple(map(value_of, question)) or (condition,)
+        if key in self._known:
+            return self._known[key]
+        if self._answers is None:
+            answer = bool(condition)
+        else:
+            answer = self._answers[len(self.path)] if len(self.path) < len(self._answers) else True
+        self.conditions.append(condition.reshape(()))
+        self.path.append(answer)
+        self._known[key] = answer
+        return answer
 
 
 class Number:
@@ -108,39 +138,46 @@ _OF_PYTHON = {
     name: getattr(math, name)
     for name in ("sqrt", "exp", "log", "log2", "cos", "sin", "tanh", "pow", "floor", "ceil", "copysign")
 }
-_this_thread = threading.local()
 _lock = threading.Lock()
 _users = 0
+#: What is set for all threads while one of them runs a step.
+_for_all_threads = contextlib.ExitStack()
 
 
 @contextlib.contextmanager
-def math_of_numbers(run: Run) -> Iterator[None]:
-    """Context manager: in this thread functions of `math` take a `Number`, and a tensor of one number."""
+def in_a_step() -> Iterator[None]:
+    """Context manager: functions of `math` take a `Number`, and what a class compiles runs eager.
+
+    In any other thread functions of `math` are as before.
+    """
     global _users
-    outer, _this_thread.run = getattr(_this_thread, "run", None), run
     with _lock:
+        if _users == 0:
+            _for_all_threads.enter_context(torch.compiler.set_stance("force_eager"))
+            _for_all_threads.callback(vars(math).update, _OF_PYTHON)
+            vars(math).update(_OF_NUMBERS)
         _users += 1
-        vars(math).update(_OF_NUMBERS)
     try:
         yield
     finally:
-        _this_thread.run = outer
         with _lock:
             _users -= 1
             if _users == 0:
-                vars(math).update(_OF_PYTHON)
+                _for_all_threads.close()
 
 
 def _on_numbers(of_python: Callable[..., Any], of_torch: Callable[..., Tensor]) -> Callable[..., Any]:
     @functools.wraps(of_python)
     def function(*args: Any) -> Any:
-        run = getattr(_this_thread, "run", None)
-        if run is None or not any(isinstance(arg, (Number, Tensor)) for arg in args):
+        # In a run the item of a tensor is a `Number`.
+        items = [arg.item() if isinstance(arg, Tensor) else arg for arg in args]
+        number = next((item for item in items if isinstance(item, Number)), None)
+        if number is None:
             return of_python(*args)
-        first, *others = [wide(arg) if isinstance(arg, Tensor) else arg for arg in map(value_of, args)]
+        first, *others = map(value_of, items)
         if not isinstance(first, Tensor):
-            first = torch.full_like(others[0], first)
-        return Number(of_torch(first, *others), run)
+            first = torch.full_like(number.tensor, first)
+        return Number(of_torch(first, *others), number.run)
 
     return function
 

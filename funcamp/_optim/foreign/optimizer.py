@@ -1,48 +1,106 @@
-"""A class of another package, which is tried once: eight steps as a function against those of its own loop."""
+"""A class of another package as two pure functions: its own step, run on tensors.
+
+A run (`_run`) makes an instance, puts the state in, takes the step, and reads the state. If the class asks about a
+number that changes, the step runs both ways and the condition selects (`_paths`). When the optimizer is made, eight
+steps are compared with those of the class's own loop (`_compare`).
+"""
 
 from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from funcamp import _tree, _upstream
+from funcamp._optim.foreign.calls import Calls
 from funcamp._optim.foreign.instance import (
     Contents,
+    changed,
+    check_aliases,
+    check_constants,
+    cloned,
+    contents_of,
+    filled,
+    form_of,
     instance,
     is_entry,
+    is_number,
+    is_same,
+    leaves,
+    marked,
+    put_shared,
+    record,
     refusal,
     shared_in,
     step_of,
     tensor_of,
 )
-from funcamp._optim.foreign.instance import leaves as leaves_of
-from funcamp._optim.foreign.number import RefusedError
-from funcamp._optim.foreign.own_step import ChangesError, OwnStep, TooManyWaysError, example_hyper
-from funcamp._optim.modes import generators_put_back
-from funcamp._optim.optimizer import OptState
+from funcamp._optim.foreign.number import Number, RefusedError, in_a_step
+from funcamp._optim.hyperparameters import Hyper, is_dynamic, map_items
+from funcamp._optim.modes import generators_put_back, without_modes
+from funcamp._optim.optimizer import Leaves, OptState, StatelessOptimizer, Stepped
 from funcamp._optim.torch_optim.rule import State
+from funcamp._storage.params import collapse, expand
 from funcamp._trace.as_compiled import as_eager
+from funcamp._types import Tree
+
+_MOST_WAYS = 16
+#: Remedies: parameters step one by one, because each asks its own questions; the first step is another formula. Any
+#: other remedy is the name of something that a step changes for all parameters.
+_SEPARATELY, _FIRST = "one by one", "another first step"
+_MOST_REMEDIES = 24
 
 _STEPS = 8
 #: Its values are known, so these suffice to see every path.
 _STEPS_WITH_ALL_PATHS = (0, 1)
-#: One for each name of what a step changes for all parameters.
-_MOST_TRIALS = 24
 _SHAPES = ((2, 3), (2,), (48, 32), (2, 3), (32, 48), (2, 2, 2, 1))
 #: The parameters of a trial; fewer kinds for a class that refuses some.
 _TRIALS = ((*_SHAPES, ()), _SHAPES, ((2, 3), (3, 2), (2, 3)))
+_FakeTensorMode: Any = _upstream.find("torch._subclasses.fake_tensor.FakeTensorMode")
 
 
-class OtherNumbersError(RefusedError):
-    """A step as a function computes other numbers than the class's own."""
+class Inputs(NamedTuple):
+    """What a step begins with."""
+
+    params: list[Tensor]
+    grads: list[Any]
+    """A tensor or None for each parameter."""
+    states: list[State]
+    """The entries of each parameter, and last those that all share."""
+    hyper: Hyper
+    is_first: bool = False
+    """Whether the class keeps nothing yet, as before a first step by its own formula."""
+
+    def of(self, part: list[int]) -> Inputs:
+        """Return those of some parameters."""
+        states = [*[self.states[index] for index in part], self.states[-1]]
+        params, grads = [self.params[index] for index in part], [self.grads[index] for index in part]
+        return self._replace(params=params, grads=grads, states=states)
 
 
-class ForeignOptimizer(OwnStep):
+class ForeignOptimizer(StatelessOptimizer):
     """A class of another package as two pure functions; made by `stateless`."""
 
     def _prepare(self) -> None:
-        super()._prepare()
+        #: Whether it catches divisions by 0, which are then questions. No run shows it, but the source.
+        self._asks_divisors = any("ZeroDivisionError" in _source_of(base) for base in self._cls.__mro__)
+        #: What the constructor gets: other numbers for tensors and schedules, so that a class which keeps such a number
+        #: for itself, beside its group, differs from its own loop.
+        self._instance_arguments = dict(self._arguments)
+        for name in self._dynamic:
+            self._instance_arguments[name] = map_items(
+                _other_number, name, self._arguments[name], self._hyperparameters[name]
+            )
+        #: What an instance keeps after a step, without values, by the kinds of its parameters.
+        self._forms: dict[Any, list[Contents]] = {}
+        #: How the class must be run, found in the trial.
+        self._remedies: set[str] = set()
+        #: Whether values are known, so that one path suffices: while the class is tried.
+        self._reads_answers = False
         failure: Exception | None = None
-        with as_eager(), generators_put_back(), torch.compiler.set_stance("force_eager"):
+        with as_eager(), generators_put_back(), in_a_step():
             for shapes in _TRIALS:
                 for dtype in (torch.float64, torch.float32):
                     try:
@@ -54,78 +112,249 @@ class ForeignOptimizer(OwnStep):
         name = type(failure).__name__
         raise refusal(self._cls, f"its step fails ({name}: {failure})") from failure
 
+    def _takes_groups(self) -> bool:
+        return False
+
+    def _check_entries(self, flat: Leaves, opt_state: OptState) -> None:
+        """Leave the check to the step, which knows what each parameter has."""
+
+    def _positions(self, flat: Leaves, flat_grads: Leaves) -> list[int]:  # noqa: ARG002  it may count steps
+        return [index for index, param in enumerate(flat) if param is not None]
+
+    def evaluation_params(self, params: Tree, opt_state: OptState) -> Tree:
+        """Return the parameters to evaluate with; see `StatelessOptimizer.evaluation_params`."""
+        if not (callable(getattr(self._cls, "train", None)) and callable(getattr(self._cls, "eval", None))):
+            return params
+        expanded = expand(params)
+        flat, spec = _tree.parameters("evaluation_params", "params", expanded)
+        positions = self._positions(flat, flat)
+        all_states = self._states(expanded, flat, opt_state)
+        present: list[Any] = [flat[index] for index in positions]
+        states = [*[all_states[index] for index in positions], opt_state.shared]
+        calls = self._calls(())
+        inputs = Inputs(present, [], states, self._hyper(opt_state.applied, present))
+        optimizer, clones = self._filled_instance(inputs, calls)
+        self._call(optimizer.eval, calls)
+        if calls.path:
+            raise refusal(self._cls, "its eval branches on a number that changes in training")
+        for index, param in zip(positions, clones):
+            flat[index] = param
+        return collapse(params, _tree.unflatten(flat, spec))
+
+    def _parts(self, count: int) -> list[list[int]]:
+        """Return the indices of the parameters that step together."""
+        return [[index] for index in range(count)] if _SEPARATELY in self._remedies else [list(range(count))]
+
+    # The state before the first step.
+
+    def _first(self, params: list[Tensor], hyper: Hyper) -> list[State]:
+        """Return the first values that a step with a zero gradient gives to entries."""
+        return _joined([self._first_of([params[index] for index in part], hyper) for part in self._parts(len(params))])
+
+    def _first_of(self, params: list[Tensor], hyper: Hyper) -> list[State]:
+        """Return these values for parameters that step together."""
+        calls = self._calls(())
+        with torch.no_grad(), calls:
+            clones = [param.detach().clone() for param in params]
+            for clone in clones:
+                clone.grad = torch.zeros_like(clone)
+            optimizer = instance(self._cls, clones, self._instance_arguments)
+            record(optimizer)
+            marks, before = marked(shared_in(optimizer)), cloned(shared_in(optimizer))
+            put_shared(optimizer, _numbers(hyper, calls))
+        self._call(step_of(optimizer), calls)
+        *kept, after = contents_of(optimizer, clones)
+        for contents in kept:
+            check_constants(self._cls, contents)
+        check_aliases(self._cls, [*clones, *[leaf for one in (*kept, after) for leaf in leaves(one).values()]])
+        # What the first step changes is put into every instance, also if it is no number: a flag, for example.
+        names = (self._remedies | changed(marks, after)) - {*self._dynamic, _SEPARATELY, _FIRST}
+        kept.append({name: after.get(name, 0.0) for name in sorted(names)})  # 0.0: only another path makes it
+        self._forms[_kinds(params)] = [form_of(contents) for contents in kept]
+        firsts = [getattr(optimizer.state.get(clone), "first", one) for clone, one in zip(clones, kept)]
+        firsts.append(optimizer.param_groups[0].first | before)
+        return [_entries_before(*each) for each in zip(firsts, kept, [*params, params[0]])]
+
+    def _form(self, params: list[Tensor]) -> list[Contents]:
+        """Return what an instance with such parameters keeps."""
+        key = _kinds(params)
+        if key not in self._forms:
+            with without_modes(), _FakeTensorMode():
+                empty = [torch.zeros(param.shape, dtype=param.dtype) for param in params]
+                self._first_of(empty, example_hyper(self))
+        return self._forms[key]
+
+    # A step.
+
+    def _stepped(
+        self, params: list[Tensor], grads: list[Any], states: list[State], applied: Tensor, hyper: Hyper
+    ) -> Stepped:
+        if torch.compiler.is_dynamo_compiling():
+            raise RuntimeError(
+                f"update: {self._cls.__name__} runs its own Python, which torch.compile does not trace; compile the "
+                "step with funcamp.jit"
+            )
+        inputs = Inputs(params, grads, states, hyper)
+        if _FIRST not in self._remedies or (self._reads_answers and applied > 0):
+            return self._all_paths(inputs)
+        if any(grad is None for grad in grads):
+            raise ValueError(
+                f"update: grads must all be tensors, because the first step of {self._cls.__name__} is another "
+                "formula; got None: give zeros, or leave the parameter out"
+            )
+        first = self._all_paths(inputs._replace(is_first=True))
+        return _selected(applied == 0, first, self._all_paths(inputs))
+
+    def _all_paths(self, inputs: Inputs) -> Stepped:
+        """Take the step along every path, of all parameters together or of each by itself."""
+        results = [self._paths(inputs.of(part), (), []) for part in self._parts(len(inputs.params))]
+        params = [param for result in results for param in result.params]
+        return Stepped(params, _joined([result.states for result in results]))
+
+    def _paths(self, inputs: Inputs, answers: tuple[bool, ...], runs: list[Calls]) -> Stepped:
+        """Run every path that begins with some answers, and select the one that the values take."""
+        calls = self._calls(answers)
+        runs.append(calls)
+        result = self._run(inputs, calls)
+        if self._reads_answers:
+            return result
+        if len(runs) + len(calls.path) - len(answers) > _MOST_WAYS:  # each new question is one more run at least
+            why = f"its step branches on numbers that change in training in more than {_MOST_WAYS} ways"
+            raise refusal(self._cls, why, _SEPARATELY)
+        for index in reversed(range(len(answers), len(calls.path))):
+            try:
+                other = self._paths(inputs, (*calls.path[:index], not calls.path[index]), runs)
+            except ZeroDivisionError:  # its own loop would stop there, so the values never go this way
+                continue
+            yes, no = (result, other) if calls.path[index] else (other, result)
+            result = _selected(calls.conditions[index], yes, no)
+        return result
+
+    def _calls(self, answers: tuple[bool, ...]) -> Calls:
+        given = None if self._reads_answers else answers
+        return Calls(self._cls.__name__, given, asks_divisors=self._asks_divisors)
+
+    def _filled_instance(self, inputs: Inputs, calls: Calls) -> tuple[Any, list[Tensor]]:
+        """Return an instance with a state, and its parameters, which are clones."""
+        form = self._form(inputs.params)
+        with torch.no_grad(), calls:
+            clones = [param.detach().clone() for param in inputs.params]
+            optimizer = instance(self._cls, clones, self._instance_arguments)
+            if not inputs.is_first:
+                *of_params, shared = [filled(*each, calls) for each in zip(form, inputs.states)]
+                put_shared(optimizer, shared)
+                for clone, contents in zip(clones, of_params):
+                    if contents:
+                        optimizer.state[clone] = contents
+            put_shared(optimizer, _numbers(inputs.hyper, calls))
+        return optimizer, clones
+
+    def _run(self, inputs: Inputs, calls: Calls) -> Stepped:
+        """Take one step of an instance."""
+        form = self._form(inputs.params)
+        optimizer, clones = self._filled_instance(inputs, calls)
+        for clone, grad in zip(clones, inputs.grads):
+            clone.grad = None if grad is None else grad.detach().to(clone.dtype, copy=True)
+        marks = marked(shared_in(optimizer))
+        self._call(step_of(optimizer), calls)
+        *kept, shared = contents_of(optimizer, clones)
+        others = sorted(changed(marks, shared) - form[-1].keys())
+        if others:
+            raise refusal(self._cls, f"its step changes {', '.join(others)}, which is not followed", *others)
+        kept.append({name: shared[name] for name in form[-1] if name in shared})
+        states = [self._entries(*each) for each in zip(kept, form, inputs.states, [*clones, clones[0]])]
+        for clone in clones:
+            clone.grad = None
+        check_aliases(self._cls, [*clones, *[tensor for state in states for tensor in state.values()]])
+        return Stepped(clones, states)
+
+    def _call(self, method: Any, calls: Calls) -> None:
+        with torch.no_grad(), calls, in_a_step(), as_eager():
+            try:
+                method()
+            finally:
+                if calls.refusal is not None:  # the class may have caught it
+                    raise calls.refusal
+
+    def _entries(self, contents: Contents, form: Contents, before: State, like: Tensor) -> State:
+        """Return the tensors and numbers among what an instance keeps, of the kinds that they had before."""
+        found, expected = leaves(contents), leaves(form)
+        if found.keys() != expected.keys():
+            odd = sorted(found.keys() ^ expected.keys())
+            raise refusal(self._cls, f"its state must have the same entries after every step; odd is {odd}")
+        entries: State = {}
+        for name, leaf in found.items():
+            if not is_entry(expected[name]):
+                if not is_same(expected[name], leaf):
+                    raise refusal(self._cls, f"its step changes {name!r} to {leaf!r}")
+                continue
+            if not is_entry(leaf):
+                raise refusal(self._cls, f"its state entry {name!r} must be a tensor or a number after every step")
+            tensor = tensor_of(leaf, like)
+            if is_number(expected[name]) and tensor.numel() == 1:
+                tensor = tensor.reshape(())
+            if name in before:
+                if tensor.shape != before[name].shape:
+                    raise refusal(self._cls, f"its state entry {name!r} changes its shape")
+                tensor = tensor.to(before[name].dtype)
+            entries[name] = tensor
+        return entries
+
+    # The trial.
+
     def _try(self, params: list[Tensor]) -> None:
         """Find how the class steps, or raise with the reason why it cannot be used."""
-        for _ in range(_MOST_TRIALS):
+        while True:
             self._forms.clear()
             try:
                 return self._compare(params)
-            except ChangesError as error:
-                self._shared_names |= {error.name}
-            except TooManyWaysError:
-                if self._is_separate:
+            except RefusedError as error:
+                if error.remedies <= self._remedies or len(self._remedies) > _MOST_REMEDIES:
                     raise
-                self._is_separate = True
-            except OtherNumbersError:
-                if self._first_differs:
-                    raise
-                self._first_differs = True
-        raise refusal(self._cls, f"its step changes {', '.join(sorted(self._shared_names))}")
-
-    def _loop(self, params: list[Tensor]) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-        torch.manual_seed(0)
-        leaves = [nn.Parameter(param.clone()) for param in params]
-        return instance(self._cls, leaves, self._arguments), leaves  # type: ignore[arg-type]
+                self._remedies |= error.remedies
 
     def _compare(self, params: list[Tensor]) -> None:
         """Raise if some steps are other ones than the class's own loop takes."""
-        optimizer, leaves = self._loop(params)
+        torch.manual_seed(0)
+        owns = [nn.Parameter(param.clone()) for param in params]
+        optimizer = instance(self._cls, owns, self._arguments)  # type: ignore[arg-type]
         torch.manual_seed(0)
         hyper = example_hyper(self)
         self._reads_answers = False
-        states, shared = self._first(params, hyper)
+        states = self._first(params, hyper)
         current = params
         for number in range(_STEPS):
             grads = self._grads(params, number)
             generator_before = torch.get_rng_state()
-            _step(optimizer, leaves, grads)
+            for own, grad in zip(owns, grads):
+                own.grad = grad.clone()
+            with torch.no_grad():
+                step_of(optimizer)()
+            if not all(own.isfinite().all() for own in owns):
+                raise refusal(self._cls, "its own loop comes to numbers that are not finite")
             generator_after = torch.get_rng_state()
             torch.set_rng_state(generator_before)
             self._reads_answers = number not in _STEPS_WITH_ALL_PATHS
-            stepped = self._stepped(current, grads, states, OptState(torch.tensor(number), {}, shared), hyper)
-            current, states, shared = stepped
+            current, states = self._stepped(current, grads, states, torch.tensor(number), hyper)
             if number and not torch.equal(torch.get_rng_state(), generator_after):
                 raise refusal(self._cls, "its step draws other random numbers as a function than in its loop")
-            for found, wanted, start in zip(current, leaves, params):
-                self._check_near(number, found, wanted.detach(), start)
-            for leaf, entries in zip(leaves, states):
-                self._check_entries_near(number, entries, dict(optimizer.state.get(leaf, {})), leaf)
-            self._check_entries_near(number, shared, shared_in(optimizer), leaves[0])
+            for found, own, start in zip(current, owns, params):
+                self._check_near(number, found, own.detach(), _most_apart(own.detach(), start))
+            for entries, contents in zip(states, contents_of(optimizer, owns)):  # type: ignore[arg-type]
+                for name, leaf in leaves(contents).items():
+                    if name in entries and is_entry(leaf):  # a count that is off by one may show late
+                        wanted = tensor_of(leaf, owns[0]).to(entries[name].dtype).reshape(entries[name].shape)
+                        self._check_near(number, entries[name], wanted, 2e-3 * _largest(wanted))
         self._reads_answers = False
 
-    def _check_near(self, number: int, found: Tensor, wanted: Tensor, start: Tensor) -> None:
-        """Raise OtherNumbersError if parameters are not near, over their size or over the way that they went."""
-        apart = _largest(found - wanted)
-        is_double = found.dtype == torch.float64 and not torch.equal(wanted, wanted.float().double())
-        of_way, of_size = (1e-5, 1e-15) if is_double else (1e-3, 5e-7)
-        if not (apart < of_way * _largest(wanted - start) or apart < of_size * _largest(wanted)):
-            raise self._other_numbers(number)
-
-    def _check_entries_near(self, number: int, found: State, kept: Contents, like: Tensor) -> None:
-        """Raise OtherNumbersError if a state is another one: a count that is off by one may show late."""
-        for name, leaf in leaves_of(kept).items():
-            if name not in found or not is_entry(leaf):
-                continue
-            wanted = tensor_of(leaf, like).to(found[name].dtype).reshape(found[name].shape)
-            if not torch.allclose(found[name], wanted, rtol=1e-3, atol=1e-3 * _largest(wanted), equal_nan=True):
-                raise self._other_numbers(number)
-
-    def _other_numbers(self, number: int) -> OtherNumbersError:
-        return OtherNumbersError(
-            f"stateless: {self._cls.__name__} cannot be made pure: its step number {number} as a function comes to "
-            "other numbers than in its own loop: it keeps something elsewhere, what it computes for one parameter "
-            "depends on another one, or it uses a number of its constructor that is a tensor or a schedule here"
-        )
+    def _check_near(self, number: int, found: Tensor, wanted: Tensor, most_apart: float) -> None:
+        if not torch.allclose(found, wanted, rtol=0.0, atol=most_apart, equal_nan=True):
+            why = (
+                f"its step number {number} as a function comes to other numbers than in its own loop: it keeps "
+                "something elsewhere, what it computes for one parameter depends on another one, or it uses a number "
+                "of its constructor that is a tensor or a schedule here"
+            )
+            raise refusal(self._cls, why, _FIRST)
 
     def _grads(self, params: list[Tensor], number: int) -> list[Tensor]:
         """Return gradients of several sizes.
@@ -136,17 +365,80 @@ class ForeignOptimizer(OwnStep):
         grads = []
         for index, param in enumerate(params):
             grads.append(_numbers_like(tuple(param.shape), param.dtype, 10 * number + index + 3) * factor)
-        if self._is_separate and number == 5:
+        if _SEPARATELY in self._remedies and number == 5:
             grads[0] = grads[0] * 1e6
         return grads
 
 
-def _step(optimizer: torch.optim.Optimizer, leaves: list[nn.Parameter], grads: list[Tensor]) -> None:
-    """Take a step of the class's own loop."""
-    for leaf, grad in zip(leaves, grads):
-        leaf.grad = grad.clone()
-    with torch.no_grad():
-        step_of(optimizer)()
+def _source_of(cls: type) -> str:
+    """Return the source of a class; the empty string if there is none."""
+    try:
+        return inspect.getsource(cls)
+    except (OSError, TypeError):
+        return ""
+
+
+def example_hyper(optimizer: StatelessOptimizer) -> Hyper:
+    """Return tensors for the tensors and schedules of an optimizer, with the numbers that its constructor gets."""
+
+    def tensor(_: str, value: float) -> Tensor:
+        return torch.full((), value, dtype=torch.float64)
+
+    return {name: map_items(tensor, name, optimizer._arguments[name]) for name in optimizer._dynamic}
+
+
+def _other_number(_: str, argument: Any, hyperparameter: object) -> Any:
+    return 0.9 * argument if is_dynamic(hyperparameter) else argument
+
+
+def _numbers(hyper: Hyper, calls: Calls) -> Contents:
+    """Return hyperparameters as the class gets them."""
+
+    def number(_: str, value: object) -> object:
+        return Number(value, calls) if isinstance(value, Tensor) else value
+
+    return {name: map_items(number, name, value) for name, value in hyper.items()}
+
+
+def _kinds(params: list[Tensor]) -> Any:
+    return tuple((tuple(param.shape), param.dtype) for param in params)
+
+
+def _entries_before(first: Contents, last: Contents, like: Tensor) -> State:
+    """Return the entries before the first step, from the first values of what there is after it."""
+    first_leaves, entries = leaves(first), {}
+    for name, leaf in leaves(last).items():
+        if is_entry(leaf):
+            value = first_leaves.get(name)
+            after = tensor_of(leaf, like)
+            first_tensor = tensor_of(value, like) if is_entry(value) else after
+            entries[name] = first_tensor if first_tensor.shape == after.shape else after
+    return entries
+
+
+def _joined(parts: list[list[State]]) -> list[State]:
+    """Return the states of all parameters, and last what they share."""
+    return [*[state for part in parts for state in part[:-1]], parts[-1][-1]]
+
+
+def _selected(condition: Tensor, yes: Stepped, no: Stepped) -> Stepped:
+    """Return the results of one path or of another."""
+
+    def pick(one: Tensor, other: Tensor) -> Tensor:
+        return one if one is other else torch.where(condition, one.to(other.dtype), other)
+
+    params = [pick(*both) for both in zip(yes.params, no.params)]
+    states = []
+    for one, other in zip(yes.states, no.states):
+        states.append({name: pick(value, other[name]) for name, value in one.items()})
+    return Stepped(params, states)
+
+
+def _most_apart(wanted: Tensor, start: Tensor) -> float:
+    """Return how far from a parameter a right one may be, by its size or by the way that it went."""
+    is_double = wanted.dtype == torch.float64 and not torch.equal(wanted, wanted.float().double())
+    of_way, of_size = (1e-5, 1e-15) if is_double else (1e-3, 5e-7)
+    return max(of_way * _largest(wanted - start), of_size * _largest(wanted))
 
 
 def _largest(tensor: Tensor) -> float:

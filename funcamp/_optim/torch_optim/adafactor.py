@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funcamp._optim.arithmetic import Number, add, clamp, larger, lerp, smaller, wide
+from funcamp._optim.arithmetic import Number, add, clamp, lerp, like, wide
 from funcamp._optim.torch_optim.rule import Arguments, State, UpdateRule, count, decayed, scalar
 
 
@@ -22,12 +22,12 @@ def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tens
     eps1, eps2 = h.eps
     if eps1 is None:
         eps1 = torch.finfo(param.dtype).eps
-    relative_rate = smaller(h.lr, 1 / step**0.5)
-    rate = larger(eps2, _root_mean_square(param)) * relative_rate
+    relative_rate = torch.minimum(like(h.lr, step), 1 / step**0.5)
+    rate = clamp(_root_mean_square(param), eps2) * relative_rate
     param = decayed(param, h)
     new_state, variance = _variance(grad, state, step**h.beta2_decay, eps1)
     update = clamp(variance, eps1 * eps1).rsqrt() * grad
-    clipping = larger(1.0, _root_mean_square(update) / h.d)
+    clipping = clamp(_root_mean_square(update) / h.d, 1.0)
     return add(param, update, -rate / clipping), {**new_state}
 
 

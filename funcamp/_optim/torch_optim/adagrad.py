@@ -1,12 +1,14 @@
-"""Adagrad (Duchi et al., 2011)."""
+"""Adagrad and what was made of it: the gradient over a root of squares."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from funcamp._optim.arithmetic import addcdiv, plus
-from funcamp._optim.torch_optim.rule import Arguments, State, UpdateRule, count, with_l2, zeros
+from funcamp._optim.arithmetic import add, addcdiv, is_zero, lerp, plus, times
+from funcamp._optim.torch_optim.rule import Arguments, State, UpdateRule, average_of_squares, count, with_l2, zeros
+
+# Adagrad (Duchi et al., 2011).
 
 
 def _init(param: Tensor, h: Arguments) -> State:
@@ -23,3 +25,60 @@ def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tens
 
 
 ADAGRAD = UpdateRule(_init, _step, ("lr", "lr_decay", "weight_decay", "initial_accumulator_value", "eps", "maximize"))
+
+
+# Adadelta (Zeiler, 2012).
+
+
+def _adadelta_step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
+    grad = with_l2(grad, param, h)
+    square_avg = average_of_squares(state["square_avg"], grad, h.rho)
+    delta = plus(state["acc_delta"], h.eps).sqrt() / plus(square_avg, h.eps).sqrt() * grad
+    acc_delta = average_of_squares(state["acc_delta"], delta, h.rho)
+    new_state = {"square_avg": square_avg, "acc_delta": acc_delta}
+    return add(param, delta, -h.lr), new_state
+
+
+ADADELTA = UpdateRule(
+    zeros("square_avg", "acc_delta"), _adadelta_step, ("lr", "rho", "eps", "weight_decay", "maximize")
+)
+
+
+# RMSprop (Hinton, 2012).
+
+
+def _rmsprop_init(param: Tensor, h: Arguments) -> State:
+    names = ["square_avg"]
+    if not is_zero(h.momentum):
+        names.append("momentum_buffer")
+    if h.centered:
+        names.append("grad_avg")
+    return zeros(*names)(param, h)
+
+
+def _rmsprop_step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
+    grad = with_l2(grad, param, h)
+    square_avg = average_of_squares(state["square_avg"], grad, h.alpha)
+    new_state = {"square_avg": square_avg}
+    variance = square_avg
+    if h.centered:
+        grad_avg = lerp(state["grad_avg"], grad, 1 - h.alpha)
+        new_state["grad_avg"] = grad_avg
+        variance = torch.addcmul(square_avg, grad_avg, grad_avg, value=-1)
+    denominator = plus(variance.sqrt(), h.eps)
+    plain = addcdiv(param, grad, denominator, -h.lr)
+    if is_zero(h.momentum):
+        return plain, new_state
+
+    buffer = addcdiv(times(state["momentum_buffer"], h.momentum), grad, denominator, 1.0)
+    moved = add(param, buffer, -h.lr)
+    if isinstance(h.momentum, Tensor):  # torch neither reads nor writes the buffer if it is 0
+        is_used = h.momentum > 0
+        moved = torch.where(is_used, moved, plain)
+        buffer = torch.where(is_used, buffer, state["momentum_buffer"])
+    return moved, {**new_state, "momentum_buffer": buffer}
+
+
+RMSPROP = UpdateRule(
+    _rmsprop_init, _rmsprop_step, ("lr", "alpha", "eps", "weight_decay", "momentum", "centered", "maximize")
+)

@@ -5,7 +5,7 @@ class's arguments are `h`, by torch's names: each a bool, a text, a float, or a 
 tuple of such. `step` gets the gradient of what is minimized; a complex parameter comes as its real view. An entry
 `step` is counted by the caller.
 
-A new rule: copy `adamax.py`, and add the class to `RULES` in `__init__.py`.
+A new rule: copy Adagrad, and add the class to `RULES` in `__init__.py`.
 """
 
 from __future__ import annotations

@@ -1,12 +1,15 @@
-"""SGD with momentum (Sutskever et al., 2013), Nesterov's too."""
+"""Stochastic gradient descent."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from funcamp._optim.arithmetic import add, is_zero, times
-from funcamp._optim.torch_optim.rule import Arguments, State, UpdateRule, with_l2, zeros_like
+from funcamp._optim.arithmetic import add, is_zero, times, wide
+from funcamp._optim.torch_optim.rule import Arguments, State, UpdateRule, count, scalar, with_l2, zeros, zeros_like
+
+# SGD with momentum (Sutskever et al., 2013), Nesterov's too.
+
 
 #: The entry that counts the steps of a parameter, with dampening: the first gradient is not dampened. torch has no such
 #: entry, but no buffer before the first step.
@@ -42,3 +45,27 @@ def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tens
 
 
 SGD = UpdateRule(_init, _step, ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"))
+
+
+# ASGD, averaged (Polyak and Juditsky, 1992).
+
+
+def _asgd_init(param: Tensor, h: Arguments) -> State:
+    return {**zeros("ax")(param, h), "eta": scalar(h.lr, param), "mu": scalar(1.0, param)}
+
+
+def _asgd_step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
+    step, eta, mu = count(state), wide(state["eta"]), state["mu"]
+    grad = with_l2(grad, param, h)
+    param = add(times(param, 1 - h.lambd * eta), grad, -eta)
+    ax = torch.where(mu == 1, param, state["ax"] + times(param - state["ax"], mu))
+    next_eta = h.lr / (1 + h.lambd * h.lr * step) ** h.alpha
+    next_mu = 1 / torch.clamp(step - h.t0, min=1)
+    return param, {
+        "ax": ax,
+        "eta": next_eta.to(state["eta"].dtype),
+        "mu": next_mu.to(mu.dtype),
+    }
+
+
+ASGD = UpdateRule(_asgd_init, _asgd_step, ("lr", "lambd", "alpha", "t0", "weight_decay", "maximize"))

@@ -8,10 +8,9 @@ table that is made in the first run needs a third one, which must be as the seco
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -65,7 +64,8 @@ def settle(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_know
     try:
         for _ in range(_MAX_RUNS):
             generators_before = states_of(host_generators())
-            graph = trace_once()
+            with _emptied_caches(survey):
+                graph = trace_once()
             has_drawn = _note_draws(graph, generators_before)
             after = _values_of(Survey(roots))
             changes = _changes(before, after)
@@ -86,6 +86,21 @@ def settle(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_know
     )
 
 
+@contextlib.contextmanager
+def _emptied_caches(survey: Survey) -> Iterator[None]:
+    """Context manager: the caches of functions that a run has filled are empty afterwards: its tensors have no values.
+
+    A program computes anew what they would keep. What they have before the first call stays.
+    """
+    misses_before = [cache.cache_info().misses for cache in survey.caches]
+    try:
+        yield
+    finally:
+        for cache, misses in zip(survey.caches, misses_before):
+            if cache.cache_info().misses > misses:
+                cache.cache_clear()
+
+
 def _values_of(survey: Survey) -> _Values:
     """Return what is in each place."""
     places = survey.places.items()
@@ -103,8 +118,6 @@ def _put_back(roots: Mapping[str, object], first: _Values) -> None:
         if place.now() is not value:
             with contextlib.suppress(LookupError, AttributeError, TypeError):
                 place.put(value)
-        if isinstance(value, functools._lru_cache_wrapper):
-            value.cache_clear()
 
 
 def _changes(before: _Values, after: _Values) -> list[_Change]:
@@ -165,17 +178,16 @@ def _path_of(tensor: Tensor, values: _Values) -> str:
     return next((place.path for place, value in values.values() if value is tensor), "an attribute or a variable")
 
 
-def _ids_of_read(graph: Graph) -> set[int]:
-    """Return the ids of the captured tensors on which a result or a written input depends."""
+def _ids_of_read(graph: Graph) -> list[int]:
+    """Return the ids of the captured tensors on which a result or a written input depends, in their order."""
     live = live_nodes(graph)
     inputs = graph.module.graph.find_nodes(op="placeholder")[len(graph.inputs) - len(graph.captured) :]
-    return {id(tensor) for tensor, node in zip(graph.captured, inputs) if node in live}
+    return [id(tensor) for tensor, node in zip(graph.captured, inputs) if node in live]
 
 
 def _is_same(one: Graph, other: Graph) -> bool:
     """Return whether two graphs compute the same, from the same captured tensors."""
-    captured_ids = [list(map(id, graph.captured)) for graph in (one, other)]
-    return captured_ids[0] == captured_ids[1] and description_of(one) == description_of(other)
+    return _ids_of_read(one) == _ids_of_read(other) and description_of(one) == description_of(other)
 
 
 def _described(changes: Collection[_Change]) -> str:

@@ -590,6 +590,7 @@ FOLLOWED: dict[str, Callable[[], Program]] = {
     "a table in a buffer": lazy_buffer,
     "a table of a buffer": lazy_of_a_buffer,
     "tables by size": lazy_by_size,
+    "a function's cache": lazy_function,
     "a number that the first call sets": lazy_number,
     "a hidden state in a buffer": hidden_state_in_a_buffer,
 }
@@ -775,7 +776,6 @@ REFUSED: dict[str, tuple[Callable[[], Program], str]] = {
     "a criterion's center": (lambda: Program(linear(), Center("replaced")), r"not replace .* criterion\.center"),
     "a criterion's center in place": (lambda: Program(linear(), Center("in place")), r"writes into criterion\.center"),
     "a memory bank": (memory_bank, r"criterion\.bank\.(next|rows)"),
-    "a function's cache": (lazy_function, "a function's cache .* make it before the first call"),
     "a teacher in training": (teacher_in_training, r"criterion\.teacher\.1\..*eval mode"),
     "tensors that change places": (changing_places(4), r"model\.(one|other)"),
     "tensors of two shapes that change places": (changing_places(3), r"model\.(one|other)"),

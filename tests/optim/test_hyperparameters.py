@@ -282,18 +282,20 @@ def test_what_chooses_the_algorithm_is_refused_by_name(cls: Any, name: str, reas
         stateless(cls, **{name: value})
 
 
-FLOAT_RULE = r"weight_decay must hold a float, as torch\.tensor\(1\.0\) does; got torch"
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"weight_decay": torch.tensor(True)}, FLOAT_RULE),
-        ({"weight_decay": torch.tensor(1j)}, FLOAT_RULE),
-        ({"weight_decay": torch.tensor(1)}, FLOAT_RULE),
+        *(
+            (arguments, rf"{label} must hold a float, as torch\.tensor\(1\.0\) does; got torch")
+            for value in (torch.tensor(True), torch.tensor(1j), torch.tensor(1))
+            for arguments, label in (
+                ({"weight_decay": value}, "weight_decay"),
+                ({"betas": (value, 0.9)}, r"betas\[0\]"),
+            )
+        ),
         ({"betas": (0.9, torch.ones(3))}, r"betas\[1\] must have shape \(\); got \(3,\)"),
     ],
 )
-def test_a_tensor_that_is_no_real_number_is_named(arguments: dict[str, Any], message: str) -> None:
+def test_a_tensor_that_is_no_float_is_named(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises((TypeError, ValueError), match=f"stateless: {message}"):
         stateless(optim.AdamW, **arguments)

@@ -163,8 +163,6 @@ PRIVATE = {
     "torch._amp_update_scale_": "GradScaler.update takes several kernels",
     "torch._decomp.get_decompositions": "jit does not take trilinear interpolation if the environment has CI=true",
     "torch._disable_dynamo": "import funcamp takes longer",
-    "torch._dynamo.callback.callback_handler": "jit on torch 2.11 does not take branches of torch.cond with attributes",
-    "torch._dynamo.trace_rules._numpy_function_ids": "torch.compile may take functions for those of numpy",
     "torch._foreach_copy_": "captured steps, and GradScaler with 16-bit gradients, do not work",
     "torch._foreach_mul_": "GradScaler does not work",
     "torch._foreach_norm": "GradScaler does not work on a GPU",

@@ -10,14 +10,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.distributions import Distribution
 
 
 class _ThisThread(threading.local):
     is_compiling: bool | None = None
     """What torch.compiler.is_compiling() returns; None for torch's own answer."""
-    checks_distributions = True
-    """Whether distributions check their values."""
 
 
 _this_thread = _ThisThread()
@@ -25,22 +22,17 @@ _this_thread = _ThisThread()
 
 @contextlib.contextmanager
 def as_compiled(is_compiling: bool) -> Iterator[None]:
-    """Context manager: distributions of this thread check no values, which would be reads on the host.
+    """Context manager: torch.compiler.is_compiling() is True in this thread if `is_compiling`, else torch's own answer.
 
-    Args:
-        is_compiling: whether torch.compiler.is_compiling() is True in this thread; models ask before they read values.
+    Models ask before they read values.
     """
     _ask_each_thread()
     compiling_before = _this_thread.is_compiling
-    checks_before = _this_thread.checks_distributions
     _this_thread.is_compiling = True if is_compiling else None
-    _this_thread.checks_distributions = False
     try:
-        with _checks_of_each_thread():
-            yield
+        yield
     finally:
         _this_thread.is_compiling = compiling_before
-        _this_thread.checks_distributions = checks_before
 
 
 @contextlib.contextmanager
@@ -84,34 +76,3 @@ def _is_compiling() -> bool:
     """Give torch.compiler.is_compiling its code; the names that are not defined here are in that function's globals."""
     answer = _funcamp_answers_in_this_thread()  # type: ignore[name-defined]  # noqa: F821
     return _is_compiling_as_torch_says() if answer is None else answer  # type: ignore[name-defined,no-any-return]  # noqa: F821
-
-
-class _Checks:
-    """Replaces `Distribution._validate_args`: False for a thread that traces, and what it was for others.
-
-    Args:
-        otherwise: what it was.
-    """
-
-    def __init__(self, otherwise: bool) -> None:
-        self.otherwise = otherwise
-
-    def __get__(self, _: object, __: type) -> bool:
-        return self.otherwise and _this_thread.checks_distributions
-
-
-@contextlib.contextmanager
-def _checks_of_each_thread() -> Iterator[None]:
-    """Context manager: whether distributions check their values is decided per thread, and not for the class."""
-    owner: Any = Distribution
-    checks_before = vars(owner)["_validate_args"]
-    if not checks_before:  # torch.compile, used before, leaves the checks off
-        yield
-        return
-    checks = _Checks(checks_before)
-    owner._validate_args = checks
-    try:
-        yield
-    finally:
-        if vars(owner)["_validate_args"] is checks:  # else somebody has set it since
-            owner._validate_args = checks_before

@@ -50,9 +50,9 @@ def in_nested_tensor(error: BaseException) -> bool:
     return any(frame.f_code.co_filename.startswith(folder) for frame, _ in _innermost_first(error))
 
 
-def line_in_stack(beside: tuple[str, ...] = ()) -> str:
-    """Return the innermost line of user code in the current call stack, outside of files that start with `beside`."""
-    return _first_user_line(traceback.walk_stack(sys._getframe(1)), beside)
+def line_in_stack() -> str:
+    """Return the innermost line of user code in the current call stack."""
+    return _first_user_line(traceback.walk_stack(sys._getframe(1)))
 
 
 def _innermost_first(error: BaseException) -> Iterator[tuple[FrameType, int]]:
@@ -60,17 +60,16 @@ def _innermost_first(error: BaseException) -> Iterator[tuple[FrameType, int]]:
     return reversed([*traceback.walk_tb(error.__traceback__)])
 
 
-def _first_user_line(frames: Iterable[tuple[FrameType, int]], beside: tuple[str, ...] = ()) -> str:
+def _first_user_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Return the first line of user code among some, and before it what layer of torch it called, if that reads values.
 
     Args:
         frames: the frames and their lines, from the inside out.
-        beside: the starts of the names of files that count as torch's.
     """
     layer = ""
     for frame, line in frames:
         file = frame.f_code.co_filename
-        if not file.startswith((*_NOT_USERS, *beside)):
+        if not file.startswith(_NOT_USERS):
             return f"{layer}{file}:{line} ({linecache.getline(file, line).strip()})"
         if not layer:  # the line of the user calls a model, and what reads is a module of torch in it
             layer = _describe_reading_layer(frame)

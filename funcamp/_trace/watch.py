@@ -38,7 +38,7 @@ from funcamp._trace.tracing import HostError, LetsDynamoIn, RequestedViews, curr
 from funcamp._trace.user_line import line_in_stack
 from funcamp._types import Args, Kwargs, Operation
 from funcamp._upstream.bugs.ctc_lengths import of_known_shape
-from funcamp._upstream.value_reads import is_answered_no
+from funcamp._upstream.value_reads import answer_to_read
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -117,8 +117,10 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         refuse_packing(func)
         args, kwargs = self._with_fakes(func, args, kwargs)
         func = of_known_shape(func, args)
-        if func is _ITEM and (self._is_anomaly_check(args[0]) or is_answered_no()):
-            return False
+        if func is _ITEM:
+            answer = False if self._is_anomaly_check(args[0]) else answer_to_read()
+            if answer is not None:
+                return answer
         tags = getattr(func, "tags", ())
         if torch.Tag.data_dependent_output in tags and not _is_known_constant(args[0]):
             raise read_error(line_in_stack())

@@ -1,7 +1,7 @@
-"""The four places in which torch's own Python reads a value: to choose a faster form, or to check an argument.
+"""The places in which torch's own Python reads a value: to choose a faster form, or to check an argument.
 
-A trace has no values. Two of the places get the answer with which the same numbers follow; in the other two, methods of
-layers, a trace runs the same formula without the read. `nn.SyncBatchNorm` is the third, too.
+A trace has no values. Two functions and the checks of distributions get the answer with which the same numbers follow;
+for two methods of layers a trace runs the same formula without the read. `nn.SyncBatchNorm` is one of them, too.
 """
 
 from __future__ import annotations
@@ -15,16 +15,25 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributions import Distribution
 from torch.nn import functional as F
 
 from funcamp import _upstream
 
 _detect_is_causal_mask: Any = _upstream.find("torch.nn.modules.transformer._detect_is_causal_mask")
-#: The functions that ask whether something holds for all elements, and go on with equal numbers if the answer is that
-#: it does not: is the mask causal, so that attention need not read it; is a variance negative, which is an error.
-_ANSWERED = {getattr(function, "__code__", None) for function in (_detect_is_causal_mask, F.gaussian_nll_loss)}
+#: What to answer the functions that ask whether something holds: is the mask causal, so that attention need not read
+#: it; is a variance negative, which is an error; are all values those that a distribution takes.
+_ANSWERS = {
+    getattr(function, "__code__", None): answer
+    for function, answer in {
+        _detect_is_causal_mask: False,
+        F.gaussian_nll_loss: False,
+        Distribution.__init__: True,
+        Distribution._validate_sample: True,
+    }.items()
+}
 #: How many frames, those of dispatch modes, there are at most between such a function and the watch of its read.
-_FRAMES_BETWEEN = 12
+_FRAMES_BETWEEN = 16
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -35,16 +44,14 @@ class _AdaptiveOutput(NamedTuple):
     loss: Tensor
 
 
-def is_answered_no() -> bool:
-    """Return whether the read that is being dispatched is one of torch's own, whose answer may be False."""
+def answer_to_read() -> bool | None:
+    """Return the answer to the read that is being dispatched, if it is one of torch's own; else None."""
     frame: FrameType | None = sys._getframe(2)
     for _ in range(_FRAMES_BETWEEN):
-        if frame is None:
-            return False
-        if frame.f_code in _ANSWERED:
-            return True
+        if frame is None or frame.f_code in _ANSWERS:
+            break
         frame = frame.f_back
-    return False
+    return None if frame is None else _ANSWERS.get(frame.f_code)
 
 
 @contextlib.contextmanager

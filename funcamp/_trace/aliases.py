@@ -61,7 +61,7 @@ class Aliases:
         """Return whether the values of a node depend on those of one of these inputs."""
 
         def sources_of_values(node: fx.Node) -> list[fx.Node]:
-            sources = [] if _reads_no_value(node) else node.all_input_nodes
+            sources = [] if reads_no_value(node.target) else node.all_input_nodes
             return [*sources, *self._writers_of_made(node)]
 
         return not inputs.isdisjoint(nodes_behind([node], sources_of_values))
@@ -123,12 +123,6 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
     if getattr(node.target, "_schema", None) is None:
         return node.all_input_nodes if _may_write(node) else []
     return _nodes_in(aliased(node.target, node.args, node.kwargs, written=True))
-
-
-def _reads_no_value(node: fx.Node) -> bool:
-    """Return whether an operation takes only shapes, dtypes and devices of its arguments."""
-    schema = getattr(node.target, "_schema", None)
-    return schema is not None and reads_no_value(schema.name)
 
 
 def _may_write(node: fx.Node) -> bool:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from funcamp import _tree, _upstream
-from funcamp._trace.torch_draws import reads_shape_only
+from funcamp._trace.schema import reads_no_value
 from funcamp._trace.tracing import HostError
 from funcamp._trace.user_line import line_in_stack
 from funcamp._types import Args, Kwargs, Operation
@@ -113,7 +113,7 @@ def refuse_capture(
             "make it dense, or pass its indices and values as a leaf of the batch each"
         )
     is_on_host = not tensor.is_meta and tensor.device.type not in home
-    if in_cuda_graph and is_on_host and not reads_shape_only(func):
+    if in_cuda_graph and is_on_host and not reads_no_value(func):
         raise HostError(
             f"read tensors on {_any_of(home)} only, besides its arguments, as a CUDA graph keeps the values "
             f"that the host had when it was captured; {line_in_stack()} reads {_tree.describe(tensor)}: "

@@ -28,7 +28,8 @@ def aliased(func: object, args: Args, kwargs: Kwargs, *, written: bool = False) 
     return leaves
 
 
-def reads_no_value(name: str) -> bool:
+def reads_no_value(func: object) -> bool:
     """Return whether an operation takes only shape, dtype and device of a tensor (new_zeros, zeros_like)."""
-    name = name.removeprefix("aten::")
+    schema = getattr(func, "_schema", None)
+    name = "" if schema is None else schema.name.split("::")[-1]
     return name.startswith("new_") or name.endswith("_like") or name in ("sym_size", "sym_stride", "is_same_size")

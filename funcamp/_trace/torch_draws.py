@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from funcamp import _tree
-from funcamp._trace.schema import aliased
+from funcamp._trace.schema import aliased, reads_no_value
 from funcamp._trace.tracing import HostError, NodeOf
 from funcamp._trace.user_line import line_in_stack
 from funcamp._types import Args, Kwargs, Operation, Tree
@@ -64,7 +64,7 @@ class _Call:
 
     def tensors_read(self) -> list[Tensor]:
         """Return the arguments whose values it reads."""
-        if reads_shape_only(self.func):
+        if reads_no_value(self.func):
             return []
         return [leaf for leaf in self.leaves if isinstance(leaf, Tensor) and leaf is not self.filled]
 
@@ -167,13 +167,6 @@ def _refuse_other_numbers(call: _Call, position: int) -> None:
 def _is_position(seed: int) -> bool:
     """Return whether the generator's seed is a position of the trace, and no seed of the step's."""
     return _FIRST_POSITION <= seed < _END_OF_POSITIONS
-
-
-def reads_shape_only(func: Operation) -> bool:
-    """Return whether an operation takes no values of its tensor, as `zeros_like` and `x.new_zeros` do."""
-    schema = getattr(func, "_schema", None)
-    name = "" if schema is None else schema.name.split("::")[-1]
-    return name.endswith("_like") or name.startswith("new_")
 
 
 def _is_default_generator(value: object) -> bool:

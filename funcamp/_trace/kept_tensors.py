@@ -25,6 +25,20 @@ else:
     FakeTensor = _upstream.find("torch._subclasses.fake_tensor.FakeTensor")
 
 
+def places_with_tensors(places: Iterable[Place], node_of: NodeOf) -> list[Place]:
+    """Return the places in which Python keeps tensors of a trace, also in a tuple."""
+
+    def is_of_trace(leaf: object) -> bool:
+        return isinstance(leaf, FakeTensor) and node_of(leaf) is not None
+
+    kept: list[Place] = []
+    for place in places:
+        value = place.now()
+        if isinstance(value, (Tensor, tuple)) and any(map(is_of_trace, _tree.leaves(value))):
+            kept.append(place)
+    return kept
+
+
 class KeptTensors:
     """Computes what Python keeps of a trace.
 
@@ -53,23 +67,15 @@ class KeptTensors:
         """Put the values that they have after the step in the place of the trace's tensors."""
         with torch.no_grad(), torch.random.fork_rng(devices=()):
             for place in places:
-                value = place.now()
-                if not isinstance(value, (Tensor, tuple)):
-                    continue
-                leaves, spec = _tree.flatten(value)
-                if any(map(self._is_of_trace, leaves)):
-                    place.put(_tree.unflatten([self._with_value(leaf) for leaf in leaves], spec))
-
-    def _is_of_trace(self, leaf: object) -> bool:
-        return isinstance(leaf, FakeTensor) and self._node_of(leaf) is not None
+                leaves, spec = _tree.flatten(place.now())
+                place.put(_tree.unflatten([self._with_value(leaf) for leaf in leaves], spec))
 
     def _with_value(self, leaf: Any) -> Any:
         """Return what takes the place of a tensor of the trace; any other value as it is."""
-        if not self._is_of_trace(leaf):
+        node = self._node_of(leaf) if isinstance(leaf, FakeTensor) else None
+        if node is None:
             return leaf
         if id(leaf) not in self._replaced:
-            node = self._node_of(leaf)
-            assert node is not None
             needed = self._evaluation.aliases.nodes_behind(node)
             value = _like(leaf, self._evaluation.compute(node, needed))
             if self._evaluation.aliases.follows(node, self._changing):

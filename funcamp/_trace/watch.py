@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import (
 from funcamp import _tree, _upstream
 from funcamp._trace.aliases import Aliases
 from funcamp._trace.interface import Input
-from funcamp._trace.kept_tensors import KeptTensors
+from funcamp._trace.kept_tensors import KeptTensors, places_with_tensors
 from funcamp._trace.nodes import innermost_tracer, node_in
 from funcamp._trace.places import Place
 from funcamp._trace.refusals import (
@@ -254,6 +254,9 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         Returns:
             Those that follow from arguments that change from call to call.
         """
+        kept_places = places_with_tensors(places, self.node_of)
+        if not kept_places:
+            return []
         graph = self._tracer.graph
         placeholders = graph.find_nodes(op="placeholder")
         values: dict[fx.Node, Any] = dict(zip(placeholders, arguments))
@@ -262,7 +265,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         next_state_nodes = graph.output_node().args[0][:state_result_count]
         constant = set(state_nodes) - Aliases(graph).changed(state_nodes, next_state_nodes)
         kept = KeptTensors(self._tracer.root, graph, self.node_of, values, constant)
-        kept.put_values_into(places)
+        kept.put_values_into(kept_places)
         return kept.changing
 
     def _captured_values(self, graph: fx.Graph) -> dict[fx.Node, Tensor]:

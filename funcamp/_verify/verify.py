@@ -168,9 +168,11 @@ def _compare(training: Training, compiled: Run) -> Verification:
     comparisons = [_compared(rounding, "torch's loop", rows, _EAGER, eager)]
     rows = _tried(lambda: training.step_rows(compiled))
     comparisons.append(_compared(rounding, _EAGER, eager, "compiled step", rows))
-    if comparisons[-1].outcome is not Outcome.REFUSED:
-        rows = _tried(lambda: training.step_rows(compiled, resumed_at=len(eager) // 2))
-        comparisons.append(_compared(rounding, _EAGER, eager, "compiled, saved, and loaded", rows))
+    run, road = compiled, "compiled, saved, and loaded"
+    if comparisons[-1].outcome is Outcome.REFUSED:
+        run, road = training.step, "saved, and loaded"
+    rows = _tried(lambda: training.step_rows(run, resumed_at=len(eager) // 2))
+    comparisons.append(_compared(rounding, _EAGER, eager, road, rows))
 
     notes = [f"{', '.join(names)} {difference}" for difference, names in by_design.items()]
     skipped = tuple([number for number, row in enumerate(eager) if row["metrics.found_inf"]])

@@ -32,14 +32,14 @@ def jit(
     """Compile a pure step with a donated state; on a GPU replay it as one CUDA graph.
 
     The step is traced at the first call for each batch signature: structure, shapes, dtypes, devices, the values of
-    leaves that are not tensors, and the autocast and the default dtype around the call. Its Python runs then, and not
-    again. The tensors that it reads are read at every call. If a value that it reads in Python changes (`model.beta`,
-    a global), it is traced again, and each combination of values that computes something else is a program. If a
-    tensor that the model, the criterion or a function of yours reads is replaced by another (`model.table = new`), all
-    programs are made again. So anything that changes often must be a leaf of the state or of the batch, or a tensor
-    that is written in place. While a step is
-    traced no other thread may use torch's default generator. Threads that call one jitted step take turns. No sync,
-    except at the first call for a signature.
+    leaves that are not tensors, and the autocast and the default dtype around the call. Its Python runs then; a second
+    time, and with the same operations, if the run changed something in Python. It computes from its state, its batch
+    and tensors that it reads by reference, and writes nothing but its state. Every call looks at what an ordinary loop
+    changes: training flags, layers, hooks, and plain values in the modules, objects and variables of the step. After a
+    change it is traced again, and each combination of values that computes something else is a program. So anything
+    that changes often must be a leaf of the state or of the batch, or a tensor that is written in place. Everything
+    deeper is a constant (docs/contract.md). While a step is traced no other thread may use torch's default generator.
+    Threads that call one jitted step take turns. No sync, except at the first call for a signature.
 
     A first call of more than two seconds reports on stderr what it does and how long it took, or through `logging` if
     "funcamp" has a handler at level INFO. `logging.getLogger("funcamp").setLevel("WARNING")` silences it.

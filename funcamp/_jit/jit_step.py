@@ -112,11 +112,11 @@ class JitStep(Fixed):
 
         Raises:
             TypeError: a leaf of state is not a tensor; step does not return a pair; a constant of the batch is not
-                hashable, or cannot be compared part by part.
-            ValueError: state is unlike the first one; there are more batch signatures than `max_signatures`; an input
-                that step writes shares memory with another one.
-            RuntimeError: step cannot be compiled or captured, or reads the host; there is no compiler; a tensor that
-                step reads besides its arguments has another shape, dtype or device than before.
+                hashable.
+            ValueError: state is unlike the first one; there are more batch signatures than `max_signatures`.
+            RuntimeError: step cannot be compiled or captured, reads the host, writes something else than its state, or
+                depends on what its Python keeps from call to call; there is no compiler; a tensor that step reads
+                besides its arguments has another shape, dtype or device than before.
             Exception: any error of step itself during tracing.
         """
         if running() is not None or _upstream.transforms_active():

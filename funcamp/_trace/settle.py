@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._trace.description import description_of, live_nodes, written_inputs
 from funcamp._trace.host_generators import host_generators, states_of
-from funcamp._trace.places import HOOKS, MISSING, Place, Survey
+from funcamp._trace.places import HOOKS, MISSING, PLAIN, Identity, Place, Survey
 from funcamp._trace.tracing import HostError
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("funcamp")
 _MAX_RUNS = 3
-_EQUAL_IF_EQUAL = (int, float, complex, bool, str, bytes, type(None))
 _FIX = (
     "keep it in a buffer of the model (register_buffer, and copy_ to change it) or in loss(has_buffers=True), or pass "
     "it in the batch"
@@ -43,7 +42,7 @@ class _Change(NamedTuple):
 
 
 #: What was in each place, by its identity.
-_Values = dict[tuple[int, Hashable], tuple[Place, object]]
+_Values = dict[Identity, tuple[Place, object]]
 
 
 def settle(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_known: Callable[[Graph], bool]) -> Graph:
@@ -126,7 +125,7 @@ def _changes(before: _Values, after: _Values) -> list[_Change]:
     for identity, (place, value) in after.items():
         _, former = before.get(identity, (place, MISSING))
         is_of_one_type = type(former) is type(value)
-        is_equal = is_of_one_type and isinstance(value, _EQUAL_IF_EQUAL) and former == value
+        is_equal = is_of_one_type and isinstance(value, PLAIN) and former == value
         has_places = is_of_one_type and isinstance(value, (list, dict))  # what is in them is listed by itself
         if former is not value and not is_equal and not has_places:
             changes.append(_Change(place, former, value))
@@ -141,15 +140,14 @@ def _refuse_writes(graph: Graph, values: _Values) -> None:
 
     In eager code such a write shows in every tensor over the same memory; a program assumes that its inputs share none.
     """
-    placeholders = graph.module.graph.find_nodes(op="placeholder")
-    captured_nodes = placeholders[len(placeholders) - len(graph.captured) :]
-    captured = dict(zip(captured_nodes, graph.captured))
     for number in written_inputs(graph):
-        node, kind = placeholders[number], graph.inputs[number].kind
-        if kind == "batch":
-            raise HostError(f"not write into its batch; it writes into {_tree.describe(node.meta['val'])}: clone it")
-        if kind == "captured":
-            tensor = captured[node]
+        written = graph.inputs[number]
+        if written.kind == "batch":
+            raise HostError(
+                f"not write into its batch; it writes into {_tree.describe(graph.examples[number])}: clone it"
+            )
+        if written.kind == "captured":
+            tensor = graph.captured[written.number]
             raise HostError(
                 f"write into nothing but its state; it writes into {_path_of(tensor, values)}, "
                 f"{_tree.describe(tensor)}: {_FIX}; a module outside of the model, such as a teacher, must be in eval "
@@ -157,8 +155,10 @@ def _refuse_writes(graph: Graph, values: _Values) -> None:
             )
 
 
-def _refuse_replaced(graph: Graph, former: Graph | None, before: _Values, changes: Iterable[_Change]) -> None:
+def _refuse_replaced(graph: Graph, former: Graph | None, before: _Values, changes: Collection[_Change]) -> None:
     """Raise HostError if a run has replaced a tensor that it reads, or reads one that the run before has kept."""
+    if not changes and former is None:
+        return
     read_ids = _ids_of_read(graph)
     for change in changes:
         if id(change.before) in read_ids:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import torch
@@ -25,7 +25,7 @@ from funcamp._trace.host_constants import compute_host
 from funcamp._trace.inner_casts import InnerCasts, watch_autocast
 from funcamp._trace.interface import Input, Outputs
 from funcamp._trace.open_shapes import is_open, is_open_node
-from funcamp._trace.places import Survey
+from funcamp._trace.places import Identity, Survey
 from funcamp._trace.settle import settle
 from funcamp._trace.tensor_subclass import Wrapper, unwrap_all, wrap, wrapper_of
 from funcamp._trace.trace_errors import explain
@@ -81,7 +81,7 @@ class Graph(NamedTuple):
     """Whether an operation has a shape or strides that follow from values."""
     notes: set[str]
     """What the log has to say of it."""
-    changed_places: Set[tuple[int, Hashable]] = frozenset()
+    changed_places: Set[Identity] = frozenset()
     """The identities of the places in which the step's Python puts another value at every run."""
 
 

@@ -57,9 +57,18 @@ def _fresh() -> Iterator[None]:
     yield
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-        if defects.SOURCE_ON_NONE.present:
+        if defects.SOURCE_ON_NONE:
             constant: Any = torch._dynamo.variables.constant
             constant.CONSTANT_VARIABLE_NONE.source = None
+
+
+@pytest.fixture
+def without_the_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo as it is before funcamp changes it for good (`_upstream/autograd_function.py`)."""
+    from torch._dynamo.variables.misc import AutogradFunctionVariable
+
+    method = AutogradFunctionVariable.call_method
+    monkeypatch.setattr(AutogradFunctionVariable, "call_method", getattr(method, "__wrapped__", method))
 
 
 @pytest.fixture(name="one_thread")

@@ -19,7 +19,7 @@ from funcamp._scaler.scale import scale, unscale_and_check
 from funcamp._scaler.state import ScalerState, check_state
 from funcamp._types import Tree
 from funcamp._upstream.advice import advise
-from funcamp._upstream.autograd_function import keep_functions_whole, whole_functions
+from funcamp._upstream.autograd_function import keep_functions_whole
 
 #: What a loss with a backward pass inside has to become.
 BACKWARD_IN_LOSS = (
@@ -148,14 +148,13 @@ def differentiate(
             return _by_func(loss_of, scaled_loss, inputs)
         return _by_autograd(call, loss_of, scaled_loss, inputs, has_module=has_module)
 
+    keep_functions_whole()  # without Dynamo, too: the loss may contain frames that torch.compile compiles one by one
     if torch.compiler.is_dynamo_compiling():
-        keep_functions_whole()
         return run()
     if torch.is_inference_mode_enabled():
         raise RuntimeError(f"{call}: a loss must not be differentiated under torch.inference_mode()")
     try:
-        # The loss may contain frames that torch.compile compiles one by one.
-        with whole_functions(), _differentiating():
+        with _differentiating():
             return run()
     except (RuntimeError, ZeroDivisionError) as error:
         advise(call, error, uses_func=engine == "func")
@@ -297,7 +296,7 @@ def refuse_hooks_beside(call: str, loss: Tensor, inputs: Iterable[Tensor]) -> No
 
 def put_leaves_in_graphs() -> None:
     """Let Dynamo put `_leaf` into the graph if it cannot trace it."""
-    if _upstream.NO_LEAVES.present and not torch.compiler.is_dynamo_compiling():
+    if _upstream.NO_LEAVES and not torch.compiler.is_dynamo_compiling():
         torch.compiler.allow_in_graph(_leaf)  # type: ignore[no-untyped-call]
 
 

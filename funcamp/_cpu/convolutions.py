@@ -32,7 +32,7 @@ _LARGEST_FAST = 3
 #: The number of channels from which on loops over them are fast.
 _MANY_CHANNELS = 32
 #: torch 2.11 orders loops wrongly in programs with these: the gradient of another layer was wrong.
-_LOOPS_ARE_RIGHT = not _upstream.LOST_ORDER.present
+_LOOPS_ARE_RIGHT = not _upstream.LOST_ORDER
 #: A copy in this layout, which Inductor would otherwise compute anew wherever it is read.
 _copied: Any = _upstream.find("torch._inductor.inductor_prims.force_stride_order")
 _has_half: Any = _upstream.find("torch.ops.mkldnn._is_mkldnn_fp16_supported", lambda: False)

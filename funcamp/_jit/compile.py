@@ -34,7 +34,7 @@ def target_of(graph: Graph, backend: str, devices: frozenset[str], *, exact: boo
     Before torch 2.15 Inductor computes some operations wrongly whose shape follows from values, so it gets no program
     with such shapes: its operations run one by one.
     """
-    if graph.is_open and backend == "inductor" and not _upstream.RIGHT_OPEN_SHAPES:
+    if graph.is_open and backend == "inductor" and _upstream.WRONG_ROWS:
         one_by_one_instead(f"torch {torch.__version__} cannot be trusted with it (2.15 can)")
         backend = "eager"
     return Target(

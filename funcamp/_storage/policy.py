@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from funcamp._types import name_of
-from funcamp._upstream import FUSED_ENCODER
 from funcamp._upstream.encoder_kernels import without_encoder_kernels
 
 _DTYPES = {
@@ -79,6 +78,6 @@ def autocast_of(policy: Policy, device_type: str) -> contextlib.AbstractContextM
         return contextlib.nullcontext()
     region = torch.autocast(device_type, policy.compute_dtype)
     # Dynamo does not trace the switch of these kernels.
-    if device_type == "cpu" and FUSED_ENCODER.present and not torch.compiler.is_dynamo_compiling():
+    if device_type == "cpu" and not torch.compiler.is_dynamo_compiling():
         return without_encoder_kernels(region)
     return region

@@ -33,7 +33,7 @@ from funcamp._trace.tracing import HostError, current
 from funcamp._trace.user_line import asks_whether_compiled
 from funcamp._trace.watch import TORCH_DATA, TraceWatch
 from funcamp._types import Tree
-from funcamp._upstream.bugs.batch_norm_layout import give_kernels_layouts
+from funcamp._upstream.batch_norm_layout import give_kernels_layouts
 from funcamp._upstream.replaced import replaced
 from funcamp._upstream.value_reads import layers_without_reads
 
@@ -150,7 +150,7 @@ def _trace_once(
     """
     for name in _NEEDED_NAMES:
         _upstream.check(name)
-    if _upstream.ENDED_THREAD.present:
+    if _upstream.ENDED_THREAD:
         stay()
     # The watch refuses the function's own reads of values.
     shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=not in_cuda_graph)

@@ -37,7 +37,7 @@ from funcamp._trace.trace_errors import nested_tensor_error, read_error
 from funcamp._trace.tracing import HostError, LetsDynamoIn, RequestedViews, current
 from funcamp._trace.user_line import line_in_stack
 from funcamp._types import Args, Kwargs, Operation
-from funcamp._upstream.bugs.ctc_lengths import of_known_shape
+from funcamp._upstream.ctc_lengths import of_known_shape
 from funcamp._upstream.value_reads import answer_to_read
 
 if TYPE_CHECKING:

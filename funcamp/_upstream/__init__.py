@@ -13,7 +13,7 @@ import importlib
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -24,124 +24,55 @@ if _numbers := re.match(r"(\d+)\.(\d+)", str(torch.__version__)):
     VERSION = (int(_numbers[1]), int(_numbers[2]))
 
 
-class Defect(NamedTuple):
-    """A defect of torch, and the versions that have it."""
-
-    first: tuple[int, int]
-    """The first version with it, or the oldest supported one."""
-    fixed: tuple[int, int] | None
-    """The first version without it; None if 2.15 still has it."""
-
-    @property
-    def present(self) -> bool:
-        """Return whether the installed torch has it."""
-        return self.first <= VERSION and (self.fixed is None or self.fixed > VERSION)
-
-
-# The comment of each names the file with its workaround, below funcamp, and torch's issue if there is one.
+# Defects that some supported versions have: True if the installed torch is one of them. The comment names the file with
+# the workaround, below funcamp, and torch's issue if there is one. A defect that all of them have needs no name here.
 
 #: Dynamo does not trace `requires_grad_` of a tensor that it created: `_autograd/scaled_grad.py`.
-NO_LEAVES = Defect((2, 11), (2, 12))
+NO_LEAVES = VERSION < (2, 12)
 #: Inductor loses the order of a write after a read when it fuses loops of different ranges:
-#: `_upstream/bugs/lost_order.py`, `_cpu/convolutions.py`.
+#: `_upstream/bugs.py`, `_cpu/convolutions.py`.
 #: https://github.com/pytorch/pytorch/issues/177631
-LOST_ORDER = Defect((2, 11), (2, 12))
+LOST_ORDER = VERSION < (2, 12)
 #: It loses there that memory was written in place since, such as dropout's mask on a CPU:
-#: `_upstream/bugs/lost_order.py`. Fixed in 2.14 or 2.15.
+#: `_upstream/bugs.py`. Fixed in 2.14 or 2.15.
 #: https://github.com/pytorch/pytorch/issues/185509
-LOST_WRITES = Defect((2, 11), (2, 15))
-#: Inductor reads a rounded value back unrounded, even with emulate_precision_casts:
-#: `_upstream/bugs/unrounded.py`.
+LOST_WRITES = VERSION < (2, 15)
+#: Inductor reads a rounded value back unrounded, even with emulate_precision_casts: `_upstream/bugs.py`.
 #: https://github.com/pytorch/pytorch/issues/185337
-UNROUNDED = Defect((2, 11), (2, 13))
-#: C++ that Inductor generates declares the 16-bit copy of a sum once for each tensor that it is stored in:
-#: `_upstream/bugs/declared_twice.py`.
-#: https://github.com/pytorch/pytorch/issues/194706
-DECLARED_TWICE = Defect((2, 11), None)
-#: A batch norm of a transposed tensor is contiguous on a CPU, and transposed in a trace:
-#: `_upstream/bugs/batch_norm_layout.py`.
-#: https://github.com/pytorch/pytorch/issues/192668
-BATCH_NORM_LAYOUT = Defect((2, 11), None)
-#: torch's decomposition of a batch norm on a CPU rounds the statistics of a 16-bit batch:
-#: `_jit/passes/batch_norms.py`.
-ROUNDED_STATISTICS = Defect((2, 11), None)
-#: C++ that Inductor generates ignores errors of `index_put` and `scatter_reduce`:
-#: `_upstream/bugs/lost_errors.py`.
+UNROUNDED = VERSION < (2, 13)
+#: C++ that Inductor generates ignores errors of `index_put` and `scatter_reduce`: `_upstream/bugs.py`.
 #: https://github.com/pytorch/pytorch/pull/190909
-LOST_ERRORS = Defect((2, 11), (2, 14))
-#: C++ that Inductor generates takes a list of one tensor for the tensor, and the process dies:
-#: `_upstream/bugs/list_of_one.py`.
-LIST_OF_ONE = Defect((2, 11), (2, 14))
+LOST_ERRORS = VERSION < (2, 14)
+#: C++ that Inductor generates takes a list of one tensor for the tensor, and the process dies: `_upstream/bugs.py`.
+LIST_OF_ONE = VERSION < (2, 14)
+#: Inductor's patterns match operations with keyword arguments that they do not name, and lose those:
+#: `_upstream/bugs.py`. https://github.com/pytorch/pytorch/issues/167313
+LOST_KEYWORDS = VERSION < (2, 15)
+#: Inductor makes zeros of a product with the integer 0, also of infinite and NaN factors: `_upstream/bugs.py`.
+LOST_NAN = VERSION < (2, 14)
 #: vmap has no rule for `view(dtype)`: `numerics/counting.py`.
-NO_RULE_FOR_BITS = Defect((2, 11), (2, 13))
+NO_RULE_FOR_BITS = VERSION < (2, 13)
 #: Inductor writes inputs back in their order, even if one is the new value of another:
 #: `_jit/passes/write_backs.py`.
 #: https://github.com/pytorch/pytorch/issues/198131
-WRITE_BACK_ORDER = Defect((2, 11), (2, 15))
-#: Inductor does not see that a view of a complex input's parts reads that input:
-#: `_jit/passes/write_backs.py`.
-COMPLEX_PARTS = Defect((2, 11), None)
-#: Inductor computes an input with some elements replaced in the input's memory, though another value is written there:
-#: `_jit/passes/write_backs.py`. https://github.com/pytorch/pytorch/pull/198096
-OVERWRITTEN_RESULT = Defect((2, 11), None)
-#: Inductor reads other rows of some tensors whose shape follows from values: `_jit/compile.py`.
-WRONG_ROWS = Defect((2, 12), (2, 15))
-#: Whether Inductor gets programs with such shapes. Torch 2.11, which does not have that defect, has not been tried.
-RIGHT_OPEN_SHAPES = WRONG_ROWS.fixed is not None and WRONG_ROWS.fixed <= VERSION
-#: Under torch.func.grad Dynamo differentiates an autograd.Function's forward instead of its backward:
-#: `_upstream/autograd_function.py`.
-LOST_BACKWARD = Defect((2, 11), (2, 15))
-#: The same between two levels of grad: `_upstream/autograd_function.py`.
-LOST_NESTED_BACKWARD = Defect((2, 11), None)
-#: Dynamo rejects an autograd.Function under vmap of torch.func.grad: `_upstream/autograd_function.py`.
-REFUSED_UNDER_VMAP = Defect((2, 11), None)
+WRITE_BACK_ORDER = VERSION < (2, 15)
+#: Inductor reads other rows of some tensors whose shape follows from values, and so gets no such programs:
+#: `_jit/compile.py`. Torch 2.11 reads the right ones in the test, and has not been tried further.
+WRONG_ROWS = VERSION < (2, 15)
 #: With a CUDA build and no GPU, the first thread that enters a FakeTensorMode must not end: `_trace/trace.py`.
-ENDED_THREAD = Defect((2, 11), (2, 12))
-#: A compiled program that trains an LSTM on a CPU lacks the workspace of the backward pass:
-#: `_jit/passes/whole_operations.py`.
-#: https://github.com/pytorch/pytorch/issues/158007
-LSTM_WORKSPACE = Defect((2, 11), None)
-#: A compiled multi-margin loss of an infinite or NaN input is NaN: `_jit/passes/whole_operations.py`.
-NAN_MARGIN = Defect((2, 11), None)
-#: The compiled gradient of a soft margin loss loses its digits at large margins: `_jit/passes/whole_operations.py`.
-INEXACT_MARGIN = Defect((2, 11), None)
+ENDED_THREAD = VERSION < (2, 12)
 #: A compiled softshrink of NaN is 0: `_jit/passes/whole_operations.py`.
-NAN_SHRUNK = Defect((2, 11), (2, 14))
-#: A trace has no shapes for a CTC loss whose lengths are tensors: `_upstream/bugs/ctc_lengths.py`.
-SHAPELESS_CTC = Defect((2, 11), None)
+NAN_SHRUNK = VERSION < (2, 14)
 #: A compiled multi-label margin loss counts the classes after the first -1:
 #: `_jit/passes/whole_operations.py`.
 #: https://github.com/pytorch/pytorch/issues/141017
-PADDED_TARGETS = Defect((2, 11), (2, 14))
-#: Inductor raises for rows taken by a permutation, `x[torch.randperm(n)]`: `_jit/passes/permutations.py`.
-#: https://github.com/pytorch/pytorch/issues/183988
-UNSLICED_PERMUTATION = Defect((2, 11), (2, 14))
-#: It draws a second permutation for `order[order]`, which takes other rows: `_jit/passes/permutations.py`.
-SECOND_PERMUTATION = Defect((2, 14), None)
+PADDED_TARGETS = VERSION < (2, 14)
 #: Generated code reads zeros that have no memory, such as derivatives of constants:
 #: `_jit/passes/zero_tensors.py`.
 #: https://github.com/pytorch/pytorch/issues/177261
-ZERO_TENSORS = Defect((2, 11), (2, 14))
-#: Inductor's patterns match operations with keyword arguments that they do not name, and lose those:
-#: `_upstream/bugs/lost_keywords.py`. https://github.com/pytorch/pytorch/issues/167313
-LOST_KEYWORDS = Defect((2, 11), (2, 15))
-#: Inductor makes zeros of a product with the integer 0, also of infinite and NaN factors:
-#: `_upstream/bugs/lost_nan.py`.
-LOST_NAN = Defect((2, 11), (2, 14))
-#: In an evaluation under autocast on a CPU, `nn.TransformerEncoder` calls fused kernels that do not know it:
-#: `_upstream/encoder_kernels.py`.
-FUSED_ENCODER = Defect((2, 11), None)
-#: C++ that Inductor generates names no operation in the error of an index out of range:
-#: `_upstream/bugs/unnamed_index.py`.
-UNNAMED_INDEX = Defect((2, 11), None)
-#: GCC 12 compiles torch's transposition of 16-bit tiles wrong for Intel's Sapphire Rapids:
-#: `_upstream/bugs/mixed_transposes.py`.
-MIXED_TRANSPOSES = Defect((2, 11), None)
+ZERO_TENSORS = VERSION < (2, 14)
 #: A CPU has no float8 products with a scale per row: `float8/product.py`.
-NO_ROWS_ON_CPU = Defect((2, 11), (2, 13))
-#: DTensor's caches keep every mesh, a mesh its group, and a group the threads that may abort the process when it ends
-#: (Python 3.13 and older): `distributed/shards.py`. https://github.com/pytorch/pytorch/pull/179291
-KEPT_GROUP = Defect((2, 11), None)
+NO_ROWS_ON_CPU = VERSION < (2, 13)
 
 #: Every private name of torch that `find` looks up, and what does not work without it.
 PRIVATE = {

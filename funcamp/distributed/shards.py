@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funcamp import _tree, _upstream
+from funcamp import _tree
 from funcamp._dtensor import is_distributed, local
 from funcamp._storage.params import Params
 from funcamp._types import Tree
@@ -43,8 +43,9 @@ def slice_of(params: Params) -> Tree:
     device = next(group.device.type for group in params.groups if group is not None)
     assert isinstance(ranks, Ranks)
     mesh = DeviceMesh.from_group(process_group(ranks), device)
-    if _upstream.KEPT_GROUP.present:
-        mesh._pg_registry.clear()  # read only when Dynamo traces the mesh
+    # DTensor's caches keep every mesh, a mesh its group, and a group the threads that may abort the process when it
+    # ends (Python 3.13 and older; pytorch#179291). Only Dynamo reads this, when it traces the mesh.
+    mesh._pg_registry.clear()
     groups: list[Tensor | None] = []
     for own_slice, padded_sizes in zip(params.groups, params.layout.padded_sizes):
         if own_slice is None or not own_slice.dim():  # a number per group is the same on every rank

@@ -181,8 +181,7 @@ def scaled_mm(x: Tensor, weight: Tensor, config: Float8Config = Float8Config()) 
     missing_rows = -rows % MULTIPLE if rows else MULTIPLE
     if missing_rows:
         matrix = F.pad(matrix, (0, 0, 0, missing_rows))
-    if torch.compiler.is_dynamo_compiling():
-        keep_functions_whole()
+    keep_functions_whole()
     product: Any = _Product.apply
     y: Tensor = product(matrix, weight, config)
     return y[:rows].reshape(*x.shape[:-1], weight.shape[0])
@@ -191,7 +190,7 @@ def scaled_mm(x: Tensor, weight: Tensor, config: Float8Config = Float8Config()) 
 def check_device(device: torch.device, config: Float8Config) -> None:
     """Raise RuntimeError if a device has no float8 products."""
     missing = "" if device.type in ("cpu", "cuda", "meta") else "at all"
-    if device.type == "cpu" and config.by_row and _upstream.NO_ROWS_ON_CPU.present:
+    if device.type == "cpu" and config.by_row and _upstream.NO_ROWS_ON_CPU:
         missing = "per row, which begin with torch 2.13"
     if device.type == "cuda" and torch.cuda.is_available() and torch.cuda.get_device_capability(device) < (8, 9):
         missing = "below compute capability 8.9"

@@ -42,7 +42,7 @@ _FIRST = 1
 _NONFINITE = BINS + 1
 _SLOTS = BINS + 2
 
-_VMAP_VIEWS_BITS = not _upstream.NO_RULE_FOR_BITS.present
+_VMAP_VIEWS_BITS = not _upstream.NO_RULE_FOR_BITS
 
 
 def check_values(call: str, x: object) -> Tensor:
@@ -222,7 +222,6 @@ def _bits(x: Tensor, dtype: torch.dtype) -> Tensor:
     """View a tensor's bits as another dtype, also under vmap."""
     if _VMAP_VIEWS_BITS or not _upstream.transforms_active():
         return x.view(dtype)
-    if torch.compiler.is_dynamo_compiling():
-        keep_functions_whole()
+    keep_functions_whole()
     bits: Tensor = _Bits.apply(x, dtype)  # type: ignore[no-untyped-call]
     return bits

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 from torch.autograd import Function
 
@@ -101,8 +100,7 @@ def tap(x: Tensor, probe: Record, *, sample: int | None = None) -> Tensor:
         raise TypeError(f"tap: probe must be a Record, as probe() makes it; got {_tree.describe(probe)}")
     check_values("tap", x)
     check_sample("tap", sample)
-    if torch.compiler.is_dynamo_compiling():
-        keep_functions_whole()
+    keep_functions_whole()
     function: Any = _Tap
     tapped: Tensor
     tapped, _ = function.apply(x, probe.forward.row, probe.backward.row, sample)

@@ -12,7 +12,7 @@ from torch._inductor import codecache, cpu_vec_isa
 from funcamp import _upstream, jit
 from funcamp._cpu import options
 from funcamp._cpu.headers import ahead
-from funcamp._upstream.bugs import mixed_transposes
+from funcamp._upstream.bugs import BUGS
 
 
 def step(state: dict[str, Tensor], batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -53,7 +53,8 @@ def test_a_program_asks_for_the_same_headers(kind: str, asked: set[Any], monkeyp
         "cpp_wrapper_build_separate": apart,
         "aot_inductor.compile_wrapper_opt_level": "O0" if apart else "O1",
     }
-    with mixed_transposes.BUG.changed(), torch._inductor.config.patch(expected), ahead():
+    (compiler_flags,) = (bug for bug in BUGS if bug.name == "mixed_transposes")
+    with compiler_flags.changed(), torch._inductor.config.patch(expected), ahead():
         pass
     before = set(asked)
     assert len(before) == (2 if apart else 1)

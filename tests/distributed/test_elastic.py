@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 import funcamp
-from funcamp import _upstream
 from tests.distributed.elastic import TINY, read
 from tests.support.helpers import assert_same
 from tests.support.launch import BOUND, ENVIRONMENT, ROOT, lines, torchrun
@@ -215,7 +214,7 @@ def test_demo_splits_its_batches_and_rank_0_alone_reports(tmp_path: Path) -> Non
 def test_a_group_ends_with_its_threads_although_dtensors_caches_keep_its_mesh(kept: str, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.distributed.elastic", "leave", str(tmp_path), kept]
     run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=BOUND)
-    left = 2 if _upstream.KEPT_GROUP.present and kept == "without the workaround" else 0
+    left = 2 if kept == "without the workaround" else 0
     assert run.stdout == f"threads 2, then {left}\n", run.stderr
 
 

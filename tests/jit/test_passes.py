@@ -88,12 +88,6 @@ def test_a_pass_is_a_file_of_its_name() -> None:
     assert with_a_pass | options | {bug.name for bug in BUGS} == {one.name for one in PASSES}
 
 
-def test_a_workaround_is_a_file_of_its_name() -> None:
-    folder = ROOT / "funcamp" / "_upstream" / "bugs"
-    files = {file.stem for file in folder.glob("*.py") if "BUG = Bug(" in file.read_text()}
-    assert files == {bug.name for bug in BUGS}
-
-
 def test_what_is_left_out_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 

@@ -88,15 +88,7 @@ DIRECT = {
     "_jit/passes/zero_tensors.py",
     "_optim/pure_calls.py",
     "_upstream/autograd_function.py",
-    "_upstream/bugs/declared_twice.py",
-    "_upstream/bugs/list_of_one.py",
-    "_upstream/bugs/lost_errors.py",
-    "_upstream/bugs/lost_keywords.py",
-    "_upstream/bugs/lost_nan.py",
-    "_upstream/bugs/lost_order.py",
-    "_upstream/bugs/mixed_transposes.py",
-    "_upstream/bugs/unnamed_index.py",
-    "_upstream/bugs/unrounded.py",
+    "_upstream/bugs.py",
 }
 
 

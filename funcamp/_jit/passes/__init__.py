@@ -22,8 +22,7 @@ from funcamp._jit.passes import (
 )
 from funcamp._jit.passes.options import OPTIONS
 from funcamp._jit.passes.program import Pass, Program, Target
-from funcamp._upstream.bugs import BUGS
-from funcamp._upstream.bugs.bug import Bug
+from funcamp._upstream.bugs import BUGS, Bug
 
 
 def _corrected(bug: Bug) -> Pass:
@@ -33,7 +32,7 @@ def _corrected(bug: Bug) -> Pass:
         return program._replace(while_compiled=(*program.while_compiled, bug.changed))
 
     def where(target: Target) -> bool:
-        return target.by_inductor and bug.defect.present
+        return target.by_inductor and bug.present
 
     return Pass(bug.name, bug.why, bug.evidence, where, run, defect=True)
 

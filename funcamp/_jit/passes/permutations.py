@@ -12,7 +12,6 @@ import torch
 from torch import fx
 
 from funcamp._jit.passes.program import Pass, Program
-from funcamp._upstream import SECOND_PERMUTATION, UNSLICED_PERMUTATION
 
 _aten: Any = torch.ops.aten
 
@@ -52,7 +51,7 @@ PASS = Pass(
     name="permutations",
     why="Inductor raises for x[torch.randperm(n)], or draws a second permutation for order[order]",
     evidence="https://github.com/pytorch/pytorch/issues/183988",
-    where=lambda target: target.by_inductor and (UNSLICED_PERMUTATION.present or SECOND_PERMUTATION.present),
+    where=lambda target: target.by_inductor,
     run=_run,
     defect=True,
 )

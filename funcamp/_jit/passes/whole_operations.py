@@ -26,7 +26,7 @@ from torch import Tensor
 
 from funcamp._jit.passes.program import Pass, Program
 from funcamp._types import Operation
-from funcamp._upstream import INEXACT_MARGIN, LSTM_WORKSPACE, NAN_MARGIN, NAN_SHRUNK, PADDED_TARGETS
+from funcamp._upstream import NAN_SHRUNK, PADDED_TARGETS
 from funcamp._upstream.renamed import renamed
 
 if TYPE_CHECKING:
@@ -72,18 +72,15 @@ def _define(name: str, original: OpOverload, run: Operation) -> None:
     _replacements[original] = renamed(name, original, run)
 
 
-if LSTM_WORKSPACE.present:
-    _define("lstm_layer", _aten.mkldnn_rnn_layer.default, _layer)
-    _define("lstm_layer_backward", _aten.mkldnn_rnn_layer_backward.default, _layer_backward)
-if PADDED_TARGETS.present:
+_define("lstm_layer", _aten.mkldnn_rnn_layer.default, _layer)
+_define("lstm_layer_backward", _aten.mkldnn_rnn_layer_backward.default, _layer_backward)
+if PADDED_TARGETS:
     _margin = _aten.multilabel_margin_loss_forward.default
     _define("multilabel_margin_loss", _margin, _margin)
-if NAN_MARGIN.present:
-    _define("multi_margin_loss", _aten.multi_margin_loss.default, _aten.multi_margin_loss.default)
-if INEXACT_MARGIN.present:
-    _margin_backward = _aten.soft_margin_loss_backward.default
-    _define("soft_margin_loss_backward", _margin_backward, _margin_backward)
-if NAN_SHRUNK.present:
+_define("multi_margin_loss", _aten.multi_margin_loss.default, _aten.multi_margin_loss.default)
+_margin_backward = _aten.soft_margin_loss_backward.default
+_define("soft_margin_loss_backward", _margin_backward, _margin_backward)
+if NAN_SHRUNK:
     _define("softshrink", _aten.softshrink.default, _aten.softshrink.default)
 
 

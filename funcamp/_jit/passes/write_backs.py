@@ -7,9 +7,9 @@ A donated step ends in one `old.copy_(new)` per leaf. Every new value is a snaps
 Inductor removes a snapshot that only copies an input (`remove_noop_ops`), and then writes back in the order of the
 leaves: with `prev := cur; cur := f(cur)` prev silently gets the new cur, and so does a part of prev that is returned
 (`_upstream.WRITE_BACK_ORDER`, fixed in 2.15). A read of a part of a complex leaf still comes too late
-(`_upstream.COMPLEX_PARTS`). A leaf with some elements replaced (`index_put`, `slice_scatter`) is computed in the memory
-of the leaf, although the leaf gets another value later (`_upstream.OVERWRITTEN_RESULT`) or is still read. The same
-happens to the results of functions that change arguments, and of `torch._foreach_` operations.
+(torch 2.11 to 2.15). A leaf with some elements replaced (`index_put`, `slice_scatter`) is computed in the memory of the
+leaf, although the leaf gets another value later or is still read (2.11 to 2.15; pytorch#198096). The same happens to
+the results of functions that change arguments, and of `torch._foreach_` operations.
 """
 
 from __future__ import annotations
@@ -50,12 +50,10 @@ class SnapshotWriteBacks(GraphPass):
         """Change the graph in place."""
         writes = [node for node in graph.nodes if _writes_input(node)]
         written_inputs = {write.args[0] for write in writes}
-        if _upstream.COMPLEX_PARTS.present:
-            for target in written_inputs:
-                if target.meta["val"].is_complex():
-                    _read_early(graph, target)
-        if _upstream.OVERWRITTEN_RESULT.present:
-            _change_copies(graph, written_inputs)
+        for target in written_inputs:
+            if target.meta["val"].is_complex():
+                _read_early(graph, target)
+        _change_copies(graph, written_inputs)
         output = graph.output_node()
         first_write = writes[0] if writes else output
 
@@ -102,7 +100,7 @@ def _needs_snapshot(target: torch.fx.Node, source: torch.fx.Node, written_inputs
 
 def _is_read_late(source: torch.fx.Node, written_inputs: set[torch.fx.Node]) -> bool:
     """Return whether a value may be read from an input after that input is written."""
-    return _upstream.WRITE_BACK_ORDER.present and chain_start(source) in written_inputs
+    return _upstream.WRITE_BACK_ORDER and chain_start(source) in written_inputs
 
 
 def _is_input(result: torch.fx.Node) -> bool:
@@ -113,7 +111,7 @@ def _is_input(result: torch.fx.Node) -> bool:
 
 
 def _read_early(graph: torch.fx.Graph, target: torch.fx.Node) -> None:
-    """Make all readers of a complex input read a copy (`_upstream.COMPLEX_PARTS`)."""
+    """Make all readers of a complex input read a copy."""
     with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
         copy = _recomputed(graph, target)
     for reader in list(target.users):

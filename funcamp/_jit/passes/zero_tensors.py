@@ -29,7 +29,7 @@ PASS = Pass(
     name="zero_tensors",
     why="generated code reads zeros that have no memory, such as derivatives of constants",
     evidence="https://github.com/pytorch/pytorch/issues/177261",
-    where=lambda target: target.by_inductor and ZERO_TENSORS.present,
+    where=lambda target: target.by_inductor and ZERO_TENSORS,
     run=lambda program: program.extended(zeros_with_memory),
     defect=True,
 )

@@ -1,6 +1,7 @@
 """A batch norm of a transposed tensor is contiguous on a CPU, and transposed in a trace.
 
-Whatever follows the order in memory, such as dropout's random numbers and sums, would not be that of eager code.
+Whatever follows the order in memory, such as dropout's random numbers and sums, would not be that of eager code. Torch
+2.11 to 2.15; https://github.com/pytorch/pytorch/issues/192668
 """
 
 from __future__ import annotations
@@ -15,9 +16,10 @@ from funcamp._types import Args, Operation
 _aten = torch.ops.aten
 _suggest_memory_format = _upstream.find("torch._prims_common.suggest_memory_format", lambda _: torch.contiguous_format)
 #: By operation the argument whose suggested memory format the first result has.
-_FORMAT_GIVEN_BY: dict[Operation, int] = {}
-if _upstream.BATCH_NORM_LAYOUT.present:
-    _FORMAT_GIVEN_BY = {_aten.native_batch_norm.default: 0, _aten.native_batch_norm_backward.default: 1}
+_FORMAT_GIVEN_BY: dict[Operation, int] = {
+    _aten.native_batch_norm.default: 0,
+    _aten.native_batch_norm_backward.default: 1,
+}
 
 
 def give_kernels_layouts(mode: Any) -> None:

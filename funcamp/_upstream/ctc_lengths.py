@@ -1,4 +1,4 @@
-"""A trace has no shapes for a CTC loss whose lengths are tensors (`SHAPELESS_CTC`).
+"""A trace has no shapes for a CTC loss whose lengths are tensors (torch 2.11 to 2.15).
 
 What the loss keeps for its backward pass follows from the longest target. On a CPU a trace records an operation of this
 library instead, which keeps it for the longest target that there is room for, so that it is right for the lengths of
@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from funcamp._types import Args, Operation
-from funcamp._upstream import SHAPELESS_CTC
 from funcamp._upstream.renamed import renamed
 
 _aten = torch.ops.aten
@@ -43,18 +42,16 @@ def _new_gradient(_: Tensor, log_probs: Tensor, *__: object) -> Tensor:
 
 
 #: What a trace records instead of these operations.
-_replacements: dict[Operation, Operation] = {}
-if SHAPELESS_CTC.present:
-    _replacements = {
-        _aten._ctc_loss.Tensor: renamed("ctc_loss", _aten._ctc_loss.Tensor, _ctc_loss, shapes=_new_results, key="CPU"),
-        _aten._ctc_loss_backward.Tensor: renamed(
-            "ctc_loss_backward",
-            _aten._ctc_loss_backward.Tensor,
-            _aten._ctc_loss_backward.Tensor,
-            shapes=_new_gradient,
-            key="CPU",
-        ),
-    }
+_replacements: dict[Operation, Operation] = {
+    _aten._ctc_loss.Tensor: renamed("ctc_loss", _aten._ctc_loss.Tensor, _ctc_loss, shapes=_new_results, key="CPU"),
+    _aten._ctc_loss_backward.Tensor: renamed(
+        "ctc_loss_backward",
+        _aten._ctc_loss_backward.Tensor,
+        _aten._ctc_loss_backward.Tensor,
+        shapes=_new_gradient,
+        key="CPU",
+    ),
+}
 
 
 def of_known_shape(operation: Operation, args: Args) -> Operation:

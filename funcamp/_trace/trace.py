@@ -35,7 +35,6 @@ from funcamp._trace.watch import TORCH_DATA, TraceWatch
 from funcamp._types import Tree
 from funcamp._upstream.batch_norm_layout import give_kernels_layouts
 from funcamp._upstream.replaced import replaced
-from funcamp._upstream.value_reads import layers_without_reads
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -164,7 +163,6 @@ def _trace_once(
     plain_function = _PlainFunction(fn, [wrapper_of(arg) for arg in args], watch)
     try:
         with (
-            layers_without_reads(Survey(roots).modules),
             as_compiled(is_compiling),
             replaced(Tensor, data=property(TORCH_DATA.__get__, _set_data)),
             # On a GPU autograd would call backward in another thread, outside these modes.

@@ -34,6 +34,9 @@ _METRICS_INSTEAD = f"{_FIXED_SHAPE_INSTEAD}, and return in the metrics what you 
 #: What to write instead of functions of torch whose result has a size that follows from values.
 _FUNCTIONS_INSTEAD = {
     "one_hot": "pass num_classes to one_hot, which reads the largest index otherwise",
+    "_ctc_loss": (
+        "what a CTC loss keeps for its backward pass has a size that follows from lengths: call the step without jit"
+    ),
     "bincount": (
         "bincount's result has a size that follows from values: count in n bins with "
         "torch.zeros(n, dtype=x.dtype, device=x.device).index_add(0, x, torch.ones_like(x))"

@@ -37,7 +37,6 @@ from funcamp._trace.trace_errors import nested_tensor_error, read_error
 from funcamp._trace.tracing import HostError, LetsDynamoIn, RequestedViews, current
 from funcamp._trace.user_line import line_in_stack
 from funcamp._types import Args, Kwargs, Operation
-from funcamp._upstream.ctc_lengths import of_known_shape
 from funcamp._upstream.value_reads import answer_to_read
 
 if TYPE_CHECKING:
@@ -116,7 +115,6 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         refuse_offset(func, args, kwargs, self._slice_storages)
         refuse_packing(func)
         args, kwargs = self._with_fakes(func, args, kwargs)
-        func = of_known_shape(func, args)
         if func is _ITEM:
             answer = False if self._is_anomaly_check(args[0]) else answer_to_read()
             if answer is not None:

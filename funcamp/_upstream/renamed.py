@@ -18,22 +18,17 @@ def renamed(
     name: str,
     original: OpOverload,
     run: Callable[..., object],
-    *,
-    shapes: Callable[..., object] | None = None,
-    key: str = "CompositeExplicitAutograd",
 ) -> OpOverload:
     """Define an operation with the arguments of another one under another name, and return it.
 
     Args:
         name: the name after "funcamp::".
         original: the operation whose signature it has.
-        run: what it computes.
-        shapes: returns tensors without values like its results; the original operation if not given.
-        key: the dispatch key that `run` is for.
+        run: what it computes; the original operation returns tensors of the same shapes.
     """
     _, _, signature = str(original._schema).partition("(")
     _library.define(f"{name}({signature}")
-    _library.impl(name, run, key)
-    torch.library.register_fake(f"funcamp::{name}", original if shapes is None else shapes, lib=_library)
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"funcamp::{name}", original, lib=_library)
     operation: OpOverload = getattr(torch.ops.funcamp, name).default
     return operation

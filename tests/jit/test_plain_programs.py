@@ -225,30 +225,14 @@ class Mean(nn.Module):
         return x.square().mean()
 
 
-class Speech(nn.Module):
-    """A CTC loss, with or without rows for the targets."""
+def test_a_ctc_loss_is_refused_under_jit_by_name() -> None:
+    lengths = torch.tensor([10, 8, 9])
 
-    def __init__(self, in_rows: bool = True) -> None:
-        super().__init__()
-        self.layer, self.in_rows = nn.Linear(5, 7), in_rows
+    def loss(w: Tensor, x: Tensor) -> Tensor:
+        return F.ctc_loss((x @ w).log_softmax(-1), torch.ones(3, 4, dtype=torch.int64), lengths, lengths // 4)
 
-    def forward(self, x: Tensor, targets: Tensor, lengths: Tensor, target_lengths: Tensor) -> Tensor:
-        if not self.in_rows:
-            targets = targets.flatten()[:6]  # one after the other: the lengths add up to 6
-        return F.ctc_loss(self.layer(x).log_softmax(-1), targets, lengths, target_lengths, zero_infinity=True)
-
-
-@pytest.mark.thorough(keep=2)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("in_rows", [True, False])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_ctc_loss_with_other_lengths_in_each_batch_is_torchs(backend: str, in_rows: bool, dtype: torch.dtype) -> None:
-    def batch(lengths: list[int], target_lengths: list[int]) -> tuple[Tensor, ...]:
-        targets = torch.randint(1, 7, (3, 4), dtype=dtype)
-        return torch.randn(10, 3, 5), targets, torch.tensor(lengths), torch.tensor(target_lengths)
-
-    batches = [batch([10, 8, 9], [2, 2, 2]), batch([10, 10, 10], [1, 1, 4]), batch([3, 10, 7], [3, 1, 2])]
-    assert_same_as_torch(lambda: Speech(in_rows), batches, backend)
+    with pytest.raises(RuntimeError, match=r"what a CTC loss keeps .* call the step without jit"):
+        jit(lambda w, x: (w, torch.func.grad(loss)(w, x)), backend="eager")(torch.ones(5, 7), torch.ones(10, 3, 5))
 
 
 def test_anomaly_mode_is_left_out_of_a_jitted_step(caplog: pytest.LogCaptureFixture) -> None:

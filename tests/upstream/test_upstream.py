@@ -363,15 +363,6 @@ def test_generated_cpp_takes_a_list_of_one_for_the_tensor() -> None:
     assert code == (-signal.SIGSEGV if _upstream.LIST_OF_ONE else 0)
 
 
-def test_a_ctc_loss_has_no_shape_without_values() -> None:
-    # `whole_operations.of_known_shape` can go when this passes.
-    log_probs, lengths = torch.zeros(3, 1, 2), torch.ones(1, dtype=torch.int64)
-    targets = lengths[None]
-    with FakeTensorMode() as mode, pytest.raises(Exception, match="_ctc_loss"):
-        given = [mode.from_tensor(value) for value in (log_probs, targets, lengths, lengths)]
-        torch.ops.aten._ctc_loss.Tensor(*given)
-
-
 def test_a_batch_norm_of_a_transposed_tensor_is_transposed_without_values() -> None:
     # `batch_norm_layout` can go when this passes.
     def stride_of(x: Tensor) -> tuple[int, ...]:

@@ -7,9 +7,9 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest.mock import patch
 
 from funcamp import _upstream
-from funcamp._upstream.replaced import replaced
 
 #: The function of a program that Python calls.
 ENTRY = "void inductor_entry_impl("
@@ -48,5 +48,5 @@ def source_changed(change: Callable[[str], str]) -> Iterator[None]:
             result.splice(changed_source)
         former_end(self, result)
 
-    with replaced(writer, generate_end=generate_end):
+    with patch.object(writer, "generate_end", generate_end):
         yield

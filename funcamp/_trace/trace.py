@@ -13,6 +13,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -34,7 +35,6 @@ from funcamp._trace.user_line import asks_whether_compiled
 from funcamp._trace.watch import TORCH_DATA, TraceWatch
 from funcamp._types import Tree
 from funcamp._upstream.batch_norm_layout import give_kernels_layouts
-from funcamp._upstream.replaced import replaced
 
 if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -164,7 +164,7 @@ def _trace_once(
     try:
         with (
             as_compiled(is_compiling),
-            replaced(Tensor, data=property(TORCH_DATA.__get__, _set_data)),
+            patch.object(Tensor, "data", property(TORCH_DATA.__get__, _set_data)),
             # On a GPU autograd would call backward in another thread, outside these modes.
             torch.autograd.set_multithreading_enabled(False),
             fake_mode,

@@ -90,7 +90,7 @@ PRIVATE = {
     "torch._C._functorch.is_functorch_wrapped_tensor": "ties of parameters are looked up more slowly",
     "torch._C._functorch.is_gradtrackingtensor": "stateless does not work under torch.func transforms",
     "torch._C._swap_tensor_impl": "init(consume=True) does not work",
-    "torch._amp_foreach_non_finite_check_and_unscale_": "GradScaler unscales gradients one by one",
+    "torch._amp_foreach_non_finite_check_and_unscale_": "GradScaler does not work",
     "torch._amp_update_scale_": "GradScaler.update takes several kernels",
     "torch._decomp.get_decompositions": "jit does not take trilinear interpolation if the environment has CI=true",
     "torch._disable_dynamo": "import funcamp takes longer",
@@ -237,16 +237,6 @@ def _has_no_storage(tensor: Tensor) -> bool:
     return False
 
 
-def _unscale_each(grads: list[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Multiply gradients by the inverse scale, in place, and set the flag if one of their values is not finite."""
-    for grad in grads:
-        has_inf_or_nan = ~torch.isfinite(grad).all()
-        found_inf.copy_(torch.maximum(found_inf, has_inf_or_nan.float()))
-        # As torch's kernel does: products of 16-bit gradients are computed in float32.
-        wide_grad = grad.float() if grad.dtype.itemsize < 4 else grad
-        grad.copy_(wide_grad * inv_scale)
-
-
 #: Whether a transform of torch.func surrounds this call. False is safe, because torch.func then raises itself.
 transforms_active: Callable[[], bool] = find("torch._C._are_functorch_transforms_active", lambda: False)
 is_wrapped: Callable[[Tensor], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor", _has_no_storage)
@@ -255,6 +245,6 @@ unwrapped: Callable[[Tensor], Tensor] = find("torch._C._functorch.get_unwrapped"
 copy_each: Callable[..., None] = find("torch._foreach_copy_")
 multiply_each: Callable[..., None] = find("torch._foreach_mul_")
 norm_of_each: Callable[..., list[Tensor]] = find("torch._foreach_norm")
-unscale_each: Callable[..., None] = find("torch._amp_foreach_non_finite_check_and_unscale_", _unscale_each)
+unscale_each: Callable[..., None] = find("torch._amp_foreach_non_finite_check_and_unscale_")
 #: torch's kernel for the scale's rule; False if torch has none.
 update_scale = find("torch._amp_update_scale_", False)

@@ -11,16 +11,12 @@ _TWO_DTYPES = (
     "the parameters' dtype, batch.float() for float32 (numpy's arrays are float64), and x.float() in the forward pass "
     "for a layer that autocast does not cast (autocast(enabled=False), nn.Bilinear)"
 )
-_NESTED = "engine='autograd' does not nest in torch.func's transforms, vmap and grad; pass engine='func'"
-_INPUT_GRADIENT = (
-    "under torch.func a loss must not call requires_grad_(), as for derivatives with respect to the input; take "
-    "torch.func.grad in the loss, or pass engine='autograd' and give no argument that requires a gradient"
-)
 #: https://github.com/pytorch/pytorch/issues/184890
 _NORM_UNDER_VMAP = (
     "under vmap torch cannot differentiate LayerNorm and BatchNorm for an input and weights of two dtypes, {text}: "
     "give the layer x.float() in the forward pass, or take GroupNorm or RMSNorm, or no policy"
 )
+#: Fixes by a part of torch's text. `{text}` is that text, `{layer}` the layer that raised.
 _FIXES = {
     **dict.fromkeys(
         (
@@ -33,13 +29,12 @@ _FIXES = {
         ),
         _TWO_DTYPES,
     ),
-    "expected scalar type BFloat16 but found Float": _NORM_UNDER_VMAP,
-    "expected scalar type Half but found Float": _NORM_UNDER_VMAP,
     "support saved tensor hooks": "torch.func does not take torch.utils.checkpoint or other saved-tensor hooks; pass "
     "engine='autograd'",
     "must override the setup_context": "torch.func does not take an autograd.Function whose forward takes ctx "
     "(a full backward hook is one); override its setup_context, or pass engine='autograd'",
-    "call Tensor.requires_grad_() (or perhaps": _NESTED,
+    "call Tensor.requires_grad_() (or perhaps": "engine='autograd' does not nest in torch.func's transforms, vmap and "
+    "grad; pass engine='func'",
     "trampoline_autograd_apply": "an autograd.Function is one call in the program, so that its backward is not lost; "
     "give it tensors, numbers and strings as arguments, and let it read no other tensor; or pass engine='autograd'",
     "element 0 of tensors does not require grad": "the state's tensors do not require gradients; differentiate with "
@@ -54,6 +49,15 @@ _FIXES = {
     "backward; for a gradient inside the loss take torch.autograd.grad with create_graph=True",
     "incompatible with .grad()": "torch.autograd.grad does not take torch.utils.checkpoint with use_reentrant=True; "
     "pass use_reentrant=False",
+}
+#: Those that hold if torch.func differentiates the loss.
+_FIXES_FOR_FUNC = {
+    **_FIXES,
+    "expected scalar type BFloat16 but found Float": _NORM_UNDER_VMAP,
+    "expected scalar type Half but found Float": _NORM_UNDER_VMAP,
+    "call Tensor.requires_grad_() (or perhaps": "under torch.func a loss must not call requires_grad_(), as for "
+    "derivatives with respect to the input; take torch.func.grad in the loss, or pass engine='autograd' and give no "
+    "argument that requires a gradient",
 }
 
 
@@ -75,19 +79,10 @@ def advise(call: str, error: Exception, *, uses_func: bool = False) -> None:
                 "mean; leave a batch of 0 rows out, or take it by the eager step"
             ) from error
         return
-    for known_text, fix in _FIXES.items():
-        if known_text not in text:
-            continue
-        if fix is _NORM_UNDER_VMAP:
-            if not uses_func:
-                continue
-            fix = fix.format(text=text)
-        if fix is _TWO_DTYPES:
-            name = _path_of_layer(error)
-            fix = fix.format(layer=f"layer {name!r}" if name else "a layer", text=text)
-        if fix is _NESTED and uses_func:
-            fix = _INPUT_GRADIENT
-        raise RuntimeError(f"{call}: {fix}") from error
+    fixes = _FIXES_FOR_FUNC if uses_func else _FIXES
+    for known_text, fix in fixes.items():
+        if known_text in text:
+            raise RuntimeError(f"{call}: {fix.format(layer=_layer_that_raised(error), text=text)}") from error
 
 
 def _module_that_raised(error: Exception) -> str:
@@ -96,13 +91,12 @@ def _module_that_raised(error: Exception) -> str:
     return str(frame.f_globals.get("__name__"))
 
 
-def _path_of_layer(error: Exception) -> str | None:
-    """Return the path of the torch module that raised, inside the outermost module that was called."""
-    called_modules: list[object] = []
-    for frame, _ in traceback.walk_tb(error.__traceback__):
-        if frame.f_code.co_name == "_call_impl":
-            called_modules.append(frame.f_locals.get("self"))
-    if not called_modules or not isinstance(called_modules[0], nn.Module):
-        return None
-    outermost, layer = called_modules[0], called_modules[-1]
-    return next((name for name, module in outermost.named_modules() if module is layer), None)
+def _layer_that_raised(error: Exception) -> str:
+    """Return the torch module that raised, by its name inside the outermost module that was called."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    called = [frame.f_locals.get("self") for frame in frames if frame.f_code.co_name == "_call_impl"]
+    if called and isinstance(called[0], nn.Module):
+        for name, module in called[0].named_modules():
+            if module is called[-1] and name:
+                return f"layer {name!r}"
+    return "a layer"

@@ -12,12 +12,12 @@ from __future__ import annotations
 import functools
 import sys
 from typing import Any
+from unittest.mock import patch
 
 import torch
 
 from funcamp._types import Args, Kwargs
 from funcamp._upstream import NO_LEAVES, transforms_active
-from funcamp._upstream.replaced import replaced
 
 
 def keep_functions_whole() -> None:
@@ -49,7 +49,11 @@ def _change_dynamo(_: object = None) -> None:
             return original(variable, tx, name, args, kwargs)
         # torch puts calls of allowed callables into the graph as they are.
         is_allowed_by_torch = trace_rules.is_callable_allowed
-        with replaced(trace_rules, is_callable_allowed=lambda obj: obj is variable.fn_cls or is_allowed_by_torch(obj)):
+
+        def is_allowed(obj: object) -> bool:
+            return obj is variable.fn_cls or is_allowed_by_torch(obj)
+
+        with patch.object(trace_rules, "is_callable_allowed", is_allowed):
             return original(variable, tx, name, args, kwargs)
 
     variable_class.call_method = call_method

@@ -8,12 +8,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
 
 from funcamp import _upstream
-from funcamp._upstream.replaced import replaced
 
 
 class Bug(NamedTuple):
@@ -38,7 +38,7 @@ class Bug(NamedTuple):
             for place in self.places:
                 path, _, name = place.rpartition(".")
                 owner = _upstream.look_up(path)
-                stack.enter_context(replaced(owner, **{name: self.corrected(getattr(owner, name))}))
+                stack.enter_context(patch.object(owner, name, self.corrected(getattr(owner, name))))
             yield
 
 
@@ -107,7 +107,7 @@ def declared_twice(store: Any) -> Any:
 
     def store_in_block(kernel: Any, *args: object) -> None:
         lines_before = kernel.reduction_suffix
-        with replaced(kernel, reduction_suffix=IndentedBuffer()):
+        with patch.object(kernel, "reduction_suffix", IndentedBuffer()):
             store(kernel, *args)
             lines_of_store = kernel.reduction_suffix
         lines_before.writeline("{")
@@ -138,7 +138,7 @@ def lost_errors(generate: Any) -> Any:
                 text = f"AOTI_TORCH_ERROR_CODE_CHECK({text.rstrip(';')});"
             write_line(text)
 
-        with replaced(wrapper, writeline=write_checked_line):
+        with patch.object(wrapper, "writeline", write_checked_line):
             generate(wrapper, *args)
 
     return generate_checked
@@ -257,7 +257,7 @@ def unnamed_index(check: Any) -> Any:
             names = _names(kernel.current_node)
             return line.replace('"index', f'"{names}: index') if names else line
 
-        with replaced(kernel, indirect_assert=check_index_with_names):
+        with patch.object(kernel, "indirect_assert", check_index_with_names):
             check(kernel, *args)
 
     return check_with_names

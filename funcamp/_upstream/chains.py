@@ -3,40 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import overload
+from typing import Any
 
-import torch
-from torch.fx.node import Argument
+from torch import fx
+from torch.fx.node import Argument, map_arg
 
 
-@overload
-def chain_start(node: torch.fx.Node, follow: Callable[[torch.fx.Node], bool] = ...) -> torch.fx.Node: ...
-@overload
-def chain_start(node: object, follow: Callable[[torch.fx.Node], bool] = ...) -> object: ...
-def chain_start(node: object, follow: Callable[[torch.fx.Node], bool] = lambda _: True) -> object:
-    """Return the start of a chain of operations on one tensor, any of which may be a view or be removed."""
-    while (
-        isinstance(node, torch.fx.Node)
-        and node.op == "call_function"
-        and len(node.all_input_nodes) == 1
-        and follow(node)
-    ):
-        node = node.all_input_nodes[0]
+def chain_start(node: Any, follow: Callable[[fx.Node], bool] = lambda _: True) -> Any:
+    """Return the start of a chain of operations on one tensor, any of which may be a view or be removed.
+
+    Args:
+        node: the end of the chain, or an argument that is no node: then it is returned.
+        follow: whether an operation is part of the chain.
+    """
+    while isinstance(node, fx.Node) and node.op == "call_function" and follow(node):
+        sources = node.all_input_nodes
+        if len(sources) != 1:
+            break
+        (node,) = sources
     return node
 
 
-def is_view(node: torch.fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     """Return whether an operation's result may share memory with its argument."""
     schema = getattr(node.target, "_schema", None)
     return schema is None or any(result.alias_info for result in schema.returns)
 
 
 def nodes_behind(
-    values: Argument, before: Callable[[torch.fx.Node], list[torch.fx.Node]] = lambda node: node.all_input_nodes
-) -> set[torch.fx.Node]:
+    values: Argument, before: Callable[[fx.Node], list[fx.Node]] = lambda node: node.all_input_nodes
+) -> set[fx.Node]:
     """Return the nodes among values, and those from which they are computed; `before` returns one step of these."""
-    pending: list[torch.fx.Node] = []
-    torch.fx.map_arg(values, pending.append)
+    pending: list[fx.Node] = []
+    map_arg(values, pending.append)
     nodes = set(pending)
     while pending:
         new_nodes = [node for node in before(pending.pop()) if node not in nodes]

@@ -34,7 +34,7 @@ _READS_A_VALUE: dict[str, dict[str, int]] = {
 _TAKES_A_SHAPE: dict[str, dict[str, int]] = {
     "linalg.lstsq": {_SHAPE: 9},
     "linalg.lstsq.grad_oriented": {_SHAPE: 9},
-    "nn.functional.ctc_loss": {_SHAPE: 4},
+    "nn.functional.ctc_loss": {_SHAPE: 8},
 }
 
 #: torch differentiates by another formula if a tensor has no values, as in a trace. Both are right; they round
@@ -50,5 +50,7 @@ KNOWN = _READS_A_VALUE | _TAKES_A_SHAPE | _OTHER_DERIVATIVE
 #: Of torch's modules, with "eager" or "jit".
 KNOWN_MODULES: dict[str, dict[str, int]] = {
     # As the operation.
-    "nn.CTCLoss jit": {f"jit {_SHAPE}": 7},
+    "nn.CTCLoss jit": {f"jit {_SHAPE}": 12},
+    # With momentum=None: their count of batches.
+    **{f"nn.BatchNorm{dims}d jit": {f"jit {_VALUE}": 2} for dims in (1, 2, 3)},
 }

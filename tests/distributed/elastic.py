@@ -79,7 +79,7 @@ def leave(folder: Path) -> None:
     """Print how many threads a group has while a sharded state refers to it, and when it is destroyed."""
     if sys.argv[3:] == ["without the workaround"]:
         of_group = DeviceMesh.from_group
-        DeviceMesh.from_group = lambda *args: keep_group(of_group(*args))  # type: ignore[method-assign,assignment]
+        DeviceMesh.from_group = lambda *args: keep_group(of_group(*args))  # type: ignore[method-assign]
     args = options(folder, "--shard")
     saved = distributed.sharded_state_dict(example.load_checkpoint(example.make_step(args), args))
     for leaf in saved.values():

@@ -101,7 +101,8 @@ def test_a_layer_that_reads_a_value_is_refused(name: str) -> None:
 
     def loss(params: Any, rows: Any) -> Tensor:
         output: Any = torch.func.functional_call(model, params, rows)
-        return output.loss if name == "adaptive softmax" else output.square().sum()
+        scalar: Tensor = output.loss if name == "adaptive softmax" else output.square().sum()
+        return scalar
 
     step = make_train_step(loss, SGD)
     with pytest.raises(RuntimeError, match=r"jit: step must not (read a tensor's value|take a shape from values)"):

@@ -165,8 +165,8 @@ def _updated_jointly(value: torch.fx.Node) -> torch.fx.Node | None:
     index: Any = value.args[1]
     if not str(list_operation.target).startswith("aten._foreach_"):
         return None
-    item_before: torch.fx.Node = list_operation.args[0][index]
-    return chain_start(item_before)
+    before: torch.fx.Node = chain_start(list_operation.args[0][index])
+    return before
 
 
 def _recomputed(graph: torch.fx.Graph, source: torch.fx.Node) -> torch.fx.Node:

@@ -128,7 +128,7 @@ MOST_TOKENS: dict[str, int] = {
     "_cpu": 7_071,
     "numerics": 6_764,
     "_verify": 5_111,
-    "_upstream": 6_434,
+    "_upstream": 3_986,
     "_amp": 5_631,
     "files beside": 5_179,
     "_storage": 4_970,

@@ -293,7 +293,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "jit array": (lambda: jit(STEP)(START, W.repeat(99).numpy()), TypeError, "batch must be a tensor, or .*; got a ndarray"),
     "flat iterated": (lambda: list(ravel({"w": W})), TypeError, r"\.tree\(\) is the pytree of its tensors, and step.loss_fn.state_dict"),
     "save swapped": (lambda: save(W, {"w": W}), TypeError, "path must be a str or an os.PathLike; got a dict with 'w'"),  # type: ignore[arg-type]
-    "load strict": (lambda: STEP.load_state_dict(STEP.state_dict(START), like=START, strict="no"), TypeError, "load_state_dict: strict must be True or False; got 'no'"),  # type: ignore[arg-type]
     "load missing": (lambda: STEP.load_state_dict({}, like=START), ValueError, "it lacks 'consecutive_skips'"),
     "load unknown": (lambda: STEP.load_state_dict({**STEP.state_dict(START), "x": W}, like=START), ValueError, "has unknown 'x'"),
     "load shape": (lambda: STEP.load_state_dict({**STEP.state_dict(START), "params.w": W[:1]}, like=START), ValueError, r"saved\['params.w'\] must be like"),

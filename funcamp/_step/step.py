@@ -328,28 +328,24 @@ class TrainStep(Fixed):
         """
         return export("state_dict", state)
 
-    def load_state_dict(
-        self, saved: dict[str, Tensor], like: TrainState, *, strict: bool = True, consume: bool = False
-    ) -> TrainState:
+    def load_state_dict(self, saved: dict[str, Tensor], like: TrainState, *, consume: bool = False) -> TrainState:
         """Return the state saved by `state_dict`, laid out as `like` (from `init`), on its devices.
 
-        Syncs: reads the scale and the counts.
+        To go on with other parameters, fill in what is missing and leave out what is gone: `fresh =
+        step.state_dict(like)`, then `{name: saved.get(name, fresh[name]) for name in fresh}`. Syncs: reads the scale
+        and the counts.
 
         Args:
             saved: what `state_dict` returned.
             like: a state of this step; not changed.
-            strict: False to continue with other parameters. Names that saved lacks keep like's values (a parameter that
-                was added or unfrozen; its optimizer state is as before a first step). Names that like lacks are dropped
-                (a parameter that was removed or frozen), with a warning if they are an average that like has not. An
-                average that saved lacks begins as the loaded parameters.
             consume: let the module share the memory of the returned state, as in `init`. A module that shared like's
                 memory (`init(consume=True)`) would otherwise keep like's values.
 
         Raises:
-            TypeError: like is not a `TrainState`, saved not a dict, or strict not a bool; consume as in `init`.
+            TypeError: like is not a `TrainState`, or saved not a dict; consume as in `init`.
             ValueError: a name is missing or unknown; a tensor has another shape or dtype than like's; the scale is not
-                above 0, or a count is negative; parameters in one group of flat storage, which has one step count,
-                differ in theirs, because some were frozen or added later: make like with `init(flat=False)`.
+                above 0; parameters in one group of flat storage, which has one step count, differ in theirs, because
+                some were frozen or added later: make like with `init(flat=False)`.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -358,8 +354,8 @@ class TrainStep(Fixed):
             >>> step.load_state_dict(saved, like=state).params.tree()
             {'w': tensor([1., 1.])}
         """
-        state = restore(saved, like, strict)
-        return self._adopted("load_state_dict", state, consume)
+        call = "load_state_dict"
+        return self._adopted(call, restore(call, saved, like), consume)
 
     @torch.inference_mode(False)  # as `init`
     def _adopted(self, call: str, state: TrainState, consume: bool) -> TrainState:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
@@ -32,51 +33,30 @@ def export(call: str, state: TrainState) -> dict[str, Tensor]:
 def gather(call: str, state: TrainState) -> TrainState:
     """Return the full state, as `distributed.gather_state` does."""
     check_train_state(call, "state", state)
-    if state.params.ranks is None:
-        return state
     full_state: TrainState = _tree.map_nodes(Params, lambda params: params.gathered(), state)
     return full_state
 
 
 def tensors_by_name(state: TrainState) -> dict[str, Tensor]:
     """Return the tensors of a state by the names under which they are saved."""
-    tensors: dict[str, Tensor] = {}
-    for name, leaf in zip(saved_names(state), _tree.leaves(state)):
-        if leaf is not None:
-            tensors[name] = leaf
-    return tensors
+    named_leaves = zip(saved_names(state), _tree.leaves(state))
+    return {name: leaf for name, leaf in named_leaves if leaf is not None}
 
 
 def saved_names(state: TrainState) -> list[str]:
     """Return the name under which each leaf of a state is saved.
 
-    These are the names of the first format, in which an average was a field of the state: the only one is `ema.*`, one
-    of several is `opt_state.NUMBER.average.*`, and one that `every` delays is `opt_state.NUMBER.state.average.*`, with
-    its number in the chain (`_AVERAGE_NAME`).
+    These are the names of the first format, which had one average, a field of the state, next to the optimizer's: the
+    only one is `ema.*`, one of several is `opt_state.NUMBER.average.*`, with its number in the chain, and one that
+    `every` delays is `opt_state.NUMBER.state.average.*`.
     """
-    averages: list[int] = []
-    others: list[int] = []
-    for number, part_state in enumerate(states_of_parts(state.opt_state)):
-        if isinstance(part_state, Average):
-            averages.append(number)
-        elif average_in(part_state) is None:
-            others.append(number)
-
-    saved_prefixes: dict[str, str] = {}
-    # The first format had one average next to the optimizer's state. If there are several, each keeps its number in the
-    # chain.
-    if len(averages) == 1:
-        saved_prefixes[f"opt_state.{averages[0]}.average."] = "ema."
-    if len(others) == 1:
-        saved_prefixes[f"opt_state.{others[0]}."] = "opt_state."
-
-    names: list[str] = []
-    for name in _tree.names(state):
-        for prefix, saved_prefix in saved_prefixes.items():
-            if name.startswith(prefix):
-                name = saved_prefix + name.removeprefix(prefix)
-                break
-        names.append(name)
+    parts = list(enumerate(states_of_parts(state.opt_state)))
+    averages = [rf"^opt_state\.{number}\.average\." for number, part in parts if isinstance(part, Average)]
+    others = [rf"^opt_state\.{number}\." for number, part in parts if average_in(part) is None]
+    names = _tree.names(state)
+    for saved_prefix, prefixes in (("ema.", averages), ("opt_state.", others)):
+        if len(prefixes) == 1:  # several keep their numbers
+            names = [re.sub(prefixes[0], saved_prefix, name) for name in names]
     return names
 
 

@@ -22,7 +22,7 @@ from funcamp._optim.optimizer import StatelessOptimizer
 from funcamp._optim.torch_optim import RULES
 from funcamp._optim.torch_optim.sgd import APPLIED_ENTRY
 from funcamp._scaler.state import ScalerState
-from funcamp._scaler.state_dict import CONSTANTS, from_state_dict, to_state_dict
+from funcamp._scaler.state_dict import from_state_dict, to_state_dict
 from funcamp._step.state import TrainState, check_train_state
 from funcamp._step.state_dict import export, gather, restore
 from funcamp._types import StateDict
@@ -205,7 +205,7 @@ def _read_optimizer(call: str, state_dict: StateDict, groups: Sequence[TorchGrou
     places = _places_by_name(call, state_dict, groups, saved)
     for group in groups:
         for name in group.names:
-            if _is_trained(name, saved):
+            if f"params.{name}" in saved:  # frozen ones are in the module
                 number, saved_group = places[name]
                 _check_hyperparameters(call, group.optimizer, saved_group, name)
                 _write_entries(call, group, name, state_dict["state"].get(number, {}), saved)
@@ -229,7 +229,7 @@ def _places_by_name(
         saved_names += saved_group.get("param_names", ())
     group_count = len(state_dict["param_groups"])
     own_names = [name for group in groups for name in group.names]
-    trained_names = [name for name in own_names if _is_trained(name, saved)]
+    trained_names = [name for name in own_names if f"params.{name}" in saved]
     orders = [saved_names]
     if not saved_names and group_count == len(groups):  # several groups have another order
         orders = [own_names, trained_names]
@@ -242,11 +242,6 @@ def _places_by_name(
         "same in another order, write their names into it, group['param_names'] = [...] for each group of "
         "optimizer['param_groups']"
     )
-
-
-def _is_trained(name: str, saved: Mapping[str, Tensor]) -> bool:
-    """Return whether the state has a parameter; frozen ones are only in the module."""
-    return f"params.{name}" in saved
 
 
 def _check_hyperparameters(
@@ -310,12 +305,9 @@ def _read_counts(call: str, groups: Sequence[TorchGroup], steps: int | None, sav
 def _scaler_state(call: str, step: TrainStep, state_dict: StateDict, like: ScalerState) -> ScalerState:
     """Return the state of a torch scaler; raise ValueError if its constants are not the step's."""
     scaler_state, saved_config = from_state_dict(state_dict, step.config, device=like.scale.device)
-    for name in CONSTANTS:
-        own_value = getattr(step.config, name)
-        value = getattr(saved_config, name)
-        if own_value != value:
-            raise ValueError(
-                f"{call}: scaler must have the step's {name}, {own_value}; got {value}: make the step with "
-                f"ScalerConfig({name}={value})"
-            )
+    if saved_config != step.config:
+        raise ValueError(
+            f"{call}: scaler must have the constants of the step's {step.config}; got {saved_config}: make the step "
+            "with this config"
+        )
     return scaler_state

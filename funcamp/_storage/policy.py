@@ -16,6 +16,8 @@ from funcamp._types import name_of
 from funcamp._upstream import FUSED_ENCODER
 from funcamp._upstream.encoder_kernels import without_encoder_kernels
 
+#: Whether the kernels of transformer encoders do not know autocast on a CPU.
+_ENCODERS_FAIL = FUSED_ENCODER.present
 _DTYPES = {
     "float16": torch.float16,
     "bfloat16": torch.bfloat16,
@@ -79,6 +81,6 @@ def autocast_of(policy: Policy, device_type: str) -> contextlib.AbstractContextM
         return contextlib.nullcontext()
     region = torch.autocast(device_type, policy.compute_dtype)
     # Dynamo does not trace the switch of these kernels.
-    if device_type == "cpu" and FUSED_ENCODER.present and not torch.compiler.is_dynamo_compiling():
+    if device_type == "cpu" and _ENCODERS_FAIL and not torch.compiler.is_dynamo_compiling():
         return without_encoder_kernels(region)
     return region

@@ -164,26 +164,6 @@ def test_a_parameter_by_its_name() -> None:
         listed[2]
 
 
-def test_two_aux_entries_of_one_name_are_refused() -> None:
-    """A row for a logger would lack one of them without a word."""
-
-    def loss_fn(p: Any, x: Tensor) -> Any:
-        return (p["w"] * x).sum(), {"a/b": x.sum(), "a": {"b": x.sum() * 3}}
-
-    step = make_train_step(loss(loss_fn, has_aux=True), stateless(torch.optim.SGD, lr=0.1))
-    _, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
-    with pytest.raises(ValueError, match=r"to_dict: metrics must have one entry by each name; got two by 'aux/a/b'"):
-        metrics.to_dict()
-
-
-def test_two_observed_entries_of_one_name_are_refused() -> None:
-    observe: Any = {"a/b": lambda grads: grads["w"], "a": lambda grads: {"b": grads["w"]}}
-    step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.1), observe=observe)
-    _, metrics = step(step.init(PARAMS), torch.ones(2, 2))
-    with pytest.raises(ValueError, match=r"to_dict: .* got two by 'observed/a/b': rename one in observed"):
-        metrics.to_dict()
-
-
 def test_a_step_evaluates_the_rule_of_its_scale_once() -> None:
     calls: list[str] = []
 

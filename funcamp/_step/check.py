@@ -100,7 +100,7 @@ def _parts(leaf: Tensor) -> list[Tensor]:
     flat = leaf.reshape(-1)
     size_of_rows = leaf.numel() // _ROW * _ROW
     rows = flat[:size_of_rows].view(-1, _ROW)
-    parts = [rows] if compiling() else list(rows.split(_ROWS_IN_CACHE))
+    parts = [rows] if compiling() else list(torch.split(rows, _ROWS_IN_CACHE))
     if size_of_rows < leaf.numel():
         parts.append(flat[size_of_rows:])
     return parts

@@ -307,8 +307,7 @@ class StatelessOptimizer(Fixed):
         if opt_state.state.keys() != expected:
             raise ValueError(
                 f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected)}; got "
-                f"{sorted(opt_state.state)}, another's: begin anew with "
-                "state._replace(opt_state=optimizer.init(params))"
+                f"{sorted(opt_state.state)}: begin anew with state._replace(opt_state=optimizer.init(params))"
             )
 
     # Trees.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -162,6 +163,19 @@ def test_a_parameter_by_its_name() -> None:
     assert_same(listed[1]["b"], PARAMS["b"])
     with pytest.raises(IndexError, match=r"2 must be in .tree\(\), a list of a torch.float32 tensor"):
         listed[2]
+
+
+def test_norm_and_flag_are_of_all_parts_of_a_large_gradient() -> None:
+    """An eager step on a CPU reads it part by part: of 64 rows of 2,048 elements, of fewer rows, and a rest."""
+    rows, size = 64 * 2048, 2 * 64 * 2048 + 3 * 2048 + 7
+    step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD, lr=0.1), ScalerConfig(4.0))
+    state = step.init({"w": torch.zeros(size)})
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    _, metrics = step(state, x)
+    torch.testing.assert_close(metrics.grad_norm.double(), x.double().norm(), rtol=1e-6, atol=0)
+    for place in (0, rows, 2 * rows, size - 1):
+        _, metrics = step(state, x.index_fill(0, torch.tensor(place), math.inf))
+        assert metrics.found_inf == 1
 
 
 def test_a_step_evaluates_the_rule_of_its_scale_once() -> None:

@@ -21,7 +21,7 @@ from _variants import LR, funcamp_step
 from torch import Tensor
 
 import funcamp
-from funcamp._storage.inputs import gradients_as_stored
+from funcamp._step.differentiate import gradients_as_stored
 from funcamp._types import name_of
 
 

@@ -157,7 +157,8 @@ def train(model: Any, lines: dict[str, list[bytes]], steps: int, resume: bool, o
             model.load_state_dict(step.loss_fn.state_dict(state.params))
             freeze(model, UNFREEZE)
             new = make_step(model)
-            state = new.load_state_dict(step.state_dict(state), like=new.init(flat=False), strict=False)
+            fresh = new.init(flat=False)
+            state = new.load_state_dict(new.state_dict(fresh) | step.state_dict(state), like=fresh)
             step, run = new, wrap(new)
         for batch in batches(lines["train"], now["epoch"], now["batch"]):
             state, _ = run(state, to_device(batch, device))

@@ -70,7 +70,7 @@ class StatelessOptimizer(Fixed):
         self._constants |= {name: value for name, value in group.items() if name not in WITHOUT_EFFECT}
         #: The names of the entries of a vector, and of a matrix.
         self._entry_names = tuple(
-            frozenset(self._rule.init(torch.zeros(shape), Arguments(self._constants))) for shape in ((2,), (2, 2))
+            tuple(self._rule.init(torch.zeros(shape), Arguments(self._constants))) for shape in ((2,), (2, 2))
         )
 
     def python_parts(self) -> dict[str, object]:
@@ -303,13 +303,11 @@ class StatelessOptimizer(Fixed):
         expected: set[str] = set()
         for param in flat:
             if param is not None:
-                expected |= self._entry_names[param.dim() >= 2]
+                expected.update(self._entry_names[param.dim() >= 2])
         if opt_state.state.keys() != expected:
             raise ValueError(
                 f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected)}; got "
-                f"{sorted(opt_state.state)}, another's: begin anew with "
-                "state._replace(opt_state=optimizer.init(params)), or keep what both have with "
-                "step.load_state_dict(saved, like=step.init(), strict=False)"
+                f"{sorted(opt_state.state)}: begin anew with state._replace(opt_state=optimizer.init(params))"
             )
 
     # Trees.

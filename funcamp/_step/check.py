@@ -16,7 +16,6 @@ speed; a float64 sum does not, on a CPU or on a GPU with few float64 units.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -26,13 +25,13 @@ from funcamp import _tree
 from funcamp._dtensor import any_in_meshes, group_by_mesh_dims, local, total
 from funcamp._scaler.scale import reduce_flag, unscaled
 from funcamp._scaler.state import ScalerState, reciprocal, replace, widen
+from funcamp._trace.tracing import compiling
 from funcamp._types import Reduce, Tree
 
 
 class _Range(NamedTuple):
     """The constants of the check for gradients of one dtype; see the docstring of the module."""
 
-    dtype: torch.dtype
     shrink: float
     """A factor that keeps squares finite."""
     floor: float
@@ -41,13 +40,16 @@ class _Range(NamedTuple):
 
 
 # A norm whose square is beyond float64 is infinite.
-_RANGES = (
-    _Range(torch.float32, shrink=2.0**-90, floor=2.0**-60, undo=2.0**180),
-    _Range(torch.float64, shrink=2.0**-760, floor=2.0**-500, undo=math.inf),
-)
+_RANGES = {
+    torch.float32: _Range(shrink=2.0**-90, floor=2.0**-60, undo=2.0**180),
+    torch.float64: _Range(shrink=2.0**-760, floor=2.0**-500, undo=math.inf),
+}
 
 #: Row length of sums on a CPU: for longer sums Inductor uses a cascade at a third of the speed.
 _ROW = 2048
+#: Rows of one part on a CPU in an eager step, in which each operation reads and writes memory: half a megabyte, so that
+#: a part and what is computed from it stay in the cache. Compiled, all operations on a gradient are one loop.
+_ROWS_IN_CACHE = 64
 
 
 def squares_and_finite(state: ScalerState, grads: Tree) -> tuple[Tensor, Tensor]:
@@ -57,39 +59,27 @@ def squares_and_finite(state: ScalerState, grads: Tree) -> tuple[Tensor, Tensor]
     total_squares = torch.zeros_like(widen(state.scale))
     finite = torch.ones_like(state.scale, dtype=torch.bool)
     for across, members in group_by_mesh_dims(leaves):
-        values = _unscaled_parts(members, inv_scale)
-        for constants in _RANGES:
-            values_of_dtype = [value for value in values if value.dtype == constants.dtype]
-            if not values_of_dtype:
-                continue
-            squares, checks = _squares_and_checks(values_of_dtype, constants)
-            without_overflow = torch.where(torch.isfinite(squares), squares, checks * constants.undo)
+        sums: dict[torch.dtype, list[Tensor]] = {}
+        for leaf in members:
+            for part in _parts(local(leaf)):  # of DTensors this rank's
+                value = unscaled(part, inv_scale)
+                if value.is_complex():
+                    value = torch.view_as_real(value)
+                sums.setdefault(value.dtype, []).extend(_square_and_check(value))
+        for dtype, sums_of_dtype in sums.items():
+            # Stacked, because Inductor does not fuse sums that are further apart and would read the values twice.
+            squares, checks = torch.stack(sums_of_dtype).view(-1, 2).unbind(1)
+            without_overflow = torch.where(torch.isfinite(squares), squares, checks * _RANGES[dtype].undo)
             total_squares = total_squares + total(without_overflow.sum(), across)
             finite = finite & torch.isfinite(checks).all()
     return total_squares, ~any_in_meshes(~finite, leaves)
 
 
-def _squares_and_checks(values: Sequence[Tensor], constants: _Range) -> tuple[Tensor, Tensor]:
-    """Return for every value the sum of its squares, and the check; see the docstring of the module."""
-    terms: list[Tensor] = []
-    for value in values:
-        shrunk = (value * constants.shrink).abs()
-        terms.append(value.square())
-        terms.append(shrunk.clamp(min=constants.floor).square())
-    # Stacked, because Inductor does not fuse sums that are further apart and would read the values twice.
-    sums = torch.stack([_sum(term) for term in terms])
-    squares, checks = sums.view(-1, 2).unbind(1)
-    return squares, checks
-
-
-def _unscaled_parts(grads: Sequence[Tensor], inv_scale: Tensor) -> list[Tensor]:
-    """Return unscaled gradients in the parts in which they are summed, all real: of DTensors this rank's."""
-    values: list[Tensor] = []
-    for leaf in grads:
-        for part in _parts(local(leaf)):
-            value = unscaled(part, inv_scale)
-            values.append(torch.view_as_real(value) if value.is_complex() else value)
-    return values
+def _square_and_check(value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sum of a value's squares, and the check; see the docstring of the module."""
+    constants = _RANGES[value.dtype]
+    shrunk = (value * constants.shrink).abs()
+    return _sum(value.square()), _sum(shrunk.clamp(min=constants.floor).square())
 
 
 def flag_and_norm(
@@ -103,13 +93,14 @@ def flag_and_norm(
 
 
 def _parts(leaf: Tensor) -> list[Tensor]:
-    """Split a large gradient on a CPU into rows and a rest; return any other as it is."""
+    """Split a large gradient on a CPU into rows, a few at once, and a rest; return any other as it is."""
     is_plain = leaf.device.type == "cpu" and leaf.layout == torch.strided and not leaf.is_complex()
     if not is_plain or leaf.numel() < 2 * _ROW or not leaf.is_contiguous():
         return [leaf]
     flat = leaf.reshape(-1)
     size_of_rows = leaf.numel() // _ROW * _ROW
-    parts = [flat[:size_of_rows].view(-1, _ROW)]
+    rows = flat[:size_of_rows].view(-1, _ROW)
+    parts = [rows] if compiling() else list(torch.split(rows, _ROWS_IN_CACHE))
     if size_of_rows < leaf.numel():
         parts.append(flat[size_of_rows:])
     return parts

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from funcamp._autograd.scaled_grad import choose_engine, differentiate, refuse_h
 from funcamp._scaler.state import ScalerState
 from funcamp._step.accumulate import Differentiate, Result, Shares
 from funcamp._step.state import TrainState
-from funcamp._storage.inputs import gradients_as_stored
+from funcamp._storage.layout import Layout
 from funcamp._storage.params import Params, clone
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
@@ -121,3 +121,18 @@ def _buffers_and_aux(loss_fn: Loss, before: dict[str, Tensor], beside: Tree) -> 
                 f"{_tree.describe(now)}; call a model that fills a buffer in its first call once before init"
             )
     return {name: after[name] for name in before}, aux
+
+
+def gradients_as_stored(gradients: Sequence[Tensor], layout: Layout) -> Params:
+    """Return gradients, one per slot of a layout, as the parameters are stored.
+
+    Raises:
+        TypeError: a gradient is sparse.
+    """
+    for gradient in gradients:
+        if gradient.layout != torch.strided:
+            raise TypeError(
+                f"step: gradients must be dense (sparse=False in an embedding); got layout {gradient.layout} for "
+                f"a parameter of shape {tuple(gradient.shape)}"
+            )
+    return Params(layout.join(gradients), layout)

@@ -71,19 +71,16 @@ def first_state(
         raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}{loss_fn.why_empty()}")
     if is_modules_own:
         loss_fn.state_was_made(shares_memory=consumed is not None)
+    count = torch.zeros((), dtype=torch.int64, device=device)
     return TrainState(
-        step=_zero(device),
-        skipped=_zero(device),
-        consecutive_skips=_zero(device),
+        step=count,
+        skipped=count.clone(),
+        consecutive_skips=count.clone(),
         params=stored,
         opt_state=step._transforms.init(stored),
         scaler=init(step.config, device=device),
         buffers=buffers,
     )
-
-
-def _zero(device: torch.device) -> Tensor:
-    return torch.zeros((), dtype=torch.int64, device=device)
 
 
 def _check_buffers(loss_fn: Loss, buffers: object) -> None:

@@ -172,11 +172,6 @@ def _observers(call: str, observe: Mapping[str, Callable[[Tree], Tree]] | None) 
     """Return the observe functions by name; raise TypeError if they are something else."""
     if observe is None:
         return {}
-    if not isinstance(observe, Mapping):
+    if not isinstance(observe, Mapping) or not all(map(callable, observe.values())):
         raise TypeError(f"{call}: observe must be a dict of names to functions; got {_tree.brief(observe)}")
-    for name, function in observe.items():
-        if not isinstance(name, str):
-            raise TypeError(f"{call}: observe must have names; got {_tree.brief(name)}")
-        if not callable(function):
-            raise TypeError(f"{call}: observe[{name!r}] must be callable; got {_tree.brief(function)}")
     return dict(observe)

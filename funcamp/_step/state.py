@@ -90,10 +90,7 @@ class Metrics(NamedTuple):
         """Return a dict for a logger: every metric by its name, entries of dicts as `lr/matrix`, `aux/hits`.
 
         Leaves out records and the metrics of options that are not set. The values are tensors; a `MetricReader` turns
-        them into numbers. No sync.
-
-        Raises:
-            ValueError: two entries of nested dicts have the same name: `{"a/b": ..., "a": {"b": ...}}`.
+        them into numbers. Of `{"a/b": ..., "a": {"b": ...}}` only the last is there. No sync.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD, lr=0.5))
@@ -106,14 +103,8 @@ class Metrics(NamedTuple):
         for field in self._fields:
             value = getattr(self, field)
             is_unset = isinstance(value, tuple) and not value
-            if field == "records" or is_unset:
-                continue
-            for name, item in _entries(field, value):
-                if name in by_name:
-                    raise ValueError(
-                        f"to_dict: metrics must have one entry by each name; got two by {name!r}: rename one in {field}"
-                    )
-                by_name[name] = item
+            if field != "records" and not is_unset:
+                by_name |= dict(_entries(field, value))
         return by_name
 
 

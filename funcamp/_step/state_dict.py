@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._check import boolean
 from funcamp._optim.average import Average
 from funcamp._optim.chain import average_in
 from funcamp._step.state import TrainState, check_train_state, states_of_parts
@@ -20,16 +18,6 @@ from funcamp._storage.params import Params, clone, collapse, expand
 _FROM_TORCH = (
     "a torch loop goes on by model.load_state_dict(...) before init, then "
     "step.from_torch(step.init(), optimizer=..., scaler=...) with the state_dicts of its optimizer and scaler"
-)
-#: The names of `saved_names` for an average: of the only one, of one of several, and of one that `every` delays.
-_AVERAGE_NAME = re.compile(r"^(ema|opt_state\.\d+(\.state)?\.average)(?=\.|$)")
-
-
-#: The names of `saved_names` for counts of a step, a scaler, and an optimizer with or without a number in a chain and a
-#: label. Other counters of rules may have any sign.
-_COUNT_NAME = re.compile(
-    r"step|skipped|consecutive_skips|scaler\.(growth_tracker|counters\.(since_rescale|overflows))"
-    r"|opt_state\.(\d+\.)?([^.]+\.)?(applied|state\.step(\..+)?)"
 )
 
 
@@ -45,51 +33,30 @@ def export(call: str, state: TrainState) -> dict[str, Tensor]:
 def gather(call: str, state: TrainState) -> TrainState:
     """Return the full state, as `distributed.gather_state` does."""
     check_train_state(call, "state", state)
-    if state.params.ranks is None:
-        return state
     full_state: TrainState = _tree.map_nodes(Params, lambda params: params.gathered(), state)
     return full_state
 
 
 def tensors_by_name(state: TrainState) -> dict[str, Tensor]:
     """Return the tensors of a state by the names under which they are saved."""
-    tensors: dict[str, Tensor] = {}
-    for name, leaf in zip(saved_names(state), _tree.leaves(state)):
-        if leaf is not None:
-            tensors[name] = leaf
-    return tensors
+    named_leaves = zip(saved_names(state), _tree.leaves(state))
+    return {name: leaf for name, leaf in named_leaves if leaf is not None}
 
 
 def saved_names(state: TrainState) -> list[str]:
     """Return the name under which each leaf of a state is saved.
 
-    These are the names of the first format, in which an average was a field of the state: the only one is `ema.*`, one
-    of several is `opt_state.NUMBER.average.*`, and one that `every` delays is `opt_state.NUMBER.state.average.*`, with
-    its number in the chain (`_AVERAGE_NAME`).
+    These are the names of the first format, which had one average, a field of the state, next to the optimizer's: the
+    only one is `ema.*`, one of several is `opt_state.NUMBER.average.*`, with its number in the chain, and one that
+    `every` delays is `opt_state.NUMBER.state.average.*`.
     """
-    averages: list[int] = []
-    others: list[int] = []
-    for number, part_state in enumerate(states_of_parts(state.opt_state)):
-        if isinstance(part_state, Average):
-            averages.append(number)
-        elif average_in(part_state) is None:
-            others.append(number)
-
-    saved_prefixes: dict[str, str] = {}
-    # The first format had one average next to the optimizer's state. If there are several, each keeps its number in the
-    # chain.
-    if len(averages) == 1:
-        saved_prefixes[f"opt_state.{averages[0]}.average."] = "ema."
-    if len(others) == 1:
-        saved_prefixes[f"opt_state.{others[0]}."] = "opt_state."
-
-    names: list[str] = []
-    for name in _tree.names(state):
-        for prefix, saved_prefix in saved_prefixes.items():
-            if name.startswith(prefix):
-                name = saved_prefix + name.removeprefix(prefix)
-                break
-        names.append(name)
+    parts = list(enumerate(states_of_parts(state.opt_state)))
+    averages = [rf"^opt_state\.{number}\.average\." for number, part in parts if isinstance(part, Average)]
+    others = [rf"^opt_state\.{number}\." for number, part in parts if average_in(part) is None]
+    names = _tree.names(state)
+    for saved_prefix, prefixes in (("ema.", averages), ("opt_state.", others)):
+        if len(prefixes) == 1:  # several keep their numbers
+            names = [re.sub(prefixes[0], saved_prefix, name) for name in names]
     return names
 
 
@@ -97,14 +64,11 @@ def saved_names(state: TrainState) -> list[str]:
 
 
 @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
-def restore(saved: dict[str, Tensor], like: TrainState, strict: bool = True) -> TrainState:
-    """Return the state that `export` saved, laid out as like; if not strict, like fills what is missing."""
-    call = "load_state_dict"
+def restore(call: str, saved: dict[str, Tensor], like: TrainState) -> TrainState:
+    """Return the state that `export` saved, laid out as like."""
     check_train_state(call, "like", like)
     if not isinstance(saved, dict):
         raise TypeError(f"{call}: saved must be a dict, as state_dict gives it; got {_tree.brief(saved)}")
-    if not boolean(call, "strict", strict):
-        saved = _filled(call, saved, like)
 
     # The full state like `like`, as the trees that were saved.
     full_like = _tree.map_nodes(Params, lambda params: params.outline(), like)
@@ -120,43 +84,10 @@ def restore(saved: dict[str, Tensor], like: TrainState, strict: bool = True) -> 
     remaining = iter(values.values())
     tree = _tree.map_leaves(lambda _: next(remaining), *_tree.flatten(tree_like))
     full_state = collapse(full_like, tree)
-    check_values(call, full_state)
+    check_scale(call, full_state)
     _check_counts(call, values, tensors_by_name(expand(full_state)))
     state: TrainState = _tree.map_nodes(Params, lambda params, full: params.cut_like(full), like, full_state)
     return state
-
-
-def _filled(call: str, saved: Mapping[str, Tensor], like: TrainState) -> dict[str, Tensor]:
-    """Return the saved tensors that like has, and like's for names that are not saved; averages begin as parameters.
-
-    Raises:
-        ValueError: no parameter of like is saved.
-    """
-    full_like = expand(gather(call, like))
-    own_tensors = tensors_by_name(full_like)
-    if not any(name.startswith("params.") and name in saved for name in own_tensors):
-        raise ValueError(f"{call}: saved must hold at least one parameter of like; it holds none: {_FROM_TORCH}")
-    lost_averages = [
-        name for name in saved if name not in own_tensors and _AVERAGE_NAME.sub("params", str(name)) in own_tensors
-    ]
-    if lost_averages:
-        warnings.warn(
-            f"{call}: saved has an average of the parameters that like has not: {len(lost_averages)} tensors, from "
-            f"{lost_averages[0]!r} to {lost_averages[-1]!r}, are left out: load it with a step that has the same "
-            "average (ema_decay) to keep it, or take these names out of saved",
-            stacklevel=5,  # the caller of `TrainStep.load_state_dict`
-        )
-
-    def as_parameters(average: Average) -> Average:
-        leaves, spec = _tree.flatten(average.average)
-        for index, (name, own) in enumerate(zip(_tree.names(average.average), leaves)):
-            parameter = saved.get(f"params.{name}")
-            if isinstance(parameter, Tensor) and parameter.shape == own.shape and parameter.dtype == own.dtype:
-                leaves[index] = parameter
-        return Average(_tree.unflatten(leaves, spec))
-
-    first_tensors = tensors_by_name(_tree.map_nodes(Average, as_parameters, full_like))
-    return {name: saved.get(name, first) for name, first in first_tensors.items()}
 
 
 def _check_names(call: str, saved: Mapping[str, Tensor], expected: AbstractSet[str]) -> None:
@@ -180,14 +111,12 @@ def _check_counts(call: str, values: Mapping[str, Tensor], stored: Mapping[str, 
         stored: the same after the layout has stored them.
     """
     for name, value in values.items():
-        stored_value = stored[name]
-        # Only numbers, such as counts, are stored once for several parameters.
-        if stored_value is value or stored_value.dim():
-            continue
-        if not torch.allclose(value, stored_value, rtol=0, atol=0, equal_nan=True):
+        # Only an optimizer's numbers, such as counts, are stored once for several parameters.
+        is_number = name.startswith("opt_state.") and value.dim() == 0
+        if is_number and not torch.equal(value, stored[name]):
             raise ValueError(
                 f"{call}: saved must hold one count for all parameters that lie in one group of flat storage; got "
-                f"{value.item():g} for {name!r} and {stored_value.item():g} for another, as after a part was frozen or "
+                f"{value.item():g} for {name!r} and {stored[name].item():g} for another, as after a part was frozen or "
                 "added later: use init(flat=False), or give such parameters a label of their own, init(group=...)"
             )
 
@@ -197,31 +126,13 @@ def _check_counts(call: str, values: Mapping[str, Tensor], stored: Mapping[str, 
 
 def check_like(call: str, name: str, value: object, like: Tensor) -> None:
     """Raise ValueError if a saved value cannot take the place of a tensor."""
-    fix = ""
-    if isinstance(value, Tensor):
-        if value.is_meta:
-            fix = ": load it with its values"
-        elif value.layout != like.layout:
-            fix = ": to_dense() makes one"
-        elif value.shape == like.shape and value.dtype == like.dtype:
-            return
-    rule = f"must be like {_tree.describe(like)}, dense, with values"
-    raise ValueError(f"{call}: saved[{name!r}] {rule}; got {_tree.describe(value)}{fix}")
+    if isinstance(value, Tensor) and (value.shape, value.dtype, value.layout) == (like.shape, like.dtype, like.layout):
+        return
+    raise ValueError(f"{call}: saved[{name!r}] must be like {_tree.describe(like)}; got {_tree.describe(value)}")
 
 
-def check_values(call: str, state: TrainState) -> None:
-    """Raise ValueError for a scale, flag or count that is impossible or unrecoverable; reads the host."""
-    step, skipped, in_a_row = state.step, state.skipped, state.consecutive_skips
-    scale, found_inf = state.scaler.scale, state.scaler.found_inf
-    rules = [
-        ("scaler.scale", scale, (scale > 0) & scale.isfinite(), "above 0 and finite"),
-        ("scaler.found_inf", found_inf, (found_inf == 0) | (found_inf == 1), "0 or 1"),
-    ]
-    for name, value in tensors_by_name(state).items():
-        if _COUNT_NAME.fullmatch(name):
-            rules.append((name, value, value >= 0, "0 or more"))
-    rules.append(("skipped", skipped, skipped <= step, "at most saved['step']"))
-    rules.append(("consecutive_skips", in_a_row, in_a_row <= skipped, "at most saved['skipped']"))
-    for name, value, holds, rule in rules:
-        if not bool(holds.all()):
-            raise ValueError(f"{call}: saved[{name!r}] must be {rule}; got {value[~holds].flatten()[0].item():g}")
+def check_scale(call: str, state: TrainState) -> None:
+    """Raise ValueError for a scale with which no step can go on, as torch's scaler may save it; reads the host."""
+    scale = state.scaler.scale
+    if not bool((scale > 0) & scale.isfinite()):
+        raise ValueError(f"{call}: saved['scaler.scale'] must be above 0 and finite; got {scale.item():g}")

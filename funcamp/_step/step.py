@@ -14,16 +14,20 @@ from funcamp._autograd.loss import Loss
 from funcamp._autograd.scaled_grad import loss_and_aux
 from funcamp._check import Fixed, boolean, one_batch
 from funcamp._optim.chain import group_functions_in, single_parts_in
+from funcamp._optim.part import Update
 from funcamp._scaler.config import ScalerConfig
-from funcamp._step.differentiate import arguments_of
+from funcamp._scaler.skip_step import old_where
+from funcamp._scaler.update import cannot_fall, cannot_grow, decided, moved
+from funcamp._step.accumulate import accumulate, micro_batches, shares_of
+from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
+from funcamp._step.differentiate import arguments_of, differentiator
 from funcamp._step.first_state import consumed_loss, first_state
 from funcamp._step.options import Options, transforms_of
 from funcamp._step.state import Metrics, TrainState, check_train_state
 from funcamp._step.state_dict import export, gather, restore
-from funcamp._step.take_step import take_step
 from funcamp._step.torch_state import from_torch, to_torch
 from funcamp._storage.inputs import check_params
-from funcamp._storage.params import Params, clone, matrix_or_vector, stored
+from funcamp._storage.params import Params, clone, expand, matrix_or_vector, stored
 from funcamp._storage.policy import autocast_of
 from funcamp._trace.tracing import compiling
 from funcamp._types import StateDict, Tree
@@ -33,6 +37,21 @@ def _is_in_autocast(state: TrainState) -> bool:
     """Return whether a region of the caller casts on the state's device."""
     device_type = state.scaler.scale.device.type
     return device_type != "meta" and torch.is_autocast_enabled(device_type)  # autocast does not know the meta device
+
+
+def _observed(observe: Mapping[str, Callable[[Tree], Tree]], gradients: Params) -> dict[str, Tree]:
+    """Return the results of the observe functions on the unscaled gradients, in the parameters' own tree."""
+    if not observe:
+        return {}
+    tree = expand(gradients)
+    results = {name: function(tree) for name, function in observe.items()}
+    for index, leaf in enumerate(_tree.leaves(results)):
+        if not isinstance(leaf, Tensor):
+            raise TypeError(
+                f"step: observe{_tree.path_of(results, index)} must return tensors; got {_tree.describe(leaf)}"
+            )
+    copies: dict[str, Tree] = clone(results)
+    return copies
 
 
 class TrainStep(Fixed):
@@ -86,9 +105,100 @@ class TrainStep(Fixed):
         if not torch.compiler.is_dynamo_compiling():
             self.loss_fn.begin_step()
         with self._precision_of_policy(state):
-            after, metrics = take_step(self, state, batch)
+            after, metrics = self._take(state, batch)
         if not compiling() and _is_in_autocast(state):
             torch.clear_autocast_cache()  # torch would keep this step's casts until the caller's region ends
+        return after, metrics
+
+    def _take(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
+        """Return the state after a step and its metrics; read it from top to bottom.
+
+        Args:
+            state: a state with its parameters as this step stores them.
+            batch: one batch, as the user passed it.
+        """
+        loss_fn = self.loss_fn
+        options = self._options
+        parallel = options.parallel
+        device = state.scaler.scale.device
+        batch = _tree.plain(batch)
+
+        # What the loss gets: full parameters, in float32. Autocast casts them at their use.
+        params_of_loss = self._params_of_loss("step", state.params)
+        tape = loss_fn.tape(device)
+
+        # The scaled gradients, the loss, its buffers and the records of the tape.
+        pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
+        shares = shares_of(options.weight, pieces, parallel.size, parallel.sum_of_weights, device)
+        differentiate_loss = differentiator(self, state, params_of_loss, tape, shares)
+        if options.accumulate == 1:
+            result = differentiate_loss(state.buffers, batch, None)
+        else:
+            gradients_like = state.params.outline()
+            result = accumulate(differentiate_loss, gradients_like, state.buffers, tape, pieces, shares)
+
+        # The sum over ranks; the flag and the norm by one reading of the gradients. An overflow of one rank reaches the
+        # others in the sum of the gradients; with slices in `joined`; with a user's own reduction in `flag_and_norm`.
+        # Nothing looks at the loss: an infinite loss whose gradients are finite is applied.
+        result = parallel.summed(result, shares.own, state.buffers)
+        squares, finite = squares_and_finite(state.scaler, result.gradients)
+        squares, finite = parallel.joined(squares, finite)
+        if shares.is_empty is not None:
+            finite = finite | shares.is_empty  # 0 / 0 in the loss of a batch that does not count
+        scaler, norm = flag_and_norm(state.scaler, squares, finite, parallel.reduce)
+
+        # Clipping, the optimizer and the average.
+        gradients = unscaled_gradients(state.scaler, result.gradients)
+        changed, opt_state = self._transforms.transform(Update(state.params, gradients, norm), state.opt_state)
+
+        # The only skip: for a gradient that is not finite, and for a window without weight.
+        skips = scaler.found_inf != 0
+        if shares.is_empty is not None:
+            skips = skips | shares.is_empty
+        buffers_if_skipped = result.buffers if loss_fn.keep_buffers else state.buffers
+        params, opt_state, buffers = old_where(
+            "step",
+            skips,
+            new=(changed.params, opt_state, result.buffers),
+            old=(state.params, state.opt_state, buffers_if_skipped),
+        )
+        if loss_fn.keep_buffers:
+            # `old_where` has returned these as they are, being old and new at once; one may be a tensor of the batch.
+            buffers = clone(buffers)
+
+        # Counts, which move also when the step is skipped; and the scale, which moves by the gradients' flag.
+        is_skipped = skips.long()
+        calls = state.step + 1
+        skipped = state.skipped + is_skipped
+        decision = decided(scaler, self.config)
+        next_scaler = moved(scaler, *decision)
+        if shares.is_empty is not None:  # neither a good step nor an overflow
+            next_scaler = old_where("step", shares.is_empty, next_scaler, state.scaler)
+        after = TrainState(
+            step=calls,
+            skipped=skipped,
+            consecutive_skips=(state.consecutive_skips + 1) * is_skipped,
+            params=params,
+            opt_state=opt_state,
+            scaler=next_scaler,
+            buffers=buffers,
+        )
+        # Copies of what is in a state: the next step may be donated the state, and would overwrite these.
+        metrics = Metrics(
+            loss=result.loss,
+            grad_norm=norm.float(),
+            scale=state.scaler.scale.clone(),
+            lr=self._transforms.learning_rate(state.opt_state),
+            found_inf=scaler.found_inf,
+            exhausted=cannot_fall(scaler, *decision).float(),
+            saturated=cannot_grow(scaler, *decision).float(),
+            applied=calls - skipped,
+            skipped=skipped.clone(),
+            consecutive_skips=after.consecutive_skips.clone(),
+            observed=_observed(options.observe, gradients),
+            records=loss_fn.collected(result.records),
+            aux=result.aux,
+        )
         return after, metrics
 
     def _precision_of_policy(self, state: TrainState) -> contextlib.AbstractContextManager[object]:
@@ -328,28 +438,24 @@ class TrainStep(Fixed):
         """
         return export("state_dict", state)
 
-    def load_state_dict(
-        self, saved: dict[str, Tensor], like: TrainState, *, strict: bool = True, consume: bool = False
-    ) -> TrainState:
+    def load_state_dict(self, saved: dict[str, Tensor], like: TrainState, *, consume: bool = False) -> TrainState:
         """Return the state saved by `state_dict`, laid out as `like` (from `init`), on its devices.
 
-        Syncs: reads the scale and the counts.
+        To go on with other parameters, fill in what is missing and leave out what is gone: `fresh =
+        step.state_dict(like)`, then `{name: saved.get(name, fresh[name]) for name in fresh}`. Syncs: reads the scale
+        and the counts.
 
         Args:
             saved: what `state_dict` returned.
             like: a state of this step; not changed.
-            strict: False to continue with other parameters. Names that saved lacks keep like's values (a parameter that
-                was added or unfrozen; its optimizer state is as before a first step). Names that like lacks are dropped
-                (a parameter that was removed or frozen), with a warning if they are an average that like has not. An
-                average that saved lacks begins as the loaded parameters.
             consume: let the module share the memory of the returned state, as in `init`. A module that shared like's
                 memory (`init(consume=True)`) would otherwise keep like's values.
 
         Raises:
-            TypeError: like is not a `TrainState`, saved not a dict, or strict not a bool; consume as in `init`.
+            TypeError: like is not a `TrainState`, or saved not a dict; consume as in `init`.
             ValueError: a name is missing or unknown; a tensor has another shape or dtype than like's; the scale is not
-                above 0, or a count is negative; parameters in one group of flat storage, which has one step count,
-                differ in theirs, because some were frozen or added later: make like with `init(flat=False)`.
+                above 0; parameters in one group of flat storage, which has one step count, differ in theirs, because
+                some were frozen or added later: make like with `init(flat=False)`.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -358,8 +464,8 @@ class TrainStep(Fixed):
             >>> step.load_state_dict(saved, like=state).params.tree()
             {'w': tensor([1., 1.])}
         """
-        state = restore(saved, like, strict)
-        return self._adopted("load_state_dict", state, consume)
+        call = "load_state_dict"
+        return self._adopted(call, restore(call, saved, like), consume)
 
     @torch.inference_mode(False)  # as `init`
     def _adopted(self, call: str, state: TrainState, consume: bool) -> TrainState:

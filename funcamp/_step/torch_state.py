@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from funcamp import _tree
 from funcamp._autograd.module_loss import ModuleLoss
@@ -21,9 +21,10 @@ from funcamp._optim.hyperparameters import map_items
 from funcamp._optim.optimizer import StatelessOptimizer
 from funcamp._optim.torch_optim import RULES
 from funcamp._optim.torch_optim.sgd import APPLIED_ENTRY
-from funcamp._scaler.state_dict import CONSTANTS, from_state_dict, to_state_dict
+from funcamp._scaler.state import ScalerState
+from funcamp._scaler.state_dict import from_state_dict, to_state_dict
 from funcamp._step.state import TrainState, check_train_state
-from funcamp._step.state_dict import export, restore
+from funcamp._step.state_dict import export, gather, restore
 from funcamp._types import StateDict
 
 if TYPE_CHECKING:
@@ -43,11 +44,6 @@ class TorchGroup(NamedTuple):
     """The names of its parameters, in torch's order."""
 
     @property
-    def is_of_torch(self) -> bool:
-        """Return whether the class is torch.optim's, so that torch's format holds its state."""
-        return self.optimizer._cls in RULES
-
-    @property
     def prefix(self) -> str:
         """Return the prefix of the optimizer's state among the exported names."""
         return "opt_state." if self.label is None else f"opt_state.{self.label}."
@@ -56,13 +52,11 @@ class TorchGroup(NamedTuple):
         """Return the exported name of an optimizer entry of a parameter."""
         return f"{self.prefix}state.{entry}.{name}"
 
-    def states_in(self, saved: Mapping[str, Tensor]) -> dict[str, StateDict]:
-        """Return the exported entries of each parameter, by the parameter's name and by theirs."""
-        states: dict[str, StateDict] = {}
-        for entry_and_name, value in _part(saved, f"{self.prefix}state.").items():
-            entry, _, name = entry_and_name.partition(".")
-            states.setdefault(name, {})[entry] = value
-        return states
+    def entries_in(self, saved: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
+        """Return the exported entries of a parameter; none for a frozen one."""
+        of_vector, of_matrix = self.optimizer._entry_names
+        keys = {entry: self.key(entry, name) for entry in (*of_vector, *of_matrix)}
+        return {entry: saved[key] for entry, key in keys.items() if key in saved}
 
 
 def groups_of(call: str, step: TrainStep, state: TrainState) -> list[TorchGroup]:
@@ -78,23 +72,18 @@ def groups_of(call: str, step: TrainStep, state: TrainState) -> list[TorchGroup]
     Raises:
         TypeError: an optimizer was not made by `stateless`.
     """
-    labels = state.params.layout.label_of()
-    of_module: dict[str, nn.Parameter] = {}
+    labels: dict[str, str] = {}
     if isinstance(step.loss_fn, ModuleLoss):
-        of_module = dict(step.loss_fn.model.named_parameters())
-    names = list(of_module or labels)
+        labels |= {name: step._group(name, value) for name, value in step.loss_fn.model.named_parameters()}
+    labels |= state.params.layout.label_of()  # of the function with which the state was made
     optimizer = only_optimizer_of(step.optimizer)
-    if isinstance(optimizer, GroupedOptimizer):
-        frozen_names = [name for name in names if name not in labels]
-        labels |= {name: optimizer.group(name, of_module[name]) for name in frozen_names}
-        groups: list[TorchGroup] = []
-        for label, optimizer_of_label in optimizer.optimizers.items():
-            groups.append(TorchGroup(label, optimizer_of_label, [name for name in names if labels[name] == label]))
-    else:
-        groups = [TorchGroup(None, optimizer, names)]
-    for group in groups:
-        if not isinstance(group.optimizer, StatelessOptimizer):
-            raise TypeError(f"{call}: the step's optimizer must be made by stateless; got {group.optimizer!r}")
+    optimizers = optimizer.optimizers if isinstance(optimizer, GroupedOptimizer) else {None: optimizer}
+    groups: list[TorchGroup] = []
+    for label, optimizer_of_label in optimizers.items():
+        if not isinstance(optimizer_of_label, StatelessOptimizer):
+            raise TypeError(f"{call}: the step's optimizer must be made by stateless; got {optimizer_of_label!r}")
+        names = [name for name in labels if label in (None, labels[name])]
+        groups.append(TorchGroup(label, optimizer_of_label, names))
     return groups
 
 
@@ -102,16 +91,14 @@ def hyperparameters_of(optimizer: StatelessOptimizer, applied: Tensor) -> dict[s
     """Return the numbers of a torch.optim group after some applied steps: schedules evaluated, defaults included."""
     arguments: dict[str, Any] = {}
     for name, value in (optimizer._hyperparameters | optimizer._hyper(applied, [applied])).items():
-        arguments[name] = _as_number(value)
+        arguments[name] = map_items(_as_number, name, value)
     group = torch_group(optimizer._cls, arguments)
-    return {name: value for name, value in group.items() if name != "params"}
+    del group["params"]
+    return group
 
 
-def _as_number(value: object) -> object:
-    """Return a hyperparameter as a number, or as a tuple of numbers."""
-    if isinstance(value, list):
-        value = tuple(value)
-    return map_items(lambda _, item: item.item() if isinstance(item, Tensor) else item, "", value)
+def _as_number(_: str, value: object) -> object:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def _torch_optimizers(call: str, step: TrainStep, state: TrainState) -> dict[str | None, list[TorchGroup]]:
@@ -122,7 +109,7 @@ def _torch_optimizers(call: str, step: TrainStep, state: TrainState) -> dict[str
     """
     groups = groups_of(call, step, state)
     for group in groups:
-        if not group.is_of_torch:
+        if group.optimizer._cls not in RULES:
             raise TypeError(
                 f"{call}: the step's optimizer must be of a class of torch.optim; got {group.optimizer!r}: save and "
                 "load with step.state_dict and step.load_state_dict; a module's values are "
@@ -133,23 +120,21 @@ def _torch_optimizers(call: str, step: TrainStep, state: TrainState) -> dict[str
     return {group.label: [group] for group in groups}
 
 
-def _part(saved: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    """Return the exported tensors whose names have a prefix, by the rest of the name."""
-    return {name.removeprefix(prefix): value for name, value in saved.items() if name.startswith(prefix)}
-
-
 # To torch.
 
 
 def to_torch(step: TrainStep, state: TrainState) -> StateDict:
     """Return the state_dicts of `TrainStep.to_torch`."""
-    saved = export("to_torch", state)
+    call = "to_torch"
+    state = gather(call, state)
+    saved = export(call, state)
     optimizers: dict[str | None, StateDict] = {}
-    for label, groups in _torch_optimizers("to_torch", step, state).items():
+    for label, groups in _torch_optimizers(call, step, state).items():
         optimizers[label] = _optimizer_state_dict(groups, saved)
-    model = _part(saved, "params.")
     if isinstance(step.loss_fn, ModuleLoss):
-        model = step.loss_fn.state_dict(model, _part(saved, "buffers."))
+        model = step.loss_fn.state_dict(state.params, state.buffers)
+    else:
+        model = state.params.state_dict()
     return {
         "model": model,
         "optimizer": optimizers.get(None, optimizers),
@@ -159,30 +144,24 @@ def to_torch(step: TrainStep, state: TrainState) -> StateDict:
 
 def _optimizer_state_dict(groups: Sequence[TorchGroup], saved: Mapping[str, Tensor]) -> StateDict:
     """Return the state_dict of one torch optimizer."""
-    state: dict[int, StateDict] = {}
+    states: dict[int, StateDict] = {}
     param_groups: list[StateDict] = []
-    count = 0
+    number = 0
     for group in groups:
-        numbers = range(count, count + len(group.names))
-        states = group.states_in(saved)
-        for number, name in zip(numbers, group.names):
-            parameter_state = _as_torchs(states.get(name, {}))
-            if parameter_state:
-                state[number] = parameter_state
+        numbers: list[int] = []
+        for name in group.names:
+            entries = group.entries_in(saved, name)
+            # A parameter that no step has changed has no entries in torch, where the first step differs.
+            is_unchanged = entries.pop(APPLIED_ENTRY, None) == 0
+            if entries and not is_unchanged:
+                states[number] = entries
+            if "step" in entries:
+                entries["step"] = entries["step"].cpu()  # torch stores the step counter on the host
+            numbers.append(number)
+            number += 1
         hyperparameters = hyperparameters_of(group.optimizer, saved[f"{group.prefix}applied"])
-        param_groups.append({**hyperparameters, "params": list(numbers)})
-        count += len(numbers)
-    return {"state": state, "param_groups": param_groups}
-
-
-def _as_torchs(entries: StateDict) -> StateDict:
-    """Return torch's state of one parameter; empty for a frozen one, and for one that no step has changed."""
-    # The count of steps that changed the parameter, for classes whose first step differs; torch has no such entry.
-    if entries.pop(APPLIED_ENTRY, None) == 0:
-        return {}
-    if "step" in entries:
-        entries["step"] = entries["step"].cpu()  # torch stores the step counter on the host
-    return entries
+        param_groups.append({**hyperparameters, "params": numbers})
+    return {"state": states, "param_groups": param_groups}
 
 
 # From torch.
@@ -198,6 +177,8 @@ def from_torch(
     """Return the state of `TrainStep.from_torch`: like's, into whose exported tensors torch's are written."""
     call = "from_torch"
     check_train_state(call, "like", like)
+    if scaler is not None:
+        like = like._replace(scaler=_scaler_state(call, step, scaler, like.scaler))
     saved = export(call, like)
     if optimizer is not None:
         groups_by_label = _torch_optimizers(call, step, like)
@@ -208,9 +189,7 @@ def from_torch(
         for label, groups in groups_by_label.items():
             _read_optimizer(call, state_dicts[label], groups, saved)
         _read_counts(call, [group for groups in groups_by_label.values() for group in groups], steps, saved)
-    if scaler is not None:
-        saved |= _scaler_tensors(call, step, scaler, like)
-    return restore(saved, like)
+    return restore(call, saved, like)
 
 
 def _read_optimizer(call: str, state_dict: StateDict, groups: Sequence[TorchGroup], saved: dict[str, Tensor]) -> None:
@@ -223,74 +202,46 @@ def _read_optimizer(call: str, state_dict: StateDict, groups: Sequence[TorchGrou
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         got = _tree.brief(state_dict)
         raise TypeError(f"{call}: optimizer must be the state_dict() of a torch.optim.Optimizer; got {got}")
-    names = _names_by_number(call, state_dict, groups, saved)
-    groups_by_name = {name: group for group in groups for name in group.names}
-    known = {group.label: group.states_in(saved) for group in groups}
-    for saved_group in state_dict["param_groups"]:
-        for number in saved_group["params"]:
-            name = names[number]
-            if name not in groups_by_name:
-                raise ValueError(f"{call}: param_names of optimizer must be of the step's parameters; got {name!r}")
-            if _is_trained(name, saved):
-                group = groups_by_name[name]
+    places = _places_by_name(call, state_dict, groups, saved)
+    for group in groups:
+        for name in group.names:
+            if f"params.{name}" in saved:  # frozen ones are in the module
+                number, saved_group = places[name]
                 _check_hyperparameters(call, group.optimizer, saved_group, name)
-                own_entries = known[group.label].get(name, {})
-                for entry, value in _entries_of(call, name, state_dict["state"].get(number, {}), own_entries).items():
-                    saved[group.key(entry, name)] = value
+                _write_entries(call, group, name, state_dict["state"].get(number, {}), saved)
 
 
-def _names_by_number(
+def _places_by_name(
     call: str, state_dict: StateDict, groups: Sequence[TorchGroup], saved: Mapping[str, Tensor]
-) -> dict[int, str]:
-    """Return the name of each parameter that a torch optimizer has by a number.
+) -> dict[str, tuple[int, StateDict]]:
+    """Return the number of each parameter in a torch optimizer, and its group there.
 
     The order is that of the names that torch saved, of an optimizer created with `named_parameters()`; else the
     module's, with or without its frozen parameters.
 
     Raises:
-        ValueError: the numbers of parameters or of groups differ, so that the order is not known.
+        ValueError: a parameter is missing, or without names the order is not known.
     """
-    saved_groups = state_dict["param_groups"]
-    numbers = [number for saved_group in saved_groups for number in saved_group["params"]]
+    places: list[tuple[int, StateDict]] = []
+    saved_names: list[str] = []
+    for saved_group in state_dict["param_groups"]:
+        places += [(number, saved_group) for number in saved_group["params"]]
+        saved_names += saved_group.get("param_names", ())
+    group_count = len(state_dict["param_groups"])
     own_names = [name for group in groups for name in group.names]
-    orders = [[name for saved_group in saved_groups for name in saved_group.get("param_names", ())]]
-    if len(saved_groups) == len(groups):  # several groups have another order
-        orders += [own_names, [name for name in own_names if _is_trained(name, saved)]]
+    trained_names = [name for name in own_names if f"params.{name}" in saved]
+    orders = [saved_names]
+    if not saved_names and group_count == len(groups):  # several groups have another order
+        orders = [own_names, trained_names]
     for names in orders:
-        if len(names) == len(numbers):
-            return dict(zip(numbers, names))
+        if len(names) == len(places) and set(trained_names) <= set(names):
+            return dict(zip(names, places))
     raise ValueError(
-        f"{call}: optimizer must have the step's parameters; it has {len(numbers)} in {len(saved_groups)} groups, the "
-        f"step {len(own_names)} in {len(groups)}: if they are the same in another order, write their names into it, "
-        "group['param_names'] = [...] for each group of optimizer['param_groups']"
+        f"{call}: optimizer must have the step's parameters; it has {len(places)} in {group_count} groups, the step "
+        f"{len(own_names)} in {len(groups)}, and its param_names are ({_tree.listed(saved_names)}): if they are the "
+        "same in another order, write their names into it, group['param_names'] = [...] for each group of "
+        "optimizer['param_groups']"
     )
-
-
-def _is_trained(name: str, saved: Mapping[str, Tensor]) -> bool:
-    """Return whether the state has a parameter; frozen ones are only in the module."""
-    return f"params.{name}" in saved
-
-
-def _entries_of(
-    call: str, name: str, entries: Mapping[str, object], own_entries: Mapping[str, Tensor]
-) -> dict[str, Tensor]:
-    """Return torch's state of one parameter in the form of the step's own.
-
-    Raises:
-        ValueError: torch's class has other entries.
-    """
-    # A class may save None for an entry that it does not use.
-    values = {entry: value for entry, value in entries.items() if value is not None}
-    if APPLIED_ENTRY in own_entries:
-        # torch has no entries of a parameter that no step has changed.
-        values[APPLIED_ENTRY] = 1 if values else 0
-    unknown = [entry for entry in values if entry not in own_entries]
-    if unknown:
-        raise ValueError(
-            f"{call}: optimizer must be of the step's class, which keeps {list(own_entries)} for {name!r}; got "
-            f"{unknown[0]!r}"
-        )
-    return {entry: torch.as_tensor(value).to(own_entries[entry]) for entry, value in values.items()}
 
 
 def _check_hyperparameters(
@@ -301,12 +252,31 @@ def _check_hyperparameters(
         # Dynamic ones are tensors and schedules: the step goes on with its own.
         if key not in saved_group or key in optimizer._dynamic:
             continue
-        value = _as_number(saved_group[key])
-        if value != _as_number(own_value):
+        value = saved_group[key]
+        if _tree.leaves(value) != _tree.leaves(own_value):  # a list is a tuple here
             raise ValueError(
                 f"{call}: optimizer must have the step's {key}, {own_value!r}; got {value!r} for {name!r}: make the "
                 f"step with stateless(..., {key}={value!r}), or change it in optimizer['param_groups']"
             )
+
+
+def _write_entries(
+    call: str, group: TorchGroup, name: str, entries: Mapping[str, object], saved: dict[str, Tensor]
+) -> None:
+    """Write torch's state of a parameter among the exported tensors; raise ValueError if another class keeps it."""
+    own_entries = group.entries_in(saved, name)
+    # A class may save None for an entry that it does not use.
+    values = {entry: value for entry, value in entries.items() if value is not None}
+    if APPLIED_ENTRY in own_entries:
+        # torch has no entries of a parameter that no step has changed.
+        values[APPLIED_ENTRY] = bool(values)
+    for entry, value in values.items():
+        if entry not in own_entries:
+            raise ValueError(
+                f"{call}: optimizer must be of the step's class, which keeps {sorted(own_entries)} for {name!r}; got "
+                f"{entry!r}"
+            )
+        saved[group.key(entry, name)] = torch.as_tensor(value).to(own_entries[entry])
 
 
 def _read_counts(call: str, groups: Sequence[TorchGroup], steps: int | None, saved: dict[str, Tensor]) -> None:
@@ -320,31 +290,24 @@ def _read_counts(call: str, groups: Sequence[TorchGroup], steps: int | None, sav
     if steps is None:
         keys = [group.key("step", name) for group in groups for name in group.names]
         counts = [int(saved[key]) for key in keys if key in saved]
-        for group in groups:
-            if not counts and any(map(callable, _tree.leaves(group.optimizer._hyperparameters))):
-                raise ValueError(
-                    f"{call}: steps must be given, the number of steps applied, as a schedule counts them and torch's "
-                    f"{group.optimizer._cls.__name__} does not"
-                )
+        hyperparameters = [group.optimizer._hyperparameters for group in groups]
+        if not counts and any(map(callable, _tree.leaves(hyperparameters))):
+            raise ValueError(
+                f"{call}: steps must be given, the number of steps applied, as a schedule counts them and torch's "
+                "optimizer does not"
+            )
         steps = max(counts, default=0)
     numbers = {"step": steps, "skipped": 0, "consecutive_skips": 0}
     numbers |= {f"{group.prefix}applied": steps for group in groups}
     saved.update({key: torch.full_like(saved[key], number) for key, number in numbers.items()})
 
 
-def _scaler_tensors(call: str, step: TrainStep, state_dict: StateDict, like: TrainState) -> dict[str, Tensor]:
-    """Return the state of a torch scaler as exported tensors.
-
-    Raises:
-        ValueError: its constants are not the step's.
-    """
-    scaler_state, saved_config = from_state_dict(state_dict, step.config, device=like.scaler.scale.device)
-    for name in CONSTANTS:
-        own_value = getattr(step.config, name)
-        value = getattr(saved_config, name)
-        if own_value != value:
-            raise ValueError(
-                f"{call}: scaler must have the step's {name}, {own_value}; got {value}: make the step with "
-                f"ScalerConfig({name}={value})"
-            )
-    return {f"scaler.{name}": value for name, value in scaler_state._asdict().items()}
+def _scaler_state(call: str, step: TrainStep, state_dict: StateDict, like: ScalerState) -> ScalerState:
+    """Return the state of a torch scaler; raise ValueError if its constants are not the step's."""
+    scaler_state, saved_config = from_state_dict(state_dict, step.config, device=like.scale.device)
+    if saved_config != step.config:
+        raise ValueError(
+            f"{call}: scaler must have the constants of the step's {step.config}; got {saved_config}: make the step "
+            "with this config"
+        )
+    return scaler_state

@@ -1,15 +1,15 @@
-"""The parameters that a state stores and a loss gets: laid out, checked, and their gradients stored like them."""
+"""The parameters that a state stores and a loss gets: laid out and checked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._storage.layout import Layout, arrange
+from funcamp._storage.layout import arrange
 from funcamp._storage.params import Params, clone, expand, repeated_name
 from funcamp._types import Tree
 
@@ -92,21 +92,6 @@ def check_params(call: str, params: Params, loss_fn: KnowsNames) -> None:
             f"{call}: params must have the names of {loss_fn!r}'s params(); they differ in {min(differing_names)!r}"
         )
     _check_dtypes_and_shapes(call, names, leaves, loss_fn.shapes())
-
-
-def gradients_as_stored(gradients: Sequence[Tensor], layout: Layout) -> Params:
-    """Return gradients, one per slot of a layout, as the parameters are stored.
-
-    Raises:
-        TypeError: a gradient is sparse.
-    """
-    for gradient in gradients:
-        if gradient.layout != torch.strided:
-            raise TypeError(
-                f"step: gradients must be dense (sparse=False in an embedding); got layout {gradient.layout} for "
-                f"a parameter of shape {tuple(gradient.shape)}"
-            )
-    return Params(layout.join(gradients), layout)
 
 
 def _check_dtypes_and_shapes(

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._memory import identity, rebind
-from funcamp._trace.slices import slices
+from funcamp._trace.tracing import slices
 from funcamp._types import Tree
 
 #: The number of elements at a multiple of which a matrix starts; a vector at half of it.

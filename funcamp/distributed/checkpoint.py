@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._step.state import TrainState, check_train_state
-from funcamp._step.state_dict import check_like, check_values, gather, tensors_by_name
+from funcamp._step.state_dict import check_like, check_scale, gather, tensors_by_name
 from funcamp._storage.params import Params, clone
 from funcamp.distributed.shards import joined_slice, slice_of
 
@@ -136,7 +136,7 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
     saved_values = iter(saved.values())
     new_leaves = [None if leaf is None else joined_slice(next(saved_values), leaf) for leaf in like_leaves]
     state: TrainState = _tree.unflatten(new_leaves, spec)
-    check_values(call, state)
+    check_scale(call, state)
     return state
 
 

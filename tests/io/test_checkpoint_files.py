@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import checkpoint as checkpoint_module
 
 import funcamp
-from funcamp import ScalerConfig, average, chain, distributed, every, load, make_train_step, save, stateless
+from funcamp import ScalerConfig, average, distributed, load, make_train_step, save, stateless
 from tests.support.helpers import assert_same, clone, together
 from tests.support.models import Task, cnn, mlp, tied
 from tests.support.rules import RULES
@@ -177,42 +177,17 @@ def test_checkpoint_of_another_model_is_refused_and_the_state_stays(tmp_path: Pa
 # What cannot be saved.
 
 
-@pytest.mark.parametrize(
-    ("entry", "value", "message"),
-    [
-        ("scaler.scale", float("nan"), r"saved\['scaler.scale'\] must be above 0 and finite; got nan"),
-        ("scaler.scale", -8.0, r"saved\['scaler.scale'\] must be above 0 and finite; got -8"),
-        ("scaler.scale", 0.0, r"saved\['scaler.scale'\] must be above 0 and finite; got 0"),
-        ("scaler.scale", float("inf"), r"saved\['scaler.scale'\] must be above 0 and finite; got inf"),
-        ("scaler.growth_tracker", -7, r"saved\['scaler.growth_tracker'\] must be 0 or more; got -7"),
-        ("scaler.found_inf", float("nan"), r"saved\['scaler.found_inf'\] must be 0 or 1; got nan"),
-        ("scaler.found_inf", 2.0, r"saved\['scaler.found_inf'\] must be 0 or 1; got 2"),
-        ("skipped", 300, r"saved\['skipped'\] must be at most saved\['step'\]; got 300"),
-        ("consecutive_skips", 3, r"saved\['consecutive_skips'\] must be at most saved\['skipped'\]; got 3"),
-        ("step", -1, r"saved\['step'\] must be 0 or more; got -1"),
-        ("skipped", -1, r"saved\['skipped'\] must be 0 or more; got -1"),
-        ("opt_state.applied", -2, r"saved\['opt_state.applied'\] must be 0 or more; got -2"),
-        ("opt_state.state.step.", -3.0, r"saved\['opt_state.*step.*'\] must be 0 or more; got -3"),
-        ("opt_state.state.step.", float("nan"), r"saved\['opt_state.*step.*'\] must be 0 or more; got nan"),
-    ],
-)
-@pytest.mark.parametrize("flat", [True, False])
-def test_numbers_that_no_run_has_are_refused(entry: str, value: float, message: str, flat: bool) -> None:
+@pytest.mark.parametrize("scale", [math.nan, -8.0, 0.0, math.inf])
+def test_a_scale_with_which_no_step_goes_on_is_refused(scale: float) -> None:
     step = make(mlp())
-    like = step.init(flat=flat)
-    saved = step.state_dict(like)
-    for name in saved:
-        if name == entry or (entry.endswith(".") and name.startswith(entry)):
-            saved[name] = torch.full_like(saved[name], value)
+    like = step.init()
+    message = rf"saved\['scaler.scale'\] must be above 0 and finite; got {scale:g}"
     with pytest.raises(ValueError, match="^load_state_dict: " + message):
-        step.load_state_dict(saved, like=like)
-    if flat:
-        slices = distributed.sharded_state_dict(like)
-        for name in slices:
-            if name == entry or (entry.endswith(".") and name.startswith(entry)):
-                slices[name] = torch.full_like(slices[name], value)
-        with pytest.raises(ValueError, match="^load_sharded_state_dict: " + message):
-            distributed.load_sharded_state_dict(slices, like)
+        step.load_state_dict(step.state_dict(like) | {"scaler.scale": torch.tensor(scale)}, like=like)
+    slices = distributed.sharded_state_dict(like)
+    slices["scaler.scale"].fill_(scale)
+    with pytest.raises(ValueError, match="^load_sharded_state_dict: " + message):
+        distributed.load_sharded_state_dict(slices, like)
 
 
 def test_names_of_slices_that_differ_are_told() -> None:
@@ -242,114 +217,38 @@ def test_states_of_every_rule_are_taken_back(rule: str) -> None:
         assert_same(step.load_state_dict(step.state_dict(state), like=state), state)
 
 
-@pytest.mark.parametrize("strict", [True, False])
-def test_tensors_that_no_state_can_hold_are_refused(strict: bool) -> None:
+@pytest.mark.parametrize("change", [Tensor.to_sparse, Tensor.double, lambda value: value[None]])
+def test_tensors_of_another_kind_are_refused(change: Callable[[Tensor], Tensor]) -> None:
     step = make(mlp())
     like = step.init()
-    saved = step.state_dict(like)
+    saved, slices = step.state_dict(like), distributed.sharded_state_dict(like)
     name = next(name for name in saved if name.startswith("params.") and saved[name].dim() == 2)
-    for value, got in (
-        (saved[name].to_sparse(), "sparse_coo: to_dense"),
-        (saved[name].to("meta"), "on meta: load"),
+    with pytest.raises(ValueError, match=rf"load_state_dict: saved\['{name}'\] must be like a .*; got a torch"):
+        step.load_state_dict({**saved, name: change(saved[name])}, like=like)
+    other = change(slices["params.0"])
+    with pytest.raises(
+        ValueError, match=r"load_sharded_state_dict: saved\['params.0'\] must be like a .*; got a torch"
     ):
-        problem = rf"load_state_dict: saved\['{name}'\] must be like .*, dense, with values; got .*{got}"
-        with pytest.raises(ValueError, match=problem):
-            step.load_state_dict({**saved, name: value}, like=like, strict=strict)
+        distributed.load_sharded_state_dict({**slices, "params.0": other}, like)
 
 
-@pytest.mark.parametrize("kept", [ADAMW, chain(average(0.5), ADAMW), chain(ADAMW, every(2, average(0.5)))], ids=repr)
-def test_an_average_that_is_dropped_is_named(kept: Any, tmp_path: Path) -> None:
-    """It is an error, or with strict=False a warning at the caller's line; without its names there is neither."""
-    loss_fn = funcamp.module_loss(mlp().model, torch.nn.functional.mse_loss)
-    averaging = make_train_step(loss_fn, kept, ema_decay=0.99 if kept is ADAMW else None)
-    without = make_train_step(loss_fn, ADAMW)
-    save(averaging.state_dict(averaging.init()), tmp_path / NAME)
-    saved = load(tmp_path / NAME)
-    like = without.init()
-    own_names = without.state_dict(like).keys()
-    average_names = [entry for entry in saved if entry not in own_names and not entry.endswith(".updates")]
-    assert len(average_names) == len(like.params.tree())
-
-    with pytest.raises(ValueError, match=rf"unknown '{min(average_names)}'"):
-        without.load_state_dict(saved, like=like)
-    left_out = f"{len(average_names)} tensors, from '{average_names[0]}' to '{average_names[-1]}', are left out"
-    with pytest.warns(UserWarning, match=left_out) as caught:
-        state = without.load_state_dict(saved, like=like, strict=False)
-    assert [warning.filename for warning in caught] == [__file__]
-    assert state.ema == ()
-    rest = {entry: value for entry, value in saved.items() if entry in own_names}
-    assert_same(without.load_state_dict(rest, like=like), state)
-
-
-def test_an_average_of_another_form_is_named_too() -> None:
-    """Neither is an average that the new chain has under another name, nor one of another thing that is named so."""
-    loss_fn = funcamp.module_loss(mlp().model, torch.nn.functional.mse_loss)
-    one = make_train_step(loss_fn, ADAMW, ema_decay=0.9)
-    two = make_train_step(loss_fn, chain(ADAMW, average(0.5), average(0.9)))
-    saved = one.state_dict(one.init())
-    with pytest.warns(UserWarning, match=r"from 'ema\.0\.weight' to 'ema\.\S+', are left out"):
-        two.load_state_dict(saved, like=two.init(), strict=False)
-
-
-class AveragesGradients:
-    """A part of a chain whose state has a field of the same name as `average`'s."""
-
-    def init(self, params: Any) -> Any:
-        return {"average": {name: torch.zeros_like(value) for name, value in params.tree().items()}}
-
-    def transform(self, update: Any, state: Any) -> Any:
-        return update, state
-
-
-def test_what_is_named_average_and_is_none_keeps_the_values_of_like() -> None:
-    loss_fn = funcamp.module_loss(mlp().model, torch.nn.functional.mse_loss)
-    plain, own = make_train_step(loss_fn, ADAMW), make_train_step(loss_fn, chain(AveragesGradients(), ADAMW))
-    state = own.load_state_dict(plain.state_dict(plain.init()), like=own.init(), strict=False)
-    kept = [value for name, value in own.state_dict(state).items() if ".average." in name]
-    assert kept
-    assert all(value.count_nonzero() == 0 for value in kept)
-
-
-def test_a_parameter_that_is_frozen_takes_its_average_along() -> None:
-    """No average is dropped: that of the other parameters stays."""
+def test_an_average_ends_or_begins_at_a_checkpoint() -> None:
+    """Without its names the rest is loaded; it begins as the loaded parameters."""
     task = mlp()
-    step = make(task)
-    saved = step.state_dict(step.init())
-    task.model[0].requires_grad_(False)  # type: ignore[index]
-    step = make(task)
-    with pytest.raises(ValueError, match=r"it has unknown 'ema\.0\.bias'$"):
-        step.load_state_dict(saved, like=step.init())
-    state = step.load_state_dict(saved, like=step.init(), strict=False)
-    assert state.ema.tree().keys() == state.params.tree().keys()
+    loss_fn = funcamp.module_loss(task.model, task.criterion)
+    averaging, plain = make_train_step(loss_fn, ADAMW, ema_decay=0.9), make_train_step(loss_fn, ADAMW)
+    state = train(averaging, averaging.init(), task, range(3))
+    saved = averaging.state_dict(state)
+    with pytest.raises(ValueError, match=r"load_state_dict: .*; it has unknown 'ema"):
+        plain.load_state_dict(saved, like=plain.init())
+    without = {name: value for name, value in saved.items() if not name.startswith("ema.")}
+    loaded = plain.load_state_dict(without, like=plain.init())
+    assert_same(loaded, state._replace(opt_state=state.opt_state[0]))
 
-
-@pytest.mark.parametrize(
-    "kept", [ADAMW, chain(average(0.5), ADAMW), chain(ADAMW, every(2, every(2, average(0.5))))], ids=repr
-)
-def test_an_average_that_begins_at_a_checkpoint_begins_as_its_parameters(kept: Any) -> None:
-    loss_fn = funcamp.module_loss(mlp().model, torch.nn.functional.mse_loss)
-    without = make_train_step(loss_fn, ADAMW)
-    averaging = make_train_step(loss_fn, kept, ema_decay=0.99 if kept is ADAMW else None)
-    saved = without.state_dict(without.init())
-    for name in saved:
-        if name.startswith("params."):
-            saved[name] = saved[name] + 1
-    loaded = averaging.load_state_dict(saved, like=averaging.init(), strict=False)
-    trained = averaging.state_dict(loaded)
-    for name, value in loaded.params.tree().items():
-        of_it = [entry for entry in trained if entry.endswith(f".{name}") and ("average" in entry or "ema" in entry)]
-        assert len(of_it) == 1
-        assert_same(trained[of_it[0]], value)
-        assert_same(value, saved[f"params.{name}"])
-
-
-def test_sharded_tensors_that_no_state_can_hold_are_refused() -> None:
-    like = make(mlp()).init()
-    saved = distributed.sharded_state_dict(like)
-    for value, got in ((saved["params.0"].to_sparse(), "sparse_coo"), (saved["params.0"].to("meta"), "on meta")):
-        problem = rf"load_sharded_state_dict: saved\['params.0'\] must be like .*, dense, with values; got .*{got}"
-        with pytest.raises(ValueError, match=problem):
-            distributed.load_sharded_state_dict({**saved, "params.0": value}, like)
+    begun = loaded._replace(opt_state=(loaded.opt_state, average(0.9).init(loaded.params)))
+    assert_same(begun.ema, loaded.params)
+    assert averaging.state_dict(begun).keys() == saved.keys()
+    averaging(begun, task.batch(3))
 
 
 # How a file is replaced.

@@ -201,7 +201,7 @@ def test_an_average_can_begin_and_end_in_mid_training() -> None:
     begun = state._replace(opt_state=(state.opt_state, average(0.5).init(state.params)))
     after, _ = averaging(begun, batch(1))
     assert_close(after.ema.tree(), {n: (v + after.params[n]) / 2 for n, v in state.params.tree().items()}, 1e-6)
-    with pytest.raises(ValueError, match=r"must have no average without ema_decay.*state.opt_state\[0\]"):
+    with pytest.raises(TypeError, match=r"opt_state must be an OptState, .*; got a tuple of an OptState, an Average"):
         without(after, batch(2))
     without(after._replace(opt_state=after.opt_state[0]), batch(2))
 

@@ -315,4 +315,3 @@ def test_a_state_of_another_optimizer_is_refused(before: str, after: str) -> Non
         with pytest.raises(ValueError, match="update: opt_state must hold the entries that"):
             run(state, x)
     new(state._replace(opt_state=new.optimizer.init(state.params)), x)
-    new(new.load_state_dict(old.state_dict(state), like=new.init(state.params.tree()), strict=False), x)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -164,24 +165,17 @@ def test_a_parameter_by_its_name() -> None:
         listed[2]
 
 
-def test_two_aux_entries_of_one_name_are_refused() -> None:
-    """A row for a logger would lack one of them without a word."""
-
-    def loss_fn(p: Any, x: Tensor) -> Any:
-        return (p["w"] * x).sum(), {"a/b": x.sum(), "a": {"b": x.sum() * 3}}
-
-    step = make_train_step(loss(loss_fn, has_aux=True), stateless(torch.optim.SGD, lr=0.1))
-    _, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
-    with pytest.raises(ValueError, match=r"to_dict: metrics must have one entry by each name; got two by 'aux/a/b'"):
-        metrics.to_dict()
-
-
-def test_two_observed_entries_of_one_name_are_refused() -> None:
-    observe: Any = {"a/b": lambda grads: grads["w"], "a": lambda grads: {"b": grads["w"]}}
-    step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.1), observe=observe)
-    _, metrics = step(step.init(PARAMS), torch.ones(2, 2))
-    with pytest.raises(ValueError, match=r"to_dict: .* got two by 'observed/a/b': rename one in observed"):
-        metrics.to_dict()
+def test_norm_and_flag_are_of_all_parts_of_a_large_gradient() -> None:
+    """An eager step on a CPU reads it part by part: of 64 rows of 2,048 elements, of fewer rows, and a rest."""
+    rows, size = 64 * 2048, 2 * 64 * 2048 + 3 * 2048 + 7
+    step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD, lr=0.1), ScalerConfig(4.0))
+    state = step.init({"w": torch.zeros(size)})
+    x = torch.randn(size, generator=torch.Generator().manual_seed(0))
+    _, metrics = step(state, x)
+    torch.testing.assert_close(metrics.grad_norm.double(), x.double().norm(), rtol=1e-6, atol=0)
+    for place in (0, rows, 2 * rows, size - 1):
+        _, metrics = step(state, x.index_fill(0, torch.tensor(place), math.inf))
+        assert metrics.found_inf == 1
 
 
 def test_a_step_evaluates_the_rule_of_its_scale_once() -> None:

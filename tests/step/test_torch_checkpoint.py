@@ -90,6 +90,12 @@ def build(name: str, task: Task, *, grouped: bool = False) -> tuple[Loop, funcam
     return loop, make_train_step(loss_fn, optimizer, CONFIG, policy="float16")
 
 
+def common(step: funcamp.TrainStep, saved: dict[str, Any], like: Any) -> Any:
+    """A state of a step with other parameters: what both have is that of the saved one, the rest begins."""
+    fresh = step.state_dict(like)
+    return step.load_state_dict({name: saved.get(name, fresh[name]) for name in fresh}, like=like)
+
+
 def step_through(step: Any, state: Any, task: Task, numbers: range) -> Any:
     for number in numbers:
         state, _ = step(state, task.batch(number))
@@ -251,12 +257,11 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         (ValueError, "optimizer must have the step's lr, 0.01; got 0.5 for '0.weight'", {"optimizer": other}),
         (ValueError, "optimizer must be of the step's class.* got 'max_exp_avg_sq'", {"optimizer": foreign}),
         (TypeError, r"optimizer must be the state_dict\(\) of a torch.optim.Optimizer; got", {"optimizer": {"lr": 1}}),
-        (ValueError, "param_names of optimizer must be of the step's parameters; got 'other'", {"optimizer": named}),
+        (ValueError, r"must have the step's parameters; .*param_names are \(other, 0.bias, ", {"optimizer": named}),
         (ValueError, "must have the step's parameters; it has 1 in 1 groups", {"optimizer": smaller.state_dict()}),
-        (ValueError, "scaler must have the step's growth_interval, 3; got 7", {"scaler": other_scaler}),
+        (ValueError, r"scaler must have .*growth_interval=3.*; got .*growth_interval=7", {"scaler": other_scaler}),
         (ValueError, "saved must have 'scale'; it is empty", {"scaler": {}}),
         (ValueError, r"saved\['scaler.scale'\] must be above 0", {"scaler": saved["scaler"] | {"scale": 0.0}}),
-        (ValueError, "growth_tracker.*0 or more; got -5", {"scaler": saved["scaler"] | {"_growth_tracker": -5}}),
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             step.from_torch(like, **arguments)
@@ -319,7 +324,7 @@ def test_layers_are_frozen_and_unfrozen_in_mid_run(flat: bool) -> None:
     for layer in first:
         layer.requires_grad_(False)
     _, step = build("SGD-momentum", task)
-    state = step.load_state_dict(saved, like=step.init(flat=flat), strict=False)
+    state = common(step, saved, step.init(flat=flat))
     assert "0.weight" not in state.params.tree()
     loop.run(task, range(4, 7))
     state = step_through(step, state, task, range(4, 7))
@@ -355,7 +360,7 @@ def test_parameters_are_added_in_mid_run(name: str, flat: bool) -> None:
     like = larger.init(flat=flat)
     with pytest.raises(ValueError, match="it lacks"):
         larger.load_state_dict(step.state_dict(state), like=like)
-    state = larger.load_state_dict(step.state_dict(state), like=like, strict=False)
+    state = common(larger, step.state_dict(state), like)
     state = step_through(larger, state, task, range(4, 6))
     half = larger.state_dict(state)
     state = larger.load_state_dict(half, like=larger.init(flat=flat))  # AdamW's counts differ now
@@ -385,10 +390,10 @@ def test_flat_storage_has_one_count_a_group() -> None:
     saved = small.state_dict(state)
     like = large.init(more)
     with pytest.raises(ValueError, match=r"got 0 for 'opt_state.state.step.b' and 1 for another.*init\(flat=False\)"):
-        large.load_state_dict(saved, like=like, strict=False)
+        common(large, saved, like)
     apart = large.init(more, group=lambda name, _: name)
     for fitting in (large.init(more, flat=False), apart):
-        loaded = large.load_state_dict(saved, like=fitting, strict=False)
+        loaded = common(large, saved, fitting)
         assert large.state_dict(loaded)["opt_state.state.step.a"] == 1
 
 
@@ -397,12 +402,6 @@ def test_a_number_that_is_nan_is_restored(flat: bool) -> None:
     step = make_train_step(lambda p, x: (p["w"] * x).sum() + torch.nan_to_num(p["g"]), stateless(optim.SGD))
     state = step.init({"w": torch.ones(2), "g": torch.tensor(float("nan"))}, flat=flat)
     assert_same(step.load_state_dict(step.state_dict(state), like=state).params, state.params)
-
-
-def test_a_state_that_shares_no_parameter_is_refused() -> None:
-    step, other = build("SGD", mlp())[1], make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(optim.SGD))
-    with pytest.raises(ValueError, match="at least one parameter of like; it holds none"):
-        step.load_state_dict(other.state_dict(other.init({"w": torch.ones(2)})), like=step.init(), strict=False)
 
 
 class Negated:

@@ -35,6 +35,26 @@ class OptState(NamedTuple):
     """What a class keeps for all parameters: entries of its group by their names, and of attributes as "self.name"."""
 
 
+class Inputs(NamedTuple):
+    """What a step of some parameters begins with."""
+
+    params: list[Tensor]
+    grads: list[Any]
+    """A tensor for each parameter; of a class of another package None too."""
+    states: list[State]
+    """The entries of each parameter, and last those that all share."""
+    applied: Tensor
+    hyper: Hyper
+    is_first: bool = False
+    """Whether a class of another package keeps nothing yet, as before a first step by its own formula."""
+
+    def of(self, part: list[int]) -> Inputs:
+        """Return those of some parameters."""
+        states = [*[self.states[index] for index in part], self.states[-1]]
+        params, grads = [self.params[index] for index in part], [self.grads[index] for index in part]
+        return self._replace(params=params, grads=grads, states=states)
+
+
 class Stepped(NamedTuple):
     """The results of a step of some parameters."""
 
@@ -165,7 +185,7 @@ class StatelessOptimizer(Fixed):
         refuse_differentiation([*stepping, *stepping_grads])
         with torch.no_grad():
             hyper = self._hyper(opt_state.applied, stepping)
-            stepped = self._stepped(stepping, stepping_grads, stepping_states, opt_state.applied, hyper)
+            stepped = self._stepped(Inputs(stepping, stepping_grads, stepping_states, opt_state.applied, hyper))
         *new_states, shared = stepped.states
         for index, new_param, new_state in zip(positions, stepped.params, new_states):
             flat[index], states[index] = new_param, states[index] | new_state
@@ -239,26 +259,15 @@ class StatelessOptimizer(Fixed):
         states: list[State] = []
         for param in params:
             self._check_param(param)
-            if param.is_complex():
-                real = torch.view_as_real(param)
-                states.append(_as_complex(self._rule.init(real, h), real))
-            else:
-                states.append(self._rule.init(param, h))
+            states.append(_as_param(self._rule.init(_as_real(param), h), param))
         return [*states, {}]
 
-    def _stepped(
-        self,
-        params: list[Tensor],
-        grads: list[Any],
-        states: list[State],
-        applied: Tensor,  # noqa: ARG002  what a subclass needs
-        hyper: Hyper,
-    ) -> Stepped:
+    def _stepped(self, inputs: Inputs) -> Stepped:
         """Return the parameters and their states after a step, and last what all share."""
-        h = self._h(hyper)
-        *states, shared = states
+        h = self._h(inputs.hyper)
+        *states, shared = inputs.states
         new_params, new_states = [], []
-        for param, grad, state in zip(params, grads, states):
+        for param, grad, state in zip(inputs.params, inputs.grads, states):
             new_param, new_state = self._one_stepped(param.detach(), grad.detach().to(param.dtype), state, h)
             new_params.append(new_param)
             new_states.append(new_state)
@@ -268,13 +277,9 @@ class StatelessOptimizer(Fixed):
         if h.maximize:
             grad = -grad
         count = {"step": state["step"] + 1} if "step" in state else {}
-        if not param.is_complex():
-            new_param, new_state = self._rule.step(param, grad, state, h)
-            return new_param, count | new_state
-        real = torch.view_as_real(param)
-        real_state = {name: torch.view_as_real(value) if value.is_complex() else value for name, value in state.items()}
-        new_param, new_state = self._rule.step(real, torch.view_as_real(grad), real_state, h)
-        return torch.view_as_complex(new_param), count | _as_complex(new_state, real)
+        real_state = {name: _as_real(value) for name, value in state.items()}
+        new_param, new_state = self._rule.step(_as_real(param), _as_real(grad), real_state, h)
+        return _as_param({"": new_param}, param)[""], count | _as_param(new_state, param)
 
     def _h(self, hyper: Hyper) -> Arguments:
         """Return the class's arguments in a step."""
@@ -346,9 +351,17 @@ def _wide(_: str, value: object) -> object:
     return wide(value.detach()) if isinstance(value, Tensor) else value
 
 
-def _as_complex(state: State, real: Tensor) -> State:
-    """Return a state with complex views of the entries that are like a real view of a parameter."""
-    return {name: torch.view_as_complex(value) if value.shape == real.shape else value for name, value in state.items()}
+def _as_real(tensor: Tensor) -> Tensor:
+    """Return a tensor as rules compute with it: a complex one as its real view."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _as_param(state: State, param: Tensor) -> State:
+    """Return what a rule keeps of a parameter, complex where it is like the real view of a complex one."""
+    if not param.is_complex():
+        return state
+    shape = (*param.shape, 2)
+    return {name: torch.view_as_complex(value) if value.shape == shape else value for name, value in state.items()}
 
 
 def _by_name(states: list[State], spec: _tree.TreeSpec) -> dict[str, Tree]:

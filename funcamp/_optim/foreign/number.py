@@ -28,7 +28,7 @@ _DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
 class RefusedError(TypeError):
     """A class does what no pure function can."""
 
-    remedies: frozenset[str] = frozenset()
+    remedy: str | None = None
     """How the class may be run instead."""
 
 

@@ -44,18 +44,14 @@ def is_dynamic(value: object) -> bool:
 def example_of(name: str, value: object, accepted: Signature) -> object:
     """Return a number for a tensor or schedule, with which the class is made.
 
-    It is the number from which a scheduler of torch starts. If none is known, it is the class's default, or another
-    number if that is 0: a tensor or a schedule is in use.
+    It is the class's default, or another number if that is 0: a tensor or a schedule is in use.
     """
     default = accepted[name].default if name in accepted else None
 
     def number(_: str, item: object, item_default: object) -> object:
         if not is_dynamic(item):
             return item
-        for known in (getattr(item, "argument", None), item_default):
-            if isinstance(known, (int, float)):
-                return known or 0.1
-        return 1e-3
+        return (item_default or 0.1) if isinstance(item_default, (int, float)) else 1e-3
 
     return map_items(number, name, value, default)
 

@@ -70,6 +70,8 @@ class StatelessOptimizer(Fixed):
     """
 
     _instead = ANOTHER
+    _takes_groups: bool
+    """Whether a stored group is stepped as one tensor."""
 
     def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: Kwargs) -> None:
         self._cls = cls
@@ -85,6 +87,7 @@ class StatelessOptimizer(Fixed):
     def _prepare(self) -> None:
         """Find the update rule, and check its arguments."""
         self._rule = RULES[self._cls]
+        self._takes_groups = self._rule.elementwise
         group = group_of(self._cls, self._rule, self._hyperparameters, self._arguments)
         self._constants: Kwargs = {"maximize": False}
         self._constants |= {name: value for name, value in group.items() if name not in WITHOUT_EFFECT}
@@ -99,7 +102,7 @@ class StatelessOptimizer(Fixed):
 
     def __repr__(self) -> str:
         arguments = "".join(f", {name}={value!r}" for name, value in self._hyperparameters.items())
-        storage = "flat" if self._takes_groups() else "per tensor"
+        storage = "flat" if self._takes_groups else "per tensor"
         return f"stateless({self._cls.__module__}.{self._cls.__qualname__}{arguments}) [{storage}]"
 
     if not TYPE_CHECKING:  # a type checker refuses unknown names itself
@@ -190,7 +193,7 @@ class StatelessOptimizer(Fixed):
         for index, new_param, new_state in zip(positions, stepped.params, new_states):
             flat[index], states[index] = new_param, states[index] | new_state
         new_params = _tree.unflatten(flat, spec)
-        if not self._takes_groups():
+        if not self._takes_groups:
             new_params = collapse(stored_params, new_params)
         return new_params, OptState(opt_state.applied + 1, _by_name(states, spec), shared)
 
@@ -248,10 +251,6 @@ class StatelessOptimizer(Fixed):
         return params
 
     # What a class of another package does otherwise (`foreign/optimizer.py`).
-
-    def _takes_groups(self) -> bool:
-        """Return whether a stored group is stepped as one tensor."""
-        return self._rule.elementwise
 
     def _first(self, params: list[Tensor], hyper: Hyper) -> list[State]:
         """Return the state of each parameter before the first step, and last what all share."""
@@ -321,7 +320,7 @@ class StatelessOptimizer(Fixed):
 
     def _taken(self, tree: Tree) -> Tree:
         """Return the tensors that the class steps: stored groups, or the parameters in them."""
-        return tree if self._takes_groups() else expand(tree)
+        return tree if self._takes_groups else expand(tree)
 
     def _states(self, params: Tree, flat: Leaves, opt_state: OptState) -> list[State]:
         """Return the entries of every leaf of the parameters by name; none for None.

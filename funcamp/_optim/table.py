@@ -10,10 +10,6 @@ from torch import Tensor
 
 from funcamp import _upstream
 from funcamp._optim.modes import without_modes
-from funcamp._trace.tracing import compiling
-
-#: The class of tensors without values; no class if torch lacks the name.
-_FakeTensor: Any = _upstream.find("torch._subclasses.fake_tensor.FakeTensor", ())
 
 
 class Table:
@@ -22,9 +18,7 @@ class Table:
     float64, as Python's numbers are; float32 on MPS, which has no float64.
     """
 
-    def __init__(self, values: Sequence[float], source: str, argument: float | None = None) -> None:
-        self.argument = argument
-        """The number with which torch's optimizer is made; None if it is not known."""
+    def __init__(self, values: Sequence[float], source: str) -> None:
         with without_modes():
             self._values = torch.tensor(values, dtype=torch.float64, device="cpu")
         self._source = source
@@ -41,9 +35,6 @@ class Table:
 
     def __call__(self, applied: Tensor) -> Tensor:
         """Return the value after some applied steps, shape (), on the count's device. No sync."""
-        if isinstance(applied, _FakeTensor) and not compiling():  # the caller wants shapes only
-            any_value: Tensor = applied.new_zeros((), dtype=torch.float64)
-            return any_value
         values = self._on(applied.device)
         index = applied.clamp(0, len(values) - 1)
         return values.index_select(0, index.reshape(1)).reshape(())

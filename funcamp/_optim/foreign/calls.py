@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from funcamp import _tree
-from funcamp._optim.arithmetic import NARROW, add, addcdiv, addcmul, lerp, like, plus
+from funcamp._optim.arithmetic import NARROW, add, addcdiv, addcmul, lerp, plus
 from funcamp._optim.foreign.number import Number, Run, value_of
 
 _READS = {"__float__", "__int__", "__index__", "__complex__", "tolist", "__array__", "numpy"}
@@ -31,7 +31,6 @@ _OF_NUMBERS: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("addcmul", "value"): lambda x, tensor1, tensor2, *, value: addcmul(x, tensor1, tensor2, value),
     ("addcdiv", "value"): lambda x, tensor1, tensor2, *, value: addcdiv(x, tensor1, tensor2, value),
     ("lerp", ""): lambda x, end, weight: lerp(x, end, weight),
-    ("clamp", ""): lambda x, *bounds, **named: torch.clamp(x, *_bounds(x, bounds), **_bounds(x, named)),
     ("full_like", ""): lambda x, fill_value, **options: plus(torch.zeros_like(x, **options), fill_value),
     ("full", ""): lambda size, fill_value, **options: plus(torch.zeros(size, **options), fill_value),
 }
@@ -85,11 +84,6 @@ def _with_numbers(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     result = func(*new_args, **new_kwargs)
     is_wider = dtype in NARROW and isinstance(result, Tensor) and result.dtype == computed_in
     return result.to(dtype) if is_wider and not with_dims else result
-
-
-def _bounds(tensor: Tensor, bounds: Any) -> Any:
-    flat, spec = _tree.flatten(bounds)
-    return _tree.unflatten([None if bound is None else like(bound, tensor) for bound in flat], spec)
 
 
 def _finite(matrix: Tensor) -> Tensor:

@@ -129,8 +129,8 @@ def mapped(fn: Callable[[str, Any], Any], contents: Contents) -> Contents:
             result[key] = fn(key, value)
             continue
         parts, spec = _tree.flatten(value)
-        names = [f"{key}{_tree.path_of(value, index).replace('.', '_')}" for index in range(len(parts))]
-        result[key] = _tree.unflatten([fn(name, part) for name, part in zip(names, parts)], spec)
+        names = [name.replace(".", "_") for name in _tree.names(value)]
+        result[key] = _tree.unflatten([fn(f"{key}[{name}]", part) for name, part in zip(names, parts)], spec)
     return result
 
 

@@ -184,18 +184,12 @@ def _on_numbers(of_python: Callable[..., Any], of_torch: Callable[..., Tensor]) 
 
 _OF_NUMBERS = {name: _on_numbers(function, getattr(torch, name)) for name, function in _OF_PYTHON.items()}
 
-_TORCH = str(Path(torch.__file__).parent)
-_OPTIMIZERS = str(Path("torch") / "optim")
-_HERE = str(Path(__file__).parent)
+_NOT_THE_CLASSES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 def location() -> str:
     """Return file and line of the class's code that runs."""
     frame = sys._getframe(1)
-    while frame.f_back is not None:
-        file = frame.f_code.co_filename
-        is_torchs = file.startswith(_TORCH) and _OPTIMIZERS not in file
-        if not is_torchs and not file.startswith(_HERE):
-            break
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CLASSES):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

@@ -69,6 +69,8 @@ class OwnStep(NamedTuple):
 class ForeignOptimizer(StatelessOptimizer):
     """A class of another package as two pure functions; made by `stateless`."""
 
+    _takes_groups = False
+
     def _prepare(self) -> None:
         #: Whether it catches divisions by 0, which are then questions. No run shows it, but the source.
         self._asks_divisors = any("ZeroDivisionError" in _source_of(base) for base in self._cls.__mro__)
@@ -98,9 +100,6 @@ class ForeignOptimizer(StatelessOptimizer):
                     failure = failure or error
         name = type(failure).__name__
         raise refusal(self._cls, f"its step fails ({name}: {failure})") from failure
-
-    def _takes_groups(self) -> bool:
-        return False
 
     def _check_entries(self, flat: Leaves, opt_state: OptState) -> None:
         """Leave the check to the step, which knows what each parameter has."""
@@ -181,11 +180,6 @@ class ForeignOptimizer(StatelessOptimizer):
             )
         if _FIRST not in self._remedies or (self._reads_answers and inputs.applied > 0):
             return self._all_paths(inputs)
-        if any(grad is None for grad in inputs.grads):
-            raise ValueError(
-                f"update: grads must all be tensors, because the first step of {self._cls.__name__} is another "
-                "formula; got None: give zeros, or leave the parameter out"
-            )
         first = self._all_paths(inputs._replace(is_first=True))
         return _selected(inputs.applied == 0, first, self._all_paths(inputs))
 

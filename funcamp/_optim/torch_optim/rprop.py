@@ -16,13 +16,11 @@ def _init(param: Tensor, h: Arguments) -> State:
 
 
 def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
-    (etaminus, etaplus), (smallest, largest) = h.etas, h.step_sizes
     sign = (grad * state["prev"]).sign()
-    ones = torch.ones_like(param)
-    shrinking = times(ones, etaminus)
-    factor = torch.where(sign > 0, times(ones, etaplus), torch.where(sign < 0, shrinking, ones))
-    step_size = clamp(state["step_size"] * factor, smallest, largest)
-    grad = torch.where(factor == shrinking, torch.zeros_like(grad), grad)
+    shrunk, grown = (times(state["step_size"], factor) for factor in h.etas)
+    step_size = torch.where(sign > 0, grown, torch.where(sign < 0, shrunk, state["step_size"]))
+    grad = torch.where(sign < 0, torch.zeros_like(grad), grad)
+    step_size = clamp(step_size, *h.step_sizes)
     param = torch.addcmul(param, grad.sign(), step_size, value=-1)
     return param, {"prev": grad, "step_size": step_size}
 

@@ -37,10 +37,6 @@ def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tens
     update = new_state["momentum_buffer"]
     if h.nesterov:
         update = add(grad, update, h.momentum)
-    if isinstance(h.momentum, Tensor):  # torch neither reads nor writes the buffer if it is 0
-        is_used = h.momentum != 0
-        update = torch.where(is_used, update, grad)
-        new_state = {name: torch.where(is_used, new, state[name]) for name, new in new_state.items()}
     return add(param, update, -h.lr), new_state
 
 

@@ -32,23 +32,17 @@ def is_zero(number: Number) -> bool:
 
 def times(tensor: Tensor, number: Number) -> Tensor:
     """Return tensor * number."""
-    if isinstance(number, Tensor):
-        return _rounded(lambda n, x: x * n, number, tensor)
-    return tensor * number
+    return _rounded(lambda n, x: x * n, number, tensor)
 
 
 def over(tensor: Tensor, number: Number) -> Tensor:
     """Return tensor / number."""
-    if isinstance(number, Tensor):
-        return _rounded(lambda n, x: x / n, number, tensor)
-    return tensor / number
+    return _rounded(lambda n, x: x / n, number, tensor)
 
 
 def plus(tensor: Tensor, number: Number) -> Tensor:
     """Return tensor + number."""
-    if isinstance(number, Tensor):
-        return _rounded(lambda n, x: x + n, number, tensor)
-    return tensor + number
+    return _rounded(lambda n, x: x + n, number, tensor)
 
 
 def add(tensor: Tensor, other: Tensor, alpha: Number) -> Tensor:
@@ -75,9 +69,7 @@ def addcdiv(tensor: Tensor, left: Tensor, right: Tensor, value: Number) -> Tenso
 
 def lerp(start: Tensor, end: Tensor, weight: Number) -> Tensor:
     """Return start + weight * (end - start)."""
-    if isinstance(weight, Tensor):
-        return _rounded(lambda n, x, y: torch.lerp(x, y, n), weight, start, end)
-    return torch.lerp(start, end, weight)
+    return _rounded(lambda n, x, y: torch.lerp(x, y, n), weight, start, end)
 
 
 def clamp(tensor: Tensor, low: Number, high: Number | None = None) -> Tensor:

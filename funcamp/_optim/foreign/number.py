@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import operator
 import sys
@@ -36,19 +37,18 @@ class Run:
     """The questions that a class asks in one run of its step.
 
     Args:
-        name: the class's, for errors.
+        cls: the class.
         answers: the answers to the first questions of this run; None if the values are known and decide.
-        asks_divisors: whether a division by 0 is a question.
     """
 
-    def __init__(self, name: str, answers: tuple[bool, ...] | None, *, asks_divisors: bool) -> None:
-        self.asks_divisors = asks_divisors
+    def __init__(self, cls: type, answers: tuple[bool, ...] | None) -> None:
+        self.asks_divisors = _catches_divisions(cls)
         self.conditions: list[Tensor] = []
         self.path: list[bool] = []
         """The answers that this run got."""
         self.refusal: RefusedError | None = None
         """The first refusal, which the class may have caught."""
-        self._name = name
+        self._name = cls.__name__
         self._answers = answers
         self._known: dict[tuple[object, ...], bool] = {}
 
@@ -93,6 +93,13 @@ class Number:
 
     def __bool__(self) -> bool:
         return self.run.ask(self.tensor != 0, operator.ne, self, 0)
+
+
+@functools.cache
+def _catches_divisions(cls: type) -> bool:
+    """Return whether a class catches divisions by 0, which are then questions. No run shows it, but the code."""
+    functions = [value for base in cls.__mro__ for value in vars(base).values() if inspect.isfunction(value)]
+    return any("ZeroDivisionError" in inspect.unwrap(function).__code__.co_names for function in functions)
 
 
 def value_of(item: Any) -> Any:

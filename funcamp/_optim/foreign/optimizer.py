@@ -7,7 +7,6 @@ steps are compared with those of the class's own loop (`_compare`).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -72,8 +71,6 @@ class ForeignOptimizer(StatelessOptimizer):
     _takes_groups = False
 
     def _prepare(self) -> None:
-        #: Whether it catches divisions by 0, which are then questions. No run shows it, but the source.
-        self._asks_divisors = any("ZeroDivisionError" in _source_of(base) for base in self._cls.__mro__)
         #: What the constructor gets: other numbers for tensors and schedules, so that a class which keeps such a number
         #: for itself, beside its group, differs from its own loop.
         self._instance_arguments = dict(self._arguments)
@@ -210,7 +207,7 @@ class ForeignOptimizer(StatelessOptimizer):
 
     def _calls(self, answers: tuple[bool, ...]) -> Calls:
         given = None if self._reads_answers else answers
-        return Calls(self._cls.__name__, given, asks_divisors=self._asks_divisors)
+        return Calls(self._cls, given)
 
     def _filled_instance(self, inputs: Inputs, calls: Calls) -> tuple[Any, list[Tensor]]:
         """Return an instance with a state, and its parameters, which are clones."""
@@ -240,7 +237,7 @@ class ForeignOptimizer(StatelessOptimizer):
         if others:
             raise refusal(self._cls, f"its step changes {', '.join(others)}, which is not followed")
         kept.append({name: shared[name] for name in form[-1] if name in shared})
-        states = [self._entries(*each) for each in zip(kept, form, inputs.states, [*clones, clones[0]])]
+        states = [self._entries(*each) for each in zip(kept, form, [*clones, clones[0]])]
         for clone in clones:
             clone.grad = None
         check_aliases(self._cls, [*clones, *[tensor for state in states for tensor in state.values()]])
@@ -254,28 +251,20 @@ class ForeignOptimizer(StatelessOptimizer):
                 if calls.refusal is not None:  # the class may have caught it
                     raise calls.refusal
 
-    def _entries(self, contents: Contents, form: Contents, before: State, like: Tensor) -> State:
-        """Return the tensors and numbers among what an instance keeps, of the kinds that they had before."""
+    def _entries(self, contents: Contents, form: Contents, like: Tensor) -> State:
+        """Return the tensors and numbers among what an instance keeps, if the rest is as in its form."""
         found, expected = leaves(contents), leaves(form)
         if found.keys() != expected.keys():
             odd = sorted(found.keys() ^ expected.keys())
             raise refusal(self._cls, f"its state must have the same entries after every step; odd is {odd}")
         entries: State = {}
         for name, leaf in found.items():
-            if not is_entry(expected[name]):
-                if not is_same(expected[name], leaf):
-                    raise refusal(self._cls, f"its step changes {name!r} to {leaf!r}")
-                continue
-            if not is_entry(leaf):
-                raise refusal(self._cls, f"its state entry {name!r} must be a tensor or a number after every step")
-            tensor = tensor_of(leaf, like)
-            if is_number(expected[name]) and tensor.numel() == 1:
-                tensor = tensor.reshape(())
-            if name in before:
-                if tensor.shape != before[name].shape:
-                    raise refusal(self._cls, f"its state entry {name!r} changes its shape")
-                tensor = tensor.to(before[name].dtype)
-            entries[name] = tensor
+            if is_entry(leaf) and is_entry(expected[name]):
+                tensor = tensor_of(leaf, like)
+                is_scalar = is_number(expected[name]) and tensor.numel() == 1
+                entries[name] = tensor.reshape(()) if is_scalar else tensor
+            elif not is_same(expected[name], leaf):
+                raise refusal(self._cls, f"its step changes {name!r} to {leaf!r}")
         return entries
 
     # The trial.
@@ -356,14 +345,6 @@ class ForeignOptimizer(StatelessOptimizer):
             return torch.full((), value, dtype=torch.float64)
 
         return {name: map_items(tensor, name, self._arguments[name]) for name in self._dynamic}
-
-
-def _source_of(cls: type) -> str:
-    """Return the source of a class; the empty string if there is none."""
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):
-        return ""
 
 
 def _other_number(_: str, argument: Any, hyperparameter: object) -> Any:

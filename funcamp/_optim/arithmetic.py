@@ -42,7 +42,9 @@ def over(tensor: Tensor, number: Number) -> Tensor:
 
 def plus(tensor: Tensor, number: Number) -> Tensor:
     """Return tensor + number."""
-    return _rounded(lambda n, x: x + n, number, tensor)
+    if isinstance(number, Tensor):
+        return _rounded(lambda n, x: x + n, number, tensor)
+    return tensor + number
 
 
 def add(tensor: Tensor, other: Tensor, alpha: Number) -> Tensor:

@@ -54,10 +54,9 @@ class Chain(Fixed):
         old_states = iter(self._unpacked(state))
         new_states = []
         for part in self.parts:
-            if is_function(part):
-                update, _ = apply_part(part, update, ())
-            else:
-                update, new_state = apply_part(part, update, next(old_states))
+            has_state = not is_function(part)
+            update, new_state = apply_part(part, update, next(old_states) if has_state else ())
+            if has_state:
                 new_states.append(new_state)
         return update, self._packed(new_states)
 

@@ -71,8 +71,10 @@ def _check_tensor(call: str, name: str, value: object) -> None:
         raise TypeError(f"{call}: {name} must hold a float, as torch.tensor(1.0) does; got {value.dtype}")
 
 
-def evaluate(name: str, value: object, applied: Tensor, device: torch.device) -> object:
+def evaluate(name: str, value: object, applied: Tensor) -> object:
     """Return a hyperparameter after some applied steps: a tensor for a schedule, otherwise as it is.
+
+    The count is on the parameters' device.
 
     Raises:
         TypeError: a schedule returns neither a number nor a tensor, or a tensor holds no real numbers.
@@ -85,14 +87,14 @@ def evaluate(name: str, value: object, applied: Tensor, device: torch.device) ->
         current = item(applied) if callable(item) and not isinstance(item, Tensor) else item
         if isinstance(current, (int, float)) and not isinstance(current, bool):
             # float64, as Python's numbers are; MPS has no float64.
-            dtype = torch.float32 if device.type == "mps" else torch.float64
-            return torch.full((), current, dtype=dtype, device=device)
+            dtype = torch.float32 if applied.device.type == "mps" else torch.float64
+            return torch.full((), current, dtype=dtype, device=applied.device)
         if not isinstance(current, Tensor):
             raise TypeError(f"update: {name} must be a number or a tensor of shape (); got {current!r}")
         _check_tensor("update", name, current)
-        if current.device.type != device.type:
+        if current.device.type != applied.device.type:
             raise ValueError(
-                f"update: {name} must be on the parameters' type of device, {device.type}; got {current.device}"
+                f"update: {name} must be on the parameters' type of device, {applied.device.type}; got {current.device}"
             )
         return current
 

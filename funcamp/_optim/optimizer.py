@@ -48,11 +48,10 @@ class Inputs(NamedTuple):
     is_first: bool = False
     """Whether a class of another package keeps nothing yet, as before a first step by its own formula."""
 
-    def of(self, part: list[int]) -> Inputs:
-        """Return those of some parameters."""
-        states = [*[self.states[index] for index in part], self.states[-1]]
-        params, grads = [self.params[index] for index in part], [self.grads[index] for index in part]
-        return self._replace(params=params, grads=grads, states=states)
+    def of(self, index: int) -> Inputs:
+        """Return those of one parameter."""
+        states = [self.states[index], self.states[-1]]
+        return self._replace(params=[self.params[index]], grads=[self.grads[index]], states=states)
 
 
 class Stepped(NamedTuple):
@@ -72,6 +71,7 @@ class StatelessOptimizer(Fixed):
     _instead = ANOTHER
     _takes_groups: bool
     """Whether a stored group is stepped as one tensor."""
+    _steps_without_gradient = False
 
     def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: Kwargs) -> None:
         self._cls = cls
@@ -91,10 +91,6 @@ class StatelessOptimizer(Fixed):
         group = group_of(self._cls, self._rule, self._hyperparameters, self._arguments)
         self._constants: Kwargs = {"maximize": False}
         self._constants |= {name: value for name, value in group.items() if name not in WITHOUT_EFFECT}
-        #: The names of the entries of a vector, and of a matrix.
-        self._entry_names = tuple(
-            frozenset(self._rule.init(torch.zeros(shape), Arguments(self._constants))) for shape in ((2,), (2, 2))
-        )
 
     def python_parts(self) -> dict[str, object]:
         """Return the functions that the user gave, such as a learning rate's, by name."""
@@ -142,7 +138,7 @@ class StatelessOptimizer(Fixed):
         states, shared = [], {}
         if present:
             with torch.no_grad():
-                *states, shared = self._first(present, self._hyper(applied, present))
+                *states, shared = self._first(present, self._hyper(applied))
         states_left = iter(states)
         states = [{} if leaf is None else next(states_left) for leaf in flat]
         return OptState(applied, _by_name(states, spec), shared)
@@ -182,13 +178,10 @@ class StatelessOptimizer(Fixed):
         positions = self._positions(flat, flat_grads)
         if not positions:
             return stored_params, opt_state._replace(applied=opt_state.applied + 1)
-        stepping: list[Any] = [flat[index] for index in positions]
-        stepping_grads: list[Any] = [flat_grads[index] for index in positions]
-        stepping_states = [*[states[index] for index in positions], opt_state.shared]
-        refuse_differentiation([*stepping, *stepping_grads])
         with torch.no_grad():
-            hyper = self._hyper(opt_state.applied, stepping)
-            stepped = self._stepped(Inputs(stepping, stepping_grads, stepping_states, opt_state.applied, hyper))
+            inputs = self._inputs(positions, flat, flat_grads, states, opt_state)
+            refuse_differentiation([*inputs.params, *inputs.grads])
+            stepped = self._stepped(inputs)
         *new_states, shared = stepped.states
         for index, new_param, new_state in zip(positions, stepped.params, new_states):
             flat[index], states[index] = new_param, states[index] | new_state
@@ -277,8 +270,21 @@ class StatelessOptimizer(Fixed):
             grad = -grad
         count = {"step": state["step"] + 1} if "step" in state else {}
         real_state = {name: _as_real(value) for name, value in state.items()}
-        new_param, new_state = self._rule.step(_as_real(param), _as_real(grad), real_state, h)
-        return _as_param({"": new_param}, param)[""], count | _as_param(new_state, param)
+        try:
+            new_param, new_state = self._rule.step(_as_real(param), _as_real(grad), real_state, h)
+        except KeyError:
+            raise self._of_another(state) from None
+        new_state = count | _as_param(new_state, param)
+        if new_state.keys() != state.keys():
+            raise self._of_another(state)
+        return torch.view_as_complex(new_param) if param.is_complex() else new_param, new_state
+
+    def _of_another(self, state: State) -> ValueError:
+        return ValueError(
+            f"update: opt_state must hold the entries that {self!r} keeps; got {sorted(state)}, another's: begin anew "
+            "with state._replace(opt_state=optimizer.init(params)), or keep what both have with "
+            "step.load_state_dict(saved, like=step.init(), strict=False)"
+        )
 
     def _h(self, hyper: Hyper) -> Arguments:
         """Return the class's arguments in a step."""
@@ -298,24 +304,6 @@ class StatelessOptimizer(Fixed):
                 "others to another optimizer, with by_group"
             )
 
-    def _positions(self, flat: Leaves, flat_grads: Leaves) -> list[int]:
-        """Return the positions of the parameters that take a step: those with a gradient."""
-        return [index for index, grad in enumerate(flat_grads) if grad is not None and flat[index] is not None]
-
-    def _check_entries(self, flat: Leaves, opt_state: OptState) -> None:
-        """Raise ValueError if a state has the entries of another optimizer."""
-        expected: set[str] = set()
-        for param in flat:
-            if param is not None:
-                expected |= self._entry_names[param.dim() >= 2]
-        if opt_state.state.keys() != expected:
-            raise ValueError(
-                f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected)}; got "
-                f"{sorted(opt_state.state)}, another's: begin anew with "
-                "state._replace(opt_state=optimizer.init(params)), or keep what both have with "
-                "step.load_state_dict(saved, like=step.init(), strict=False)"
-            )
-
     # Trees.
 
     def _taken(self, tree: Tree) -> Tree:
@@ -331,7 +319,6 @@ class StatelessOptimizer(Fixed):
         """
         if not isinstance(opt_state, OptState):
             raise TypeError(f"update: opt_state must be an OptState, as init makes it; got {_tree.brief(opt_state)}")
-        self._check_entries(flat, opt_state)
         states: list[State] = [{} for _ in flat]
         for name, tree in opt_state.state.items():
             _tree.same_structure("update", ("params", f"opt_state.state[{name!r}]"), (params, tree))
@@ -340,10 +327,23 @@ class StatelessOptimizer(Fixed):
                     state[name] = value
         return states
 
-    def _hyper(self, applied: Tensor, params: list[Tensor]) -> Hyper:
+    def _positions(self, flat: Leaves, flat_grads: Leaves) -> list[int]:
+        """Return the positions of the parameters that take a step."""
+        positions = [index for index, param in enumerate(flat) if param is not None]
+        return [index for index in positions if self._steps_without_gradient or flat_grads[index] is not None]
+
+    def _inputs(
+        self, positions: list[int], flat: Leaves, flat_grads: Leaves, states: list[State], opt_state: OptState
+    ) -> Inputs:
+        """Return what a step of the parameters at some positions begins with."""
+        params: list[Any] = [flat[index] for index in positions]
+        grads = [flat_grads[index] for index in positions]
+        states = [*[states[index] for index in positions], opt_state.shared]
+        return Inputs(params, grads, states, opt_state.applied, self._hyper(opt_state.applied))
+
+    def _hyper(self, applied: Tensor) -> Hyper:
         """Return the hyperparameters that are tensors and schedules, after some applied steps."""
-        device = params[0].device
-        return {name: evaluate(name, self._hyperparameters[name], applied, device) for name in self._dynamic}
+        return {name: evaluate(name, self._hyperparameters[name], applied) for name in self._dynamic}
 
 
 def _wide(_: str, value: object) -> object:
@@ -379,16 +379,9 @@ def _flat_grads(params: Tree, flat: Leaves, grads: Tree) -> Leaves:
         ValueError: the trees differ in structure, or a gradient in shape or device from its parameter.
     """
     _tree.same_structure("update", ("params", "grads"), (params, grads))
-    flat_grads, _ = _tree.tensors("update", "grads", grads)
+    flat_grads, _ = _tree.parameters("update", "grads", grads)
     for index, (param, grad) in enumerate(zip(flat, flat_grads)):
-        if grad is None:
-            continue
-        if not (grad.is_floating_point() or grad.is_complex()):
-            raise TypeError(
-                f"update: grads{_tree.path_of(grads, index)} must be floating point or complex; "
-                f"got {_tree.describe(grad)}"
-            )
-        if param is None or grad.shape != param.shape or grad.device != param.device:
+        if grad is not None and (param is None or grad.shape != param.shape or grad.device != param.device):
             raise ValueError(
                 f"update: grads{_tree.path_of(grads, index)} must have its parameter's shape and device; "
                 f"got {_tree.describe(grad)} for {_tree.describe(param)}"

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funcamp import _upstream
 from funcamp._optim.modes import without_modes
+from funcamp._trace.tracing import compiling
 
 
 class Table:
@@ -46,18 +47,10 @@ class Table:
         if device in self._copies:
             return self._copies[device]
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        # Under Dynamo, and for tensors without values on a device that this machine lacks, the copy is a part of the
-        # program.
-        if torch.compiler.is_dynamo_compiling() or not _is_present(device):
+        if compiling():  # without an eager call before: then the copy is a part of the program
             return self._values.to(device, dtype)
         with without_modes():
             copy = self._values.to(device, dtype)
         if not _upstream.is_wrapped(copy):  # a wrapper of torch.func must not outlive the call
             self._copies[device] = copy
         return copy
-
-
-def _is_present(device: torch.device) -> bool:
-    """Return whether this machine has such a device."""
-    is_available = getattr(getattr(torch, device.type, None), "is_available", None)
-    return is_available is not None and bool(is_available())

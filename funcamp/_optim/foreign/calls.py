@@ -18,12 +18,6 @@ from funcamp._optim.arithmetic import NARROW, add, addcdiv, addcmul, lerp, plus
 from funcamp._optim.foreign.number import Number, Run, value_of
 
 _READS = {"__float__", "__int__", "__index__", "__complex__", "tolist", "__array__", "numpy"}
-#: Questions about tensors.
-_CONDITIONS: dict[str, Callable[..., Tensor]] = {
-    "__bool__": lambda x: x != 0,
-    "equal": lambda x, y: (x == y).all(),
-    "allclose": lambda *args, **options: torch.isclose(*args, **options).all(),
-}
 #: torch's functions that take a number only, with the keyword for it.
 _OF_NUMBERS: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("add", "alpha"): lambda x, other, *, alpha: add(x, other, alpha),
@@ -46,10 +40,10 @@ class Calls(Run, TorchFunctionMode):
         if name == "__get__":  # an attribute, such as p.device
             return func(*args)
         kwargs = dict(kwargs or {})
-        if name == "item" or (name == "tolist" and args[0].dim() == 0):
+        if name == "item":
             return Number(args[0].clone(), self)
-        if name in _CONDITIONS:
-            return self.ask(_CONDITIONS[name](*args, **kwargs))
+        if name == "__bool__":
+            return self.ask(args[0] != 0)
         if name in _READS:
             self.refuse("reads a tensor in Python")
         if name.removeprefix("linalg_") in _DECOMPOSITIONS and isinstance(args[0], Tensor) and args[0].dim() >= 2:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections import UserDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -65,18 +65,11 @@ def instance(cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: 
     """
     optimizer: Any = cls(params, **copy.copy(arguments))
     if len(optimizer.param_groups) != 1:
-        raise refusal(cls, "it sorts its parameters into groups; make one for each, with by_group")
+        raise RefusedError(cls, "it sorts its parameters into groups; make one for each, with by_group")
     optimizer._accelerator_graph_capture_health_check = lambda: None  # it would warn of capturable=False
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
     return optimizer
-
-
-def refusal(cls: type, why: str, remedy: str | None = None) -> RefusedError:
-    """Return the error for a class that cannot be a function, or not without a remedy."""
-    error = RefusedError(f"stateless: {cls.__name__} cannot be made pure: {why}")
-    error.remedy = remedy
-    return error
 
 
 def step_of(optimizer: Any) -> Callable[[], Any]:
@@ -92,7 +85,7 @@ def shared_in(optimizer: Any) -> Contents:
         RefusedError: it keeps state that is not of a parameter.
     """
     if not all(isinstance(key, Tensor) for key in optimizer.state):
-        raise refusal(type(optimizer), "it must have parameters as keys of self.state")
+        raise RefusedError(type(optimizer), "it must have parameters as keys of self.state")
     shared = {name: value for name, value in optimizer.param_groups[0].items() if name not in WITHOUT_EFFECT}
     for name, value in vars(optimizer).items():
         if name != "step" and name not in _attributes_of_torch():
@@ -169,7 +162,7 @@ def form_of(cls: type, contents: Contents) -> Contents:
         if isinstance(leaf, Tensor):
             return TENSOR
         if not isinstance(leaf, _CONSTANTS) and not callable(leaf):
-            raise refusal(cls, f"it keeps an object as {name}, whose changes are not followed")
+            raise RefusedError(cls, f"it keeps an object as {name}, whose changes are not followed")
         return leaf
 
     return mapped(without_value, contents)
@@ -198,13 +191,6 @@ def tensor_of(leaf: Any, like: Tensor) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf.to(like.device) if leaf.dim() == 0 else leaf
     return torch.full_like(wide(like.new_empty(())), leaf)
-
-
-def check_aliases(cls: type, values: Iterable[object]) -> None:
-    """Raise RefusedError if two tensors of a state share memory."""
-    storages = [value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)]
-    if len(set(storages)) < len(storages):
-        raise refusal(cls, "it keeps one tensor under two names; clone it")
 
 
 def cloned(value: Any) -> Any:

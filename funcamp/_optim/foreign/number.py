@@ -27,10 +27,11 @@ _DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
 
 
 class RefusedError(TypeError):
-    """A class does what no pure function can."""
+    """A class does what no pure function can, or not without a remedy: how it may be run instead."""
 
-    remedy: str | None = None
-    """How the class may be run instead."""
+    def __init__(self, cls: type, why: str, remedy: str | None = None) -> None:
+        super().__init__(f"stateless: {cls.__name__} cannot be made pure: {why}")
+        self.remedy = remedy
 
 
 class Run:
@@ -41,20 +42,21 @@ class Run:
         answers: the answers to the first questions of this run; None if the values are known and decide.
     """
 
-    def __init__(self, cls: type, answers: tuple[bool, ...] | None) -> None:
-        self.asks_divisors = _catches_divisions(cls)
+    def __init__(self, cls: type[torch.optim.Optimizer], answers: tuple[bool, ...] | None) -> None:
+        #: Whether a division by 0 is a question, because the step catches it. No run shows it, but the code.
+        self.asks_divisors = "ZeroDivisionError" in inspect.unwrap(cls.step).__code__.co_names
         self.conditions: list[Tensor] = []
         self.path: list[bool] = []
         """The answers that this run got."""
         self.refusal: RefusedError | None = None
         """The first refusal, which the class may have caught."""
-        self._name = cls.__name__
+        self._cls = cls
         self._answers = answers
         self._known: dict[tuple[object, ...], bool] = {}
 
     def refuse(self, what: str) -> NoReturn:
         """Raise the error for what a class does."""
-        error = RefusedError(f"stateless: {self._name} cannot be made pure: its step {what} ({location()})")
+        error = RefusedError(self._cls, f"its step {what} ({location()})")
         self.refusal = self.refusal or error
         raise error
 
@@ -84,7 +86,7 @@ class Number:
 
     @classmethod
     def __torch_function__(cls, *_: object) -> NoReturn:
-        raise RefusedError("a number of a step is used outside of it")
+        raise TypeError("a number of a step is used outside of it")
 
     def _read(self, *_: object) -> NoReturn:
         self.run.refuse("reads a number that changes in training")
@@ -93,13 +95,6 @@ class Number:
 
     def __bool__(self) -> bool:
         return self.run.ask(self.tensor != 0, operator.ne, self, 0)
-
-
-@functools.cache
-def _catches_divisions(cls: type) -> bool:
-    """Return whether a class catches divisions by 0, which are then questions. No run shows it, but the code."""
-    functions = [value for base in cls.__mro__ for value in vars(base).values() if inspect.isfunction(value)]
-    return any("ZeroDivisionError" in inspect.unwrap(function).__code__.co_names for function in functions)
 
 
 def value_of(item: Any) -> Any:

@@ -18,7 +18,6 @@ from funcamp._optim.foreign.calls import Calls
 from funcamp._optim.foreign.instance import (
     Contents,
     changed,
-    check_aliases,
     cloned,
     contents_of,
     filled,
@@ -30,7 +29,6 @@ from funcamp._optim.foreign.instance import (
     leaves,
     put_shared,
     record,
-    refusal,
     shared_in,
     step_of,
     tensor_of,
@@ -38,7 +36,7 @@ from funcamp._optim.foreign.instance import (
 from funcamp._optim.foreign.number import Number, RefusedError, in_a_step
 from funcamp._optim.hyperparameters import Hyper, is_dynamic, map_items
 from funcamp._optim.modes import without_modes
-from funcamp._optim.optimizer import Inputs, Leaves, OptState, StatelessOptimizer, Stepped
+from funcamp._optim.optimizer import Inputs, OptState, StatelessOptimizer, Stepped
 from funcamp._optim.torch_optim.rule import State
 from funcamp._storage.params import collapse, expand
 from funcamp._trace.as_compiled import as_eager
@@ -69,15 +67,15 @@ class ForeignOptimizer(StatelessOptimizer):
     """A class of another package as two pure functions; made by `stateless`."""
 
     _takes_groups = False
+    _steps_without_gradient = True  # a class may count its steps
 
     def _prepare(self) -> None:
         #: What the constructor gets: other numbers for tensors and schedules, so that a class which keeps such a number
         #: for itself, beside its group, differs from its own loop.
-        self._instance_arguments = dict(self._arguments)
-        for name in self._dynamic:
-            self._instance_arguments[name] = map_items(
-                _other_number, name, self._arguments[name], self._hyperparameters[name]
-            )
+        self._instance_arguments = {
+            name: map_items(_other_number, name, argument, self._hyperparameters.get(name))
+            for name, argument in self._arguments.items()
+        }
         #: What an instance keeps after a step, without values, by the kinds of its parameters.
         self._forms: dict[Any, list[Contents]] = {}
         #: The names of what steps change for all parameters, also if it is no number: a flag, for example.
@@ -96,13 +94,7 @@ class ForeignOptimizer(StatelessOptimizer):
                 except Exception as error:  # of the class's own code, which may refuse a shape
                     failure = failure or error
         name = type(failure).__name__
-        raise refusal(self._cls, f"its step fails ({name}: {failure})") from failure
-
-    def _check_entries(self, flat: Leaves, opt_state: OptState) -> None:
-        """Leave the check to the step, which knows what each parameter has."""
-
-    def _positions(self, flat: Leaves, flat_grads: Leaves) -> list[int]:  # noqa: ARG002  it may count steps
-        return [index for index, param in enumerate(flat) if param is not None]
+        raise RefusedError(self._cls, f"its step fails ({name}: {failure})") from failure
 
     def evaluation_params(self, params: Tree, opt_state: OptState) -> Tree:
         """Return the parameters to evaluate with; see `StatelessOptimizer.evaluation_params`."""
@@ -111,28 +103,23 @@ class ForeignOptimizer(StatelessOptimizer):
         expanded = expand(params)
         flat, spec = _tree.parameters("evaluation_params", "params", expanded)
         positions = self._positions(flat, flat)
-        all_states = self._states(expanded, flat, opt_state)
-        present: list[Any] = [flat[index] for index in positions]
-        states = [*[all_states[index] for index in positions], opt_state.shared]
+        inputs = self._inputs(positions, flat, flat, self._states(expanded, flat, opt_state), opt_state)
         calls = self._calls(())
-        inputs = Inputs(present, [], states, opt_state.applied, self._hyper(opt_state.applied, present))
         optimizer, clones = self._filled_instance(inputs, calls)
         self._call(optimizer.eval, calls)
         if calls.path:
-            raise refusal(self._cls, "its eval branches on a number that changes in training")
+            raise RefusedError(self._cls, "its eval branches on a number that changes in training")
         for index, param in zip(positions, clones):
             flat[index] = param
         return collapse(params, _tree.unflatten(flat, spec))
-
-    def _parts(self, count: int) -> list[list[int]]:
-        """Return the indices of the parameters that step together."""
-        return [[index] for index in range(count)] if _SEPARATELY in self._remedies else [list(range(count))]
 
     # The state before the first step.
 
     def _first(self, params: list[Tensor], hyper: Hyper) -> list[State]:
         """Return the first values that a step with a zero gradient gives to entries."""
-        return _joined([self._first_of([params[index] for index in part], hyper) for part in self._parts(len(params))])
+        if _SEPARATELY in self._remedies and len(params) > 1:
+            return _joined([self._first_of([param], hyper) for param in params])
+        return self._first_of(params, hyper)
 
     def _first_of(self, params: list[Tensor], hyper: Hyper) -> list[State]:
         """Return these values for parameters that step together."""
@@ -182,8 +169,10 @@ class ForeignOptimizer(StatelessOptimizer):
 
     def _all_paths(self, inputs: Inputs) -> Stepped:
         """Take the step along every path, of all parameters together or of each by itself."""
-        results = [self._paths(inputs.of(part), (), []) for part in self._parts(len(inputs.params))]
-        params = [param for result in results for param in result.params]
+        if _SEPARATELY not in self._remedies:
+            return self._paths(inputs, (), [])
+        results = [self._paths(inputs.of(index), (), []) for index in range(len(inputs.params))]
+        params = [result.params[0] for result in results]
         return Stepped(params, _joined([result.states for result in results]))
 
     def _paths(self, inputs: Inputs, answers: tuple[bool, ...], runs: list[Calls]) -> Stepped:
@@ -195,7 +184,7 @@ class ForeignOptimizer(StatelessOptimizer):
             return result
         if len(runs) + len(calls.path) - len(answers) > _MOST_WAYS:  # each new question is one more run at least
             why = f"its step branches on numbers that change in training in more than {_MOST_WAYS} ways"
-            raise refusal(self._cls, why, _SEPARATELY)
+            raise RefusedError(self._cls, why, _SEPARATELY)
         for index in reversed(range(len(answers), len(calls.path))):
             try:
                 other = self._paths(inputs, (*calls.path[:index], not calls.path[index]), runs)
@@ -235,12 +224,14 @@ class ForeignOptimizer(StatelessOptimizer):
         *kept, shared = contents_of(optimizer, clones)
         others = sorted(changed(before, shared) - form[-1].keys())
         if others:
-            raise refusal(self._cls, f"its step changes {', '.join(others)}, which is not followed")
+            raise RefusedError(self._cls, f"its step changes {', '.join(others)}, which is not followed")
         kept.append({name: shared[name] for name in form[-1] if name in shared})
         states = [self._entries(*each) for each in zip(kept, form, [*clones, clones[0]])]
         for clone in clones:
             clone.grad = None
-        check_aliases(self._cls, [*clones, *[tensor for state in states for tensor in state.values()]])
+        tensors = [*clones, *[tensor for state in states for tensor in state.values()]]
+        if len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors):
+            raise RefusedError(self._cls, "it keeps one tensor under two names; clone it")
         return Stepped(clones, states)
 
     def _call(self, method: Any, calls: Calls) -> None:
@@ -256,7 +247,7 @@ class ForeignOptimizer(StatelessOptimizer):
         found, expected = leaves(contents), leaves(form)
         if found.keys() != expected.keys():
             odd = sorted(found.keys() ^ expected.keys())
-            raise refusal(self._cls, f"its state must have the same entries after every step; odd is {odd}")
+            raise RefusedError(self._cls, f"its state must have the same entries after every step; odd is {odd}")
         entries: State = {}
         for name, leaf in found.items():
             if is_entry(leaf) and is_entry(expected[name]):
@@ -264,7 +255,7 @@ class ForeignOptimizer(StatelessOptimizer):
                 is_scalar = is_number(expected[name]) and tensor.numel() == 1
                 entries[name] = tensor.reshape(()) if is_scalar else tensor
             elif not is_same(expected[name], leaf):
-                raise refusal(self._cls, f"its step changes {name!r} to {leaf!r}")
+                raise RefusedError(self._cls, f"its step changes {name!r} to {leaf!r}")
         return entries
 
     # The trial.
@@ -303,11 +294,11 @@ class ForeignOptimizer(StatelessOptimizer):
                 step_of(optimizer)()
             self._changing |= changed(before, shared_in(optimizer))
             if not all(own.isfinite().all() for own in owns):
-                raise refusal(self._cls, "its own loop comes to numbers that are not finite")
+                raise RefusedError(self._cls, "its own loop comes to numbers that are not finite")
             contents = [cloned(each) for each in contents_of(optimizer, owns)]
             steps.append(OwnStep(grads, [own.detach().clone() for own in owns], contents))
         if not torch.equal(torch.get_rng_state(), generator_before):
-            raise refusal(self._cls, "its step draws random numbers; draw them in a part of a chain")
+            raise RefusedError(self._cls, "its step draws random numbers; draw them in a part of a chain")
         return steps
 
     def _compare(self, params: list[Tensor], own_steps: list[OwnStep]) -> None:
@@ -336,7 +327,7 @@ class ForeignOptimizer(StatelessOptimizer):
                 "something elsewhere, what it computes for one parameter depends on another one, or it uses a number "
                 "of its constructor that is a tensor or a schedule here"
             )
-            raise refusal(self._cls, why, _FIRST)
+            raise RefusedError(self._cls, why, _FIRST)
 
     def _example_hyper(self) -> Hyper:
         """Return tensors for tensors and schedules, with the numbers that the own loop's constructor gets."""
@@ -395,7 +386,7 @@ def _selected(condition: Tensor, yes: Stepped, no: Stepped) -> Stepped:
 
 
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.double().abs().max()) if tensor.numel() else 0.0
+    return float(tensor.double().abs().max())
 
 
 def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:

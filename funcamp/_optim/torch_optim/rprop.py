@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funcamp._optim.arithmetic import clamp, plus, times
+from funcamp._optim.arithmetic import clamp, like, plus
 from funcamp._optim.torch_optim.rule import Arguments, State, UpdateRule, zeros
 
 
@@ -17,10 +17,10 @@ def _init(param: Tensor, h: Arguments) -> State:
 
 def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
     sign = (grad * state["prev"]).sign()
-    shrunk, grown = (times(state["step_size"], factor) for factor in h.etas)
-    step_size = torch.where(sign > 0, grown, torch.where(sign < 0, shrunk, state["step_size"]))
+    shrink, grow = (like(eta, sign) for eta in h.etas)
+    factor = torch.where(sign > 0, grow, torch.where(sign < 0, shrink, torch.ones_like(sign)))
+    step_size = clamp(state["step_size"] * factor, *h.step_sizes)
     grad = torch.where(sign < 0, torch.zeros_like(grad), grad)
-    step_size = clamp(step_size, *h.step_sizes)
     param = torch.addcmul(param, grad.sign(), step_size, value=-1)
     return param, {"prev": grad, "step_size": step_size}
 

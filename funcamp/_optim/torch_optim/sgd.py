@@ -30,7 +30,7 @@ def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tens
     if is_zero(h.momentum):
         return add(param, grad, -h.lr), {}
     new_state = {"momentum_buffer": add(times(state["momentum_buffer"], h.momentum), grad, 1 - h.dampening)}
-    if APPLIED_ENTRY in state:
+    if not is_zero(h.dampening):
         is_first = state[APPLIED_ENTRY] == 0
         new_state["momentum_buffer"] = torch.where(is_first, grad, new_state["momentum_buffer"])
         new_state[APPLIED_ENTRY] = state[APPLIED_ENTRY] + 1

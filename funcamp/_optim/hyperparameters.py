@@ -56,12 +56,8 @@ def example_of(name: str, value: object, accepted: Signature) -> object:
     return map_items(number, name, value, default)
 
 
-def check_tensors(name: str, value: object) -> None:
-    """Raise TypeError or ValueError if a tensor among a hyperparameter's items is no float of shape ()."""
-    map_items(lambda label, item: _check_tensor("stateless", label, item), name, value)
-
-
-def _check_tensor(call: str, name: str, value: object) -> None:
+def check_tensor(call: str, name: str, value: object) -> None:
+    """Raise TypeError or ValueError if a tensor is no float of shape ()."""
     if not isinstance(value, Tensor):
         return
     if value.dim() != 0:
@@ -91,7 +87,7 @@ def evaluate(name: str, value: object, applied: Tensor) -> object:
             return torch.full((), current, dtype=dtype, device=applied.device)
         if not isinstance(current, Tensor):
             raise TypeError(f"update: {name} must be a number or a tensor of shape (); got {current!r}")
-        _check_tensor("update", name, current)
+        check_tensor("update", name, current)
         if current.device.type != applied.device.type:
             raise ValueError(
                 f"update: {name} must be on the parameters' type of device, {applied.device.type}; got {current.device}"

@@ -288,8 +288,7 @@ class StatelessOptimizer(Fixed):
 
     def _h(self, hyper: Hyper) -> Arguments:
         """Return the class's arguments in a step."""
-        wide_hyper = {name: map_items(_wide, name, value) for name, value in hyper.items()}
-        return Arguments(self._constants | wide_hyper)
+        return Arguments(self._constants | {name: map_items(_wide, name, value) for name, value in hyper.items()})
 
     def _check_param(self, param: Tensor) -> None:
         """Raise TypeError or ValueError for a parameter that the rule does not take."""

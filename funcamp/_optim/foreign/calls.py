@@ -37,8 +37,6 @@ class Calls(Run, TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "__get__":  # an attribute, such as p.device
-            return func(*args)
         kwargs = dict(kwargs or {})
         if name == "item":
             return Number(args[0].clone(), self)
@@ -46,7 +44,7 @@ class Calls(Run, TorchFunctionMode):
             return self.ask(args[0] != 0)
         if name in _READS:
             self.refuse("reads a tensor in Python")
-        if name.removeprefix("linalg_") in _DECOMPOSITIONS and isinstance(args[0], Tensor) and args[0].dim() >= 2:
+        if name.removeprefix("linalg_") in _DECOMPOSITIONS:
             args = (_finite(args[0]), *args[1:])
         if not _has_number(args) and not _has_number(kwargs.values()):  # most calls: a pytree would take as long
             return func(*args, **kwargs)
@@ -57,8 +55,7 @@ class Calls(Run, TorchFunctionMode):
 
 def _with_numbers(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Return the result of a call with numbers among its arguments, rounded as torch rounds beside numbers."""
-    is_in_place = name.startswith("__i") or (name.endswith("_") and not name.startswith("_"))
-    base = name.strip("_").removeprefix("i") if name.startswith("__i") else name.strip("_")
+    base = name.rstrip("_")
     keyword = next((each for each in ("alpha", "value") if each in kwargs), "")
     floats = [item for item in _tree.tensors_in((args, kwargs)) if item.is_floating_point() or item.is_complex()]
     with_dims = [item for item in floats if item.dim()]
@@ -69,7 +66,7 @@ def _with_numbers(func: Any, name: str, args: Any, kwargs: Any) -> Any:
         promoted = [leaf.to(dtype) if any(leaf is item for item in floats) else value_of(leaf) for leaf in leaves]
         new_args, new_kwargs = _tree.unflatten(promoted, spec)
         result = _OF_NUMBERS[base, keyword](*new_args, **new_kwargs)
-        return args[0].copy_(result) if is_in_place else result
+        return result if base == name else args[0].copy_(result)
     # Beside a tensor with dimensions a number decides no dtype; beside others it is as wide as torch computes.
     computed_in = torch.float32 if dtype in NARROW else dtype.to_real()
     number_dtype = torch.float64 if with_dims else computed_in

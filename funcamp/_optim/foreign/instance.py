@@ -127,11 +127,6 @@ def mapped(fn: Callable[[str, Any], Any], contents: Contents) -> Contents:
     return result
 
 
-def is_number(leaf: object) -> bool:
-    """Return whether a leaf is a number, which may change."""
-    return isinstance(leaf, (int, float, Number)) and not isinstance(leaf, bool)
-
-
 def is_same(before: object, after: object) -> bool:
     """Return whether a constant is what it was; a tensor and a number only if it is the same object."""
     if before is after:
@@ -170,7 +165,7 @@ def form_of(cls: type, contents: Contents) -> Contents:
 
 def is_entry(leaf: object) -> bool:
     """Return whether a leaf is a tensor or a number, which a state has; anything else is a constant."""
-    return isinstance(leaf, Tensor) or is_number(leaf)
+    return isinstance(leaf, (Tensor, int, float, Number)) and not isinstance(leaf, bool)
 
 
 def filled(form: Contents, entries: dict[str, Tensor], run: Run) -> Contents:

@@ -24,7 +24,6 @@ from funcamp._optim.foreign.instance import (
     form_of,
     instance,
     is_entry,
-    is_number,
     is_same,
     leaves,
     put_shared,
@@ -251,9 +250,7 @@ class ForeignOptimizer(StatelessOptimizer):
         entries: State = {}
         for name, leaf in found.items():
             if is_entry(leaf) and is_entry(expected[name]):
-                tensor = tensor_of(leaf, like)
-                is_scalar = is_number(expected[name]) and tensor.numel() == 1
-                entries[name] = tensor.reshape(()) if is_scalar else tensor
+                entries[name] = tensor_of(leaf, like)
             elif not is_same(expected[name], leaf):
                 raise RefusedError(self._cls, f"its step changes {name!r} to {leaf!r}")
         return entries

@@ -101,16 +101,6 @@ def test_a_delayed_target_moves_at_every_third_update() -> None:
     assert_same(now, by_chain(SGD, 4, params())[0])
 
 
-def test_a_function_of_the_update_is_a_part() -> None:
-    def centralized(update: Update) -> Update:
-        matrix = update.gradients["w"]
-        return update._replace(gradients={**update.gradients, "w": matrix - matrix.mean(0)})
-
-    now, _ = by_chain(chain(centralized, SGD), 1, params())
-    matrix = gradients(0)["w"]
-    assert_same(now["w"], params()["w"] - (matrix - matrix.mean(0)))
-
-
 def test_the_state_of_one_part_is_the_chains_so_that_clipping_can_come_and_go() -> None:
     now, state = by_chain(ADAMW, 2, params())
     clipped = chain(clip_by_norm(1.0), ADAMW)
@@ -219,7 +209,6 @@ def test_an_average_can_begin_and_end_in_mid_training() -> None:
         (lambda: every(0, SGD), ValueError, "every: interval must be 1 or more; got 0"),
         (lambda: every(2, "sgd"), TypeError, "every: part must be a pure optimizer with init and update"),
         (lambda: average(2), ValueError, "average: decay must be from 0 to 1; got 2"),
-        (lambda: clip_by_norm(0.0), ValueError, "clip_by_norm: max_norm must be positive"),
         (lambda: clip_by_value(torch.ones(2)), ValueError, r"clip_by_value: max_value must have shape \(\)"),
     ],
 )
@@ -332,7 +321,6 @@ def by_last_letter(name: str, _: Tensor) -> str:
     "optimizer",
     [
         chain(by_group({"w": SGD}, group=by_first_letter), by_group({"w": SGD}, group=by_last_letter)),
-        by_group({"w": by_group({"w": SGD}, group=by_last_letter)}, group=by_first_letter),
         by_group({"w": chain(every(2, by_group({"w": SGD}, group=by_last_letter)))}, group=by_first_letter),
     ],
 )
@@ -353,10 +341,6 @@ def test_a_plain_tree_in_a_state_is_grouped_as_the_optimizer_does(wrap: Callable
     assert_same(state.params.tree(), {"w": -torch.ones(2), "v": -2 * torch.ones(2)})
 
 
-def doubled(update: Update) -> Update:
-    return update._replace(gradients={name: value.double() for name, value in update.gradients.items()})
-
-
 def swapped(update: Update) -> Update:
     return update._replace(gradients=dict(reversed(update.gradients.items())))
 
@@ -375,11 +359,6 @@ def swapped(update: Update) -> Update:
             chain(every(2, lambda update: update._replace(gradients={"b": None, "w": update.gradients["w"]})), SGD),
             TypeError,
             r"every: new\[1\]\['b'\] must be a tensor in both trees",
-        ),
-        (
-            chain(every(2, doubled), SGD),
-            ValueError,
-            r"every: new\[1\]\['.'\] must have the shape, dtype and device of old; got a torch.float64 tensor",
         ),
     ],
 )

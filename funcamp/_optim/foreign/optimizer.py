@@ -143,7 +143,7 @@ class ForeignOptimizer(StatelessOptimizer):
         firsts = [getattr(optimizer.state.get(clone), "first", {}) for clone in clones]
         firsts.append(optimizer.param_groups[0].first | before)
         contents[-1] = {name: contents[-1].get(name, 0.0) for name in form}
-        return [_entries_before(*each) for each in zip(firsts, contents, [*params, params[0]])]
+        return [_entries_before(*each, params[0]) for each in zip(firsts, contents)]
 
     def _form(self, params: list[Tensor]) -> list[Contents]:
         """Return what an instance with such parameters keeps."""
@@ -225,7 +225,7 @@ class ForeignOptimizer(StatelessOptimizer):
         if others:
             raise RefusedError(self._cls, f"its step changes {', '.join(others)}, which is not followed")
         kept.append({name: shared[name] for name in form[-1] if name in shared})
-        states = [self._entries(*each) for each in zip(kept, form, [*clones, clones[0]])]
+        states = [self._entries(*each, clones[0]) for each in zip(kept, form, inputs.states)]
         for clone in clones:
             clone.grad = None
         tensors = [*clones, *[tensor for state in states for tensor in state.values()]]
@@ -241,8 +241,8 @@ class ForeignOptimizer(StatelessOptimizer):
                 if calls.refusal is not None:  # the class may have caught it
                     raise calls.refusal
 
-    def _entries(self, contents: Contents, form: Contents, like: Tensor) -> State:
-        """Return the tensors and numbers among what an instance keeps, if the rest is as in its form."""
+    def _entries(self, contents: Contents, form: Contents, before: State, like: Tensor) -> State:
+        """Return the tensors and numbers among what an instance keeps, in the dtypes of before."""
         found, expected = leaves(contents), leaves(form)
         if found.keys() != expected.keys():
             odd = sorted(found.keys() ^ expected.keys())
@@ -250,7 +250,7 @@ class ForeignOptimizer(StatelessOptimizer):
         entries: State = {}
         for name, leaf in found.items():
             if is_entry(leaf) and is_entry(expected[name]):
-                entries[name] = tensor_of(leaf, like)
+                entries[name] = tensor_of(leaf, like).to(before[name].dtype)
             elif not is_same(expected[name], leaf):
                 raise RefusedError(self._cls, f"its step changes {name!r} to {leaf!r}")
         return entries

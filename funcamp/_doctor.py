@@ -94,7 +94,7 @@ def _verified(device: str) -> str:
     verification = funcamp.verify(funcamp.jit(step, exact=True), [batch(index) for index in range(6)], steps=6)
     if not verification.ok:
         raise AssertionError(f"verify: {verification}")
-    return ", ".join(f"{one.road}: {one.outcome.value}" for one in verification.comparisons)
+    return ", ".join(f"{one.roads}: {one.outcome.value}" for one in verification.comparisons)
 
 
 def _time_and_syncs(device: str) -> str:

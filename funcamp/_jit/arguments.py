@@ -101,21 +101,9 @@ def _hashable_fix(leaf: object, fix: str) -> str:
     return f"give it a __hash__ that follows from its value, or {fix}"
 
 
-def _holds_tensors(leaf: object, depth: int = 3) -> bool:
-    """Return whether an object that is not a pytree has tensors in its attributes, slots or items."""
+def _holds_tensors(leaf: object) -> bool:
+    """Return whether an object that is not a pytree has tensors in its attributes or among its members."""
     if isinstance(leaf, _CONSTANT_OBJECTS):
         return False
-    names = [name for cls in type(leaf).__mro__ for name in _slot_names(cls.__dict__.get("__slots__", ()))]
-    names += getattr(leaf, "__dict__", ())
-    contents = [getattr(leaf, name) for name in names if hasattr(leaf, name)]
-    if isinstance(leaf, (set, frozenset)):
-        contents += leaf
-    inner_leaves = _tree.leaves(contents)
-    if any(isinstance(value, Tensor) for value in inner_leaves):
-        return True
-    return depth > 0 and any(_holds_tensors(value, depth - 1) for value in inner_leaves)
-
-
-def _slot_names(slots: Any) -> tuple[str, ...]:
-    """Return the names in a class's `__slots__`, which may be a single one."""
-    return (slots,) if isinstance(slots, str) else tuple(slots)
+    members = [*leaf] if isinstance(leaf, (set, frozenset)) else []
+    return bool(_tree.tensors_in((members, getattr(leaf, "__dict__", {}))))

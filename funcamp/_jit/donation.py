@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 import sys
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +16,6 @@ from funcamp._memory import Memory, is_private, overlaps_itself
 from funcamp._types import Tree
 
 _NAMES = ("the first state", "state")
-#: Some leaves of a state, with the addresses and the strides that they must have. A plain tuple, because every call
-#: unpacks one.
-_Turn: TypeAlias = tuple[list[Tensor], list[int], list[tuple[int, ...]]]
 
 
 class OwnedState:
@@ -39,49 +35,20 @@ class OwnedState:
         self.strides = [leaf.stride() for leaf in self.leaves] if strides is None else strides
         #: The containers of the tree with what is in them; None if one is of an unknown class.
         self._containers = _tree.contents(tree)
-        self.watch(len(self.leaves) or 1)
+        self._addresses = list(map(Tensor.data_ptr, self.leaves))
         # Callers may give their handles of it other memory; these references keep the original.
         self._statics = [leaf.detach() for leaf in self.leaves] if is_written else []
         #: The memory that steps write.
         self.memory = Memory(self._statics)
 
     def is_of(self, state: Tree) -> bool:
-        """Return whether a state is this one, with no leaf replaced or given other memory or strides in place.
-
-        Raises:
-            RuntimeError: a leaf was given other memory or strides at a call that did not check it.
-        """
-        if state is not self.tree or not self._has_leaves_of(state):
-            return False
-        leaves, addresses, strides = next(self._turns)
-        if list(map(Tensor.data_ptr, leaves)) == addresses and list(map(Tensor.stride, leaves)) == strides:
-            return True
-        # If every call checks all leaves, a moved leaf is found at once, and the state is taken over as a new one. If
-        # the leaves take turns, it is found only after calls that wrote to the former memory.
-        if self._checked_per_call >= len(self.leaves):
-            return False
-        path = _tree.path_of(state, self._find_moved())
-        raise RuntimeError(
-            f"jit: state{path} must stay where it is in memory, as a CUDA graph writes "
-            "there; it was given other memory or strides (by .data, set_, t_): put another tensor in its place"
+        """Return whether a state is this one, with no leaf replaced or given other memory or strides in place."""
+        return (
+            state is self.tree
+            and self._has_leaves_of(state)
+            and list(map(Tensor.data_ptr, self.leaves)) == self._addresses
+            and list(map(Tensor.stride, self.leaves)) == self.strides
         )
-
-    def _find_moved(self) -> int:
-        """Return the position in the tree of the first leaf that was given other memory or strides."""
-        for position, leaf, static in zip(self._positions, self.leaves, self._statics):
-            if leaf.data_ptr() != static.data_ptr() or leaf.stride() != static.stride():
-                return position
-        raise AssertionError("every leaf is where it was")
-
-    def watch(self, count: int) -> None:
-        """Check `count` leaves per call, in turn; only for steps that do not read the callers' tensors."""
-        self._checked_per_call = count
-        turns: list[_Turn] = []
-        for start in range(0, len(self.leaves), count):
-            leaves = self.leaves[start : start + count]
-            addresses = list(map(Tensor.data_ptr, leaves))
-            turns.append((leaves, addresses, self.strides[start : start + count]))
-        self._turns = itertools.cycle(turns or [([], [], [])])
 
     def _has_leaves_of(self, state: Tree) -> bool:
         """Return whether the leaves of a state are still this one's tensors."""
@@ -117,7 +84,6 @@ class OwnedState:
         self.leaves = statics
         self.tree = None
         self._containers = []
-        self._turns = itertools.cycle([])
         self._statics = [static.detach() for static in statics]
         while handles:
             handle = handles.pop()
@@ -127,7 +93,6 @@ class OwnedState:
             static.copy_(value)
         self.tree = self.filled(statics)
         self._containers = _tree.contents(self.tree)
-        self.watch(self._checked_per_call)
 
 
 def take_over(

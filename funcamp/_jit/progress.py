@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import shutil
 import sys
 import threading
 import time
 from types import TracebackType
-from typing import Literal
 
 import torch
 
@@ -22,9 +20,8 @@ PATIENCE = 2.0
 class Progress:
     """Context manager: report a long task after two seconds, and at its end how long it took.
 
-    If the logger "funcamp" is enabled for INFO, the two messages are logged. Otherwise they go to stderr, on a terminal
-    as one line that counts the seconds. Silent if that logger's own level is above INFO, and on every rank of
-    torch.distributed except the first.
+    If the logger "funcamp" is enabled for INFO, the two messages are logged; otherwise they go to stderr. Silent if
+    that logger's own level is above INFO, and on every rank of torch.distributed except the first.
 
     Args:
         task: the object of "compiling" in the message.
@@ -37,12 +34,10 @@ class Progress:
         """With the seconds that each took."""
         self._task_start = time.monotonic()
         self._phase_start = self._task_start
-        self._done = threading.Event()
         self._has_spoken = False
-        self._last_width = 0
-        """The number of characters on the terminal's line."""
-        self._way = _way()
-        self._thread = threading.Thread(target=self._watch, name="funcamp-progress", daemon=True)
+        self._timer = threading.Timer(PATIENCE, self._report_start)
+        self._timer.name = "funcamp-progress"
+        self._timer.daemon = True
 
     def phase(self, name: str) -> None:
         """Start the next phase of the task."""
@@ -53,63 +48,40 @@ class Progress:
 
     def __enter__(self) -> Progress:
         """Start watching."""
-        if self._way is not None:
-            self._thread.start()
+        if not _is_silent():
+            self._timer.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Report the end, if the start was reported."""
-        self._done.set()
-        if not self._thread.ident:  # it was never started
+        if self._timer.ident is None:  # it was never started
             return
-        self._thread.join()
+        self._timer.cancel()
+        self._timer.join()
         if self._has_spoken:
             self.phase("")  # ends the last one
             phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self._past_phases)
             how = "failed" if error is not None else "done"
-            self._say(f"jit: {how} after {self._seconds()} ({phases}): {self.task}", last=True)
+            _say(f"jit: {how} after {time.monotonic() - self._task_start:.0f} s ({phases}): {self.task}")
 
-    def _seconds(self) -> str:
-        """Return the time since the task began."""
-        return f"{time.monotonic() - self._task_start:.0f} s"
-
-    def _watch(self) -> None:
-        """Report a task that takes long; runs in the thread."""
-        if self._done.wait(PATIENCE):
-            return
+    def _report_start(self) -> None:
+        """Report a task that takes long; runs in the timer's thread."""
         self._has_spoken = True
-        if self._way == "live":
-            while True:
-                self._say(f"jit: {self._phase}, {self._seconds()}: {self.task}")
-                if self._done.wait(1.0):
-                    return
-        self._say(f"jit: {self._phase} {self.task}; once for each batch signature")
-
-    def _say(self, text: str, *, last: bool = False) -> None:
-        if self._way == "log":
-            _log.info("%s", text)
-        elif self._way == "live":
-            text = f"funcamp.{text}"[: shutil.get_terminal_size().columns - 1]
-            # Spaces cover what is left of a longer line before.
-            _print("\r" + text.ljust(self._last_width) + "\n" * last)
-            self._last_width = len(text)
-        else:
-            _print(f"funcamp.{text}\n")
+        _say(f"jit: {self._phase} {self.task}; once for each batch signature")
 
 
-def _print(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # a closed stream must not break a compilation
-        sys.stderr.write(text)
-        sys.stderr.flush()
-
-
-def _way() -> Literal["log", "live", "lines"] | None:
-    """Return how to report: to the log, on a line that counts, or in lines; None if not at all."""
+def _is_silent() -> bool:
+    """Return whether nothing is to be reported."""
     distributed = torch.distributed
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_rank():
-        return None
+    is_another_rank = distributed.is_available() and distributed.is_initialized() and distributed.get_rank() > 0
+    return is_another_rank or _log.disabled or _log.level > logging.INFO
+
+
+def _say(text: str) -> None:
     if _log.isEnabledFor(logging.INFO):
-        return "log"
-    if _log.level != logging.NOTSET or _log.disabled or sys.stderr is None or sys.stderr.closed:
-        return None
-    return "live" if sys.stderr.isatty() else "lines"
+        _log.info("%s", text)
+        return
+    # A stream that is closed, or None, must not break a compilation.
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        sys.stderr.write(f"funcamp.{text}\n")
+        sys.stderr.flush()

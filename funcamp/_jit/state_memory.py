@@ -19,9 +19,6 @@ from funcamp._types import Tree
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Number of leaves whose memory a call of a captured step checks, at 0.15 µs each.
-_WATCHED = 16
-
 
 class StateMemory:
     """The memory in which programs read a state and write its successor: donated, or static for CUDA graphs.
@@ -93,9 +90,7 @@ class StateMemory:
 
     def pin(self) -> None:
         """Keep the state where it is, because a CUDA graph has its addresses."""
-        assert self.current is not None
         self._is_pinned = True
-        self.current.watch(_WATCHED)
 
     def move_away_from(self, tensors: list[Tensor]) -> None:
         """Copy the state elsewhere if it shares memory with tensors that a new program reads besides its arguments.

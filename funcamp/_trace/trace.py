@@ -22,7 +22,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from funcamp import _tree, _upstream
 from funcamp._trace.as_compiled import as_compiled
 from funcamp._trace.host_constants import compute_host
-from funcamp._trace.inner_casts import InnerCasts, watch_autocast
+from funcamp._trace.inner_casts import watch_autocast
 from funcamp._trace.interface import Input, Outputs
 from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.places import Identity, Survey
@@ -300,8 +300,7 @@ def _record_operations(fn: Callable[..., list[Tensor]], examples: list[Tensor]) 
         # make_fx disables the cache: a weight that is used twice would be cast twice, and its gradients would be summed
         # in float32 instead of the low precision.
         torch.set_autocast_cache_enabled(cache_enabled)
-        with InnerCasts():
-            return fn(*tensors)
+        return fn(*tensors)
 
     watch_autocast()
     with _separate_autocast_cache():

@@ -145,15 +145,11 @@ KEPT_GROUP = Defect((2, 11), None)
 
 #: Every private name of torch that `find` looks up, and what does not work without it.
 PRIVATE = {
-    "torch._C._ExcludeDispatchKeyGuard": "jit does not take nn.Bilinear, affine_grid and linalg.pinv",
     "torch._C._are_functorch_transforms_active": "losses inside torch.func transforms do not work",
     "torch._C._cuda_endAllocateToPool": "after a capture that failed no other step can be captured in this process",
     "torch._C._cuda_releasePool": "the memory of a capture that failed is not given back",
-    "torch._C.DispatchKey": "jit does not take nn.Bilinear, affine_grid and linalg.pinv",
-    "torch._C.DispatchKeySet": "jit does not take nn.Bilinear, affine_grid and linalg.pinv",
-    "torch._C._AutoDispatchBelowAutograd": "jit does not take nn.Bilinear, affine_grid and linalg.pinv",
-    "torch._C._dispatch_has_kernel_for_dispatch_key": "jit does not take nn.Bilinear, affine_grid and linalg.pinv",
-    "torch._C._dispatch_keyset_full_after": "jit does not take nn.Bilinear, affine_grid and linalg.pinv",
+    "torch._C.DispatchKey": "jit computes nn.Bilinear and affine_grid under autocast in float32",
+    "torch._C._dispatch_keyset_full_after": "jit computes nn.Bilinear and affine_grid under autocast in float32",
     "torch._C._dynamo.guards.TensorGuards": "a call of a jitted step takes some microseconds more",
     "torch._C._functorch.get_unwrapped": "stateless does not work under torch.func transforms",
     "torch._C._functorch.is_functorch_wrapped_tensor": "ties of parameters are looked up more slowly",

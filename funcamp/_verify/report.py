@@ -22,9 +22,8 @@ class Outcome(Enum):
 class Comparison:
     """Two roads, and how they compare."""
 
-    reference: str
-    """The road that is taken for right."""
-    road: str
+    roads: str
+    """Their names."""
     outcome: Outcome
     difference: Difference | None = None
     """The largest difference, in the first step in which there is more than rounding; None if all values are equal."""
@@ -52,10 +51,8 @@ class Verification:
     """The numbers of the steps that were skipped."""
     overflow: int | None
     """The step whose scale was too high on purpose; None if the policy does not compute in float16."""
-    causes: tuple[str, ...]
-    """What may explain the differences; empty if there are none."""
     notes: tuple[str, ...]
-    """What this comparison does not show, and what differs from torch's loop by design."""
+    """What may explain differences, what was not compared, and what differs from torch's loop by design."""
 
     @property
     def ok(self) -> bool:
@@ -66,10 +63,8 @@ class Verification:
         skipped = ", ".join(map(str, self.skipped)) or "none"
         purpose = "" if self.overflow is None else f" (step {self.overflow} has a scale that is too high, on purpose)"
         lines = [f"{self.steps} steps; skipped: {skipped}{purpose}"]
-        width = max(len(f"{one.reference} - {one.road}") for one in self.comparisons)
+        width = max(len(one.roads) for one in self.comparisons)
         for one in self.comparisons:
-            roads = f"{one.reference} - {one.road}"
-            lines.append(f"{roads:{width}}  {one.outcome.value:21}  {one.detail()}".rstrip())
-        lines += [f"likely cause: {cause}" for cause in self.causes]
+            lines.append(f"{one.roads:{width}}  {one.outcome.value:21}  {one.detail()}".rstrip())
         lines += [f"note: {note}" for note in self.notes]
         return "\n".join(lines)

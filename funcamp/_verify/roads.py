@@ -58,16 +58,16 @@ class Training(NamedTuple):
     contents: CopiedContents
     """The user's objects."""
 
-    def torch_rows(self, eager: list[Row], by_design: dict[str, list[str]]) -> list[Row]:
+    def torch_rows(self, eager: list[Row], unused: set[str]) -> list[Row]:
         """Run torch's loop with the scales of the eager steps, and return its rows.
 
         Args:
             eager: the rows of the eager steps.
-            by_design: gets what `TorchLoop` notes.
+            unused: gets the names of the parameters without a gradient.
         """
         rows: list[Row] = []
         with self.contents.entered():
-            loop = TorchLoop(self.step, self.state, by_design)
+            loop = TorchLoop(self.step, self.state, unused)
             for number, batch in enumerate(copy.deepcopy(self.batches)):
                 seed_generators(number)
                 rows.append(copied_to_host(loop.step(batch, float(eager[number]["metrics.scale"]))))
@@ -91,26 +91,13 @@ class Training(NamedTuple):
                 if rows:
                     state = self._saved_and_loaded(state)
                 for number in numbers:
-                    state, row = self._take_step(run, state, number)
-                    rows.append(row)
+                    if number in self.scales:
+                        scale = torch.full_like(state.scaler.scale, self.scales[number])
+                        state = state._replace(scaler=state.scaler._replace(scale=scale))
+                    seed_generators(number)
+                    state, metrics = run(state, copy.deepcopy(self.batches[number]))
+                    rows.append(row_of(self.step, state, metrics))
         return rows
-
-    def changes(self) -> list[str]:
-        """Return the names of the user's attributes that an eager step changes."""
-        with self.contents.entered():
-            before = self.contents.described()
-            self._take_step(self.step, clone(self.state), 0)
-            after = self.contents.described()
-        return [name for name in before | after if before.get(name) != after.get(name)]
-
-    def _take_step(self, run: Run, state: TrainState, number: int) -> tuple[TrainState, Row]:
-        """Return the state after a step, and the step's row."""
-        if number in self.scales:
-            scale = torch.full_like(state.scaler.scale, self.scales[number])
-            state = state._replace(scaler=state.scaler._replace(scale=scale))
-        seed_generators(number)
-        state, metrics = run(state, copy.deepcopy(self.batches[number]))
-        return state, row_of(self.step, state, metrics)
 
     def _saved_and_loaded(self, state: TrainState) -> TrainState:
         file = io.BytesIO()

@@ -16,35 +16,27 @@ from funcamp._step.step import TrainStep
 from funcamp._step.torch_state import TorchGroup, groups_of, hyperparameters_of
 from funcamp._storage.params import clone, expand
 from funcamp._types import Tree
-from funcamp._verify.rounding import Row, distance
-
-_NO_GRADIENT = (
-    "gets no gradient: torch's loop leaves it alone; the step takes zeros, so that weight decay and momentum move it"
-)
-_WRITTEN_AGAIN = (
-    "is written again by the backward pass, as by layers that torch.utils.checkpoint runs twice: torch's loop keeps "
-    "that, the step what the forward pass wrote"
-)
+from funcamp._verify.rounding import Row
 
 
 class TorchLoop:
     """`torch.autocast`, `torch.amp.GradScaler` and the optimizers' own classes around a module.
 
-    Every step gets its scale: the rule that moves it does not depend on the model. Changes the module, which
+    Every step gets its scale: the rule that moves it does not depend on the model. On purpose, and as in the step, a
+    parameter without a gradient gets zeros, and buffers keep what the forward pass wrote. Changes the module, which
     `CopiedContents` puts back.
 
     Args:
         step: the step.
         state: the state that it starts from.
-        by_design: gets what differs from an ordinary loop as it does in the step, with the names of the parameters or
-            buffers.
+        unused: gets the names of the parameters without a gradient.
 
     Raises:
         NotImplementedError: there is no torch loop that computes what this step does.
         TypeError: there is none, because of the optimizer.
     """
 
-    def __init__(self, step: TrainStep, state: TrainState, by_design: dict[str, list[str]]) -> None:
+    def __init__(self, step: TrainStep, state: TrainState, unused: set[str]) -> None:
         loss_fn, parallel = step.loss_fn, step._options.parallel
         if not isinstance(loss_fn, ModuleLoss) or loss_fn.model is not loss_fn.made_of:
             raise NotImplementedError("the loss is not of module_loss")
@@ -55,7 +47,7 @@ class TorchLoop:
         self._loss_fn = loss_fn
         self._options = step._options
         self._applied = state.step - state.skipped
-        self._by_design = by_design
+        self._unused = unused
 
         # The state's values in the module. Of two names of one parameter the one under which it is stored.
         named = dict(loss_fn.model.named_parameters())
@@ -117,9 +109,6 @@ class TorchLoop:
             share = loss * (weight / total)
             after_forward = clone(loss_fn.buffers())
             scaler.scale(share).backward()
-            buffers = loss_fn.buffers().items()
-            if written := [name for name, buffer in buffers if distance(buffer, after_forward[name])]:
-                self._by_design[_WRITTEN_AGAIN] = written
             self._write_buffers(after_forward)
             mean_loss = mean_loss + share.detach()
         return mean_loss.to(loss.dtype)  # type: ignore[no-any-return]
@@ -127,10 +116,10 @@ class TorchLoop:
     def _apply(self, scaler: torch.amp.GradScaler) -> bool:
         """Unscale, clip, take the optimizers' steps and move the average; return whether that was skipped."""
         parameters, options = self._parameters, self._options
-        if unused := [name for name, parameter in parameters.items() if parameter.grad is None]:
-            self._by_design[_NO_GRADIENT] = unused
-            for name in unused:
-                parameters[name].grad = torch.zeros_like(parameters[name])
+        for name, parameter in parameters.items():
+            if parameter.grad is None:
+                self._unused.add(name)
+                parameter.grad = torch.zeros_like(parameter)
         for group, optimizer in self._optimizers:
             optimizer.param_groups[0].update(hyperparameters_of(group.optimizer, self._applied))
             scaler.unscale_(optimizer)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import types
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._check import integer
 from funcamp._step.state import Metrics, TrainState, check_train_state
@@ -32,7 +29,12 @@ _FIRST_SCALE = 2.0**10
 _LEAST_STEPS = 3
 #: One for each run of a reference with disturbed parameters.
 _SEEDS = range(4)
-_EAGER = "eager step"
+_UNUSED = "torch's loop leaves it alone; the step takes zeros, so that weight decay and momentum move it"
+_IF_DIFFERENT = (
+    "likely causes: a value in an attribute that changes from step to step and is no part of the state (make it a "
+    "buffer, or an entry of the batch), or a parameter that is read in another way than by its name in the module; "
+    "see what policy=None gives; if that differs too, please report it"
+)
 
 
 def verify(
@@ -57,13 +59,13 @@ def verify(
     differ by a quarter of what a value has moved, it is noise, and only asked for inf and NaN; a note has the step from
     which on the gradients are. In a low precision a wrong factor of a percent is hidden: verify with policy=None too.
 
-    While a road runs, the attributes of the model's modules and of the criterion are deep copies, and so are dicts
-    and modules among the variables that a criterion names. Before each step the random number generators of torch,
-    Python and numpy are seeded with its number. Afterwards everything is as it was: tensors, attributes, generators.
-    Not put back are other variables of closures and globals, a DataLoader's own generator, and version counters: a
-    graph made before cannot be differentiated after. Runs without an autocast around it. Syncs. Takes some ten times as
-    long as the steps, and a compilation; keeps the values after every step in host memory, for six runs. Not for a step
-    inside another transform, and not while another thread uses the module.
+    While a road runs, the attributes of the model's modules and of the criterion are deep copies. Before each step the
+    random number generators of torch, Python and numpy are seeded with its number. Afterwards everything is as it was:
+    tensors, attributes, generators. Not put back are variables of closures and globals (a teacher that the criterion
+    names, a dict that it writes), a DataLoader's own generator, and version counters: a graph made before cannot be
+    differentiated after. Runs without an autocast around it. Syncs. Takes some ten times as long as the steps, and a
+    compilation; keeps the values after every step in host memory, for six runs. Not for a step inside another
+    transform, and not while another thread uses the module.
 
     Args:
         step: a step of `make_train_step`, or `jit` of one. It is compiled anew, with the options of `jit` and
@@ -109,7 +111,9 @@ def verify(
     integer("verify", "steps", steps, _LEAST_STEPS)
     if state is not None:
         check_train_state("verify", "state", state)
-    contents = CopiedContents(_objects(plain_step.loss_fn))
+    loss_fn = plain_step.loss_fn
+    objects = [loss_fn.model, loss_fn.criterion] if isinstance(loss_fn, ModuleLoss) else [loss_fn.function]
+    contents = CopiedContents(objects)
     with generators_restored(contents.tensors + _tree.tensors_in(state)):
         chosen = _first_batches(batches, steps)  # which may draw random numbers
         # A step with a policy disables an autocast around it, and torch's loop would not.
@@ -144,37 +148,27 @@ def _first_batches(batches: Iterable[Tree], steps: int) -> list[Tree]:
     return chosen
 
 
-def _objects(loss_fn: Loss) -> dict[str, object]:
-    """Return the user's objects by name, in which things may be kept from step to step."""
-    objects: dict[str, object] = {"loss": loss_fn.function}
-    if isinstance(loss_fn, ModuleLoss):
-        objects = {"model": loss_fn.model, "criterion": loss_fn.criterion}
-    for function in list(objects.values()):
-        if isinstance(function, types.FunctionType):
-            variables = inspect.getclosurevars(function)
-            for name, value in {**variables.globals, **variables.nonlocals}.items():
-                if isinstance(value, (dict, nn.Module)):
-                    objects[f"variable {name}"] = value
-    return objects
-
-
 def _compare(training: Training, compiled: Run) -> Verification:
     """Run the roads one after the other, and compare each with its reference."""
     eager = training.step_rows(training.step)
     disturbed = [training.step_rows(training.step, seed=seed) for seed in _SEEDS]
     rounding = Rounding(eager, disturbed, row_of(training.step, training.state, None))
-    by_design: dict[str, list[str]] = {}
-    rows = _tried(lambda: training.torch_rows(eager, by_design))
-    comparisons = [_compared(rounding, "torch's loop", rows, _EAGER, eager)]
+    unused: set[str] = set()
+    rows = _tried(lambda: training.torch_rows(eager, unused))
+    comparisons = [_compared(rounding, "torch's loop - eager step", rows, eager)]
     rows = _tried(lambda: training.step_rows(compiled))
-    comparisons.append(_compared(rounding, _EAGER, eager, "compiled step", rows))
-    run, road = compiled, "compiled, saved, and loaded"
+    comparisons.append(_compared(rounding, "eager step - compiled step", eager, rows))
+    run, roads = compiled, "eager step - compiled, saved, and loaded"
     if comparisons[-1].outcome is Outcome.REFUSED:
-        run, road = training.step, "saved, and loaded"
+        run, roads = training.step, "eager step - saved, and loaded"
     rows = _tried(lambda: training.step_rows(run, resumed_at=len(eager) // 2))
-    comparisons.append(_compared(rounding, _EAGER, eager, road, rows))
+    comparisons.append(_compared(rounding, roads, eager, rows))
 
-    notes = [f"{', '.join(names)} {difference}" for difference, names in by_design.items()]
+    notes: list[str] = []
+    if unused:
+        notes.append(f"no gradient for {', '.join(sorted(unused))}: {_UNUSED}")
+    if any(one.outcome is Outcome.DIFFERENT for one in comparisons):
+        notes.append(_IF_DIFFERENT)
     skipped = tuple([number for number, row in enumerate(eager) if row["metrics.found_inf"]])
     if len(skipped) == len(eager):
         notes.append("every step was skipped, so little was compared: begin from a state in mid-training")
@@ -183,10 +177,8 @@ def _compare(training: Training, compiled: Run) -> Verification:
             f"the model amplifies rounding: from step {rounding.noisy_step} on its gradients are noise, and "
             "what is noise is not compared; policy=None, a larger batch or a lower learning rate shows more"
         )
-    is_different = any(one.outcome is Outcome.DIFFERENT for one in comparisons)
-    causes = _causes(training.changes()) if is_different else []
     overflow = _OVERFLOW if _OVERFLOW in training.scales else None
-    return Verification(tuple(comparisons), len(eager), skipped, overflow, tuple(causes), tuple(notes))
+    return Verification(tuple(comparisons), len(eager), skipped, overflow, tuple(notes))
 
 
 def _tried(run: Callable[[], list[Row]]) -> list[Row] | str:
@@ -198,30 +190,18 @@ def _tried(run: Callable[[], list[Row]]) -> list[Row] | str:
         return f"{type(error).__name__}: {' '.join(first_lines)}"
 
 
-def _compared(
-    rounding: Rounding, reference: str, reference_rows: list[Row] | str, road: str, rows: list[Row] | str
-) -> Comparison:
+def _compared(rounding: Rounding, roads: str, reference_rows: list[Row] | str, rows: list[Row] | str) -> Comparison:
     """Compare a road with its reference step by step; either may be the text of an error instead."""
     if isinstance(reference_rows, str):
-        return Comparison(reference, road, Outcome.LEFT_OUT, reason=reference_rows)
+        return Comparison(roads, Outcome.LEFT_OUT, reason=reference_rows)
     if isinstance(rows, str):
-        return Comparison(reference, road, Outcome.REFUSED, reason=rows)
+        return Comparison(roads, Outcome.REFUSED, reason=rows)
     found = [rounding.difference(number, reference_rows[number], row) for number, row in enumerate(rows)]
     differences = [difference for difference in found if difference]
     for difference in differences:
         if not difference.is_rounding:
-            return Comparison(reference, road, Outcome.DIFFERENT, difference)
+            return Comparison(roads, Outcome.DIFFERENT, difference)
     if differences:
         largest = max(differences, key=lambda difference: difference.share)
-        return Comparison(reference, road, Outcome.ROUNDING, largest)
-    return Comparison(reference, road, Outcome.EQUAL)
-
-
-def _causes(changes: list[str]) -> list[str]:
-    """Return what may explain differences, given the names of what a step changes besides its state."""
-    causes = [
-        f"{name} changes from step to step, and is no part of the state: make it a buffer, an entry of the batch, "
-        "or return it in the metrics"
-        for name in changes
-    ]
-    return causes or ["none was found: see what policy=None gives; if that differs too, please report it"]
+        return Comparison(roads, Outcome.ROUNDING, largest)
+    return Comparison(roads, Outcome.EQUAL)

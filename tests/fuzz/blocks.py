@@ -221,14 +221,15 @@ class Frozen(nn.Module):
 
 
 class Pair(nn.Module):
-    """A bilinear layer, whose kernel multiplies inside, and which autocast gives no casts."""
+    """A bilinear layer, whose kernel multiplies inside, so that it must be outside of autocast."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Bilinear(WIDTH, WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x.float(), x.float().flip(1))
+        with torch.autocast("cpu", enabled=False):
+            out: Tensor = self.layer(x.float(), x.float().flip(1))
         return out
 
 

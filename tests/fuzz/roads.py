@@ -57,13 +57,13 @@ def compare(
         options: of `jit`.
     """
     loss_fn: Any = step.loss_fn
-    contents = CopiedContents({"model": loss_fn.model, "criterion": loss_fn.criterion})
+    contents = CopiedContents([loss_fn.model, loss_fn.criterion])
     training = Training(step, step.init(flat=flat), batches, {}, contents)
     eager = training.step_rows(step)
     disturbed = [training.step_rows(step, seed=seed) for seed in range(3)]
     rounding = Rounding(eager, disturbed, row_of(step, training.state, None))
     with contextlib.suppress(NotImplementedError):  # torch has no such loop
-        reference = training.torch_rows(eager, {})
+        reference = training.torch_rows(eager, set())
         _check(rounding, "torch's loop", reference, "eager step", eager)
     with contents.entered():
         again = _compiled_rows(training, flat, consume, operations, options)

@@ -22,12 +22,9 @@ DONE = r"done after \d+ s \(tracing \d+ s, compiling \d+ s, running \d+ s\)"
 class Stream(io.StringIO):
     """Where a test reads, and waits for, what is said."""
 
-    def __init__(self, *, terminal: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.spoken, self._terminal = threading.Event(), terminal
-
-    def isatty(self) -> bool:
-        return self._terminal
+        self.spoken = threading.Event()
 
     def write(self, text: str) -> int:
         count = super().write(text)
@@ -38,7 +35,6 @@ class Stream(io.StringIO):
 @pytest.fixture(autouse=True)
 def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
-    monkeypatch.setenv("COLUMNS", "200")
 
 
 @pytest.fixture
@@ -65,28 +61,12 @@ def compiled(stream: Stream, *batches: Tensor) -> str:
     return stream.getvalue()
 
 
-def test_beside_a_terminal_it_is_two_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_two_lines_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream()
     monkeypatch.setattr("sys.stderr", stream)
     first, last = compiled(stream, torch.ones(3, 2)).splitlines()
     assert first == "funcamp.jit: tracing take for a batch of float32[3, 2]; once for each batch signature"
     assert re.fullmatch(rf"funcamp.jit: {DONE}: take for a batch of float32\[3, 2\]", last)
-
-
-def test_in_a_terminal_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Stream(terminal=True)
-    monkeypatch.setattr("sys.stderr", stream)
-    said = compiled(stream, torch.ones(3))
-    assert said.count("\n") == 1
-    assert re.match(r"\rfuncamp.jit: tracing, \d+ s: take for a batch of float32\[3\]", said)
-    assert re.search(rf"{DONE}: take for a batch of float32\[3\] *\n$", said)
-
-
-def test_a_narrow_terminal_wraps_no_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "30")
-    stream = Stream(terminal=True)
-    monkeypatch.setattr("sys.stderr", stream)
-    assert max(map(len, compiled(stream, torch.ones(3)).replace("\n", "\r").split("\r"))) < 30
 
 
 def test_a_second_signature_says_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,19 +167,6 @@ class Box:
         self.x = x
 
 
-class Slotted:
-    __slots__ = ("x",)
-
-    def __init__(self, x: Any) -> None:
-        self.x = x
-
-    def __hash__(self) -> int:
-        return 1
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Slotted)
-
-
 @dataclasses.dataclass(frozen=True)
 class Frozen:
     x: Any
@@ -192,10 +179,8 @@ class Unfrozen:
 
 OBJECTS = {
     "object": (Box, "a Box with some in it"),
-    "slots": (Slotted, "a Slotted with some in it"),
     "frozen dataclass": (Frozen, "a Frozen with some in it"),
     "dataclass": (Unfrozen, "an? Unfrozen with some in it"),
-    "nested": (lambda x: Frozen({"deep": Frozen(x)}), "a Frozen with some in it"),
     "empty object": (lambda _: Box(None), "a Box, equal only to itself"),
     "frozen set": (lambda x: frozenset([x]), "a frozenset with some in it"),
     "module": (lambda _: torch.nn.Linear(2, 2), "a Linear with some in it"),

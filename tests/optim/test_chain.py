@@ -263,7 +263,7 @@ def test_a_part_that_remembers_something_else_does_not_go_to_torch() -> None:
 def test_verify_has_no_torch_loop_for_a_chain() -> None:
     step = step_of(chain(clip_by_norm(1.0), ADAMW))
     with pytest.raises(NotImplementedError, match="the optimizer is a chain"):
-        torch_loop.TorchLoop(step, step.init(), {})
+        torch_loop.TorchLoop(step, step.init(), set())
 
 
 def one_step(optimizer: Any, gradient: Tensor, **options: Any) -> Tensor:

@@ -118,8 +118,6 @@ def test_a_weight_used_twice_is_cast_once(kind: Callable[[], nn.Module]) -> None
 
 
 class Bilinear(nn.Module):
-    """A kernel of torch that calls bmm, with products beyond float16 in one window."""
-
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Bilinear(WIDTH, WIDTH, WIDTH)
@@ -129,47 +127,51 @@ class Bilinear(nn.Module):
         return output
 
 
-class PseudoInverse(nn.Module):
-    """A kernel that calls matmul, and pinverse, inside of which autocast is off."""
+class Inverse(nn.Module):
+    """Inside of pinverse autocast is off, and inside of pinv it is on."""
 
-    def __init__(self) -> None:
+    def __init__(self, invert: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.matrix = nn.Parameter(torch.eye(WIDTH) + torch.randn(WIDTH, WIDTH) / 20)
+        self.invert = invert
 
     def forward(self, x: Tensor) -> Tensor:
-        inverse = torch.linalg.pinv(self.matrix.detach())  # torch cannot differentiate it in float16
-        output: Tensor = x @ (inverse + torch.pinverse(self.matrix)).float()
-        return output
+        return x @ self.invert(self.matrix)
 
 
 class Distances(nn.Module):
-    """A kernel that autocast does not reach from cdist, and does if it is called."""
+    """Autocast does not reach the kernel from cdist."""
 
     def __init__(self) -> None:
         super().__init__()
         self.matrix = nn.Parameter(torch.randn(WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        far = torch.cdist(x, self.matrix, compute_mode="use_mm_for_euclid_dist")
-        return far + torch._euclidean_dist(x, self.matrix.detach())
+        return torch.cdist(x, self.matrix, compute_mode="use_mm_for_euclid_dist")
 
 
 class Grid(nn.Module):
-    """affine_grid's kernel calls bmm; without autocast around it nothing is cast."""
+    """Without autocast around it nothing is cast."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_cast: bool) -> None:
         super().__init__()
         self.matrix = nn.Parameter(torch.randn(2, 3))
+        self.is_cast = is_cast
 
     def forward(self, x: Tensor) -> Tensor:
         theta = self.matrix.expand(len(x), 2, 3)
-        grid = F.affine_grid(theta, [len(x), 1, 2, 2], align_corners=False).reshape(len(x), WIDTH)
-        with torch.autocast("cpu", enabled=False):
-            other = F.affine_grid(theta, [len(x), 1, 2, 2], align_corners=False).reshape(len(x), WIDTH)
-        return x * 1e-3 + grid + other
+        with torch.autocast("cpu", torch.float16, enabled=self.is_cast):
+            grid = F.affine_grid(theta, [len(x), 1, 2, 2], align_corners=False).reshape(len(x), WIDTH)
+        return x * 1e-3 + grid
 
 
-@pytest.mark.parametrize("kind", [Bilinear, PseudoInverse, Distances, Grid])
-def test_kernels_that_call_operations_are_cast_as_in_eager_code(kind: Callable[[], nn.Module]) -> None:
+@pytest.mark.parametrize("kind", [Bilinear, lambda: Inverse(torch.linalg.pinv), lambda: Grid(is_cast=True)])
+def test_kernels_that_call_operations_that_autocast_casts_are_refused(kind: Callable[[], nn.Module]) -> None:
+    with pytest.raises(RuntimeError, match=r"under autocast, which casts inside .* does: call it in `with torch"):
+        trained(made(kind), traced)
+
+
+@pytest.mark.parametrize("kind", [lambda: Inverse(torch.pinverse), Distances, lambda: Grid(is_cast=False)])
+def test_kernels_without_casts_inside_are_as_in_eager_code(kind: Callable[[], nn.Module]) -> None:
     expected = torch_loop(made(kind))
     assert_same(trained(made(kind), traced, accumulate=MICRO_BATCHES), expected)

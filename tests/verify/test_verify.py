@@ -94,7 +94,7 @@ def test_a_right_step_is_equal_to_torchs_loop(options: dict[str, Any]) -> None:
     assert set(outcomes(found)) <= allowed, str(found)
     assert found.ok
     assert (1 in found.skipped) == (options.get("policy") == "float16")
-    assert not found.causes
+    assert not any("likely causes" in note for note in found.notes)
 
 
 def test_optimizers_that_round_elsewhere_are_within_rounding() -> None:
@@ -158,7 +158,7 @@ def test_buffers_of_a_skipped_step_agree_with_torchs_loop(keep: bool) -> None:
     assert outcomes(found) == ["EQUAL"] * 3, str(found)
 
 
-def test_a_batch_norm_that_the_backward_pass_runs_again_is_a_note() -> None:
+def test_a_batch_norm_that_the_backward_pass_runs_again_counts_once() -> None:
     class Recomputed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -170,10 +170,7 @@ def test_a_batch_norm_that_the_backward_pass_runs_again_is_a_note() -> None:
 
     found = check(make(Recomputed()))
     assert outcomes(found) == ["EQUAL"] * 3, str(found)
-    (note,) = found.notes
-    assert "first.1.running_mean" in note
-    assert "written again by the backward pass" in note
-    assert not check(make(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)))).notes
+    assert not found.notes
 
 
 class WithMean(nn.Module):
@@ -193,7 +190,7 @@ class WithMean(nn.Module):
 def test_an_assigned_buffer_and_a_parameter_without_a_gradient() -> None:
     found = check(make(WithMean(), policy="float16"))
     assert outcomes(found) == ["EQUAL"] * 3, str(found)
-    assert found.notes[0].startswith("unused gets no gradient")
+    assert found.notes[0].startswith("no gradient for unused: ")
 
 
 def test_auxiliary_outputs_and_a_model_that_returns_its_loss() -> None:
@@ -336,11 +333,11 @@ def test_a_step_that_raises_leaves_everything_as_it_was() -> None:
 # What is wrong is found, and named.
 
 
-def assert_found_wrong(found: Verification, road: str, cause: str) -> None:
+def assert_found_wrong(found: Verification, roads: str) -> None:
     wrong = [one for one in found.comparisons if one.outcome is Outcome.DIFFERENT]
     assert wrong, str(found)
-    assert road in f"{wrong[0].reference} - {wrong[0].road}", str(found)
-    assert any(cause in one for one in found.causes), str(found)
+    assert wrong[0].roads == roads, str(found)
+    assert "likely causes" in str(found)
     assert not found.ok
 
 
@@ -461,26 +458,26 @@ _TORCH, _COMPILED = "torch's loop - eager step", "eager step - compiled step"
 @pytest.mark.compiled
 @pytest.mark.usefixtures("unguarded")
 @pytest.mark.parametrize(
-    ("plant", "policy", "road", "cause"),
+    ("plant", "roads"),
     [
-        (KeepsAnAlias, None, _TORCH, ""),
-        (KeepsInAClosure, None, _TORCH, ""),
-        (AsksForTheClass, None, _TORCH, ""),
-        (AsksForAnAttribute, None, _TORCH, ""),
-        (AsksForTheIdentity, None, _TORCH, ""),
-        (HasAHook, None, _TORCH, ""),
-        (HasALateHook, None, _TORCH, ""),
-        (Counts, None, _COMPILED, "model.calls changes"),
-        (KeepsAHiddenState, None, _COMPILED, "model.hidden changes"),
-        (BeginsWithNone, None, _COMPILED, "model.last changes"),
+        (KeepsAnAlias, _TORCH),
+        (KeepsInAClosure, _TORCH),
+        (AsksForTheClass, _TORCH),
+        (AsksForAnAttribute, _TORCH),
+        (AsksForTheIdentity, _TORCH),
+        (HasAHook, _TORCH),
+        (HasALateHook, _TORCH),
+        (Counts, _COMPILED),
+        (KeepsAHiddenState, _COMPILED),
+        (BeginsWithNone, _COMPILED),
     ],
 )
-def test_what_nothing_refuses_is_found(plant: Callable[[], nn.Module], policy: Any, road: str, cause: str) -> None:
-    assert_found_wrong(check(make(plant(), policy=policy)), road, cause)
+def test_what_nothing_refuses_is_found(plant: Callable[[], nn.Module], roads: str) -> None:
+    assert_found_wrong(check(make(plant())), roads)
 
 
 @pytest.mark.usefixtures("unguarded")
-@pytest.mark.parametrize("how", ["object", "closure", "buffer"])
+@pytest.mark.parametrize("how", ["object", "buffer"])
 def test_what_a_criterion_keeps_is_found(how: str) -> None:
     class Center(nn.Module):
         def __init__(self) -> None:
@@ -500,17 +497,10 @@ def test_what_a_criterion_keeps_is_found(how: str) -> None:
             self.calls += 1
             return mse(output, target) * min(1.0, self.calls / 5)
 
-    kept = {"center": torch.zeros(1)}
-
-    def closure(output: Tensor, target: Tensor) -> Tensor:
-        loss = mse(output - kept["center"], target)
-        kept["center"] = kept["center"] * 0.9 + output.detach().mean() * 0.1
-        return loss
-
-    criteria = {"object": Warms(), "closure": closure, "buffer": Center()}
-    cause = "variable kept.center changes" if how == "closure" else "criterion"
-    assert_found_wrong(check(make(mlp(), criteria[how])), _COMPILED, cause)
-    assert torch.equal(kept["center"], torch.zeros(1))
+    criterion = Warms() if how == "object" else Center()
+    assert_found_wrong(check(make(mlp(), criterion)), _COMPILED)
+    if isinstance(criterion, Center):
+        assert torch.equal(criterion.center, torch.zeros(1))
 
 
 def test_a_batch_over_one_memory_is_found() -> None:
@@ -538,7 +528,7 @@ def test_state_that_a_checkpoint_lacks() -> None:
 
     found = check(make(mlp(), Center()))
     assert outcomes(found) == ["EQUAL", "REFUSED", "DIFFERENT"], str(found)
-    assert "criterion.center" in found.causes[0]
+    assert "criterion.center" in found.comparisons[1].reason
 
 
 def test_chaos_is_not_blamed() -> None:

@@ -298,11 +298,6 @@ def test_each_part_clips_by_the_norm_of_what_it_gets(parts: tuple[Any, ...]) -> 
     assert_close(one_step(optimizer, gradient), expected["w"], 1e-6)
 
 
-def test_an_option_clips_before_the_chain_of_the_optimizer() -> None:
-    moved = one_step(chain(clip_by_norm(0.5), SGD), torch.tensor([3.0, 4.0]), max_norm=1.0)
-    assert moved.norm().item() == pytest.approx(0.5, rel=1e-5)
-
-
 def test_chains_in_a_chain_are_their_parts() -> None:
     nested, plain = chain(chain(clip_by_norm(1.0), ADAMW), average(0.5)), chain(clip_by_norm(1.0), ADAMW, average(0.5))
     assert repr(nested) == repr(plain)
@@ -329,16 +324,6 @@ def test_parameters_are_grouped_by_one_function(optimizer: Any) -> None:
         make_train_step(lambda p, x: (p["w"] * x).sum(), optimizer)
     same = chain(by_group({"w": SGD}, group=by_first_letter), by_group({"w": SGD}, group=by_first_letter))
     make_train_step(lambda p, x: (p["w"] * x).sum(), same)
-
-
-@pytest.mark.compiled
-@EAGER_AND_JITTED
-def test_a_plain_tree_in_a_state_is_grouped_as_the_optimizer_does(wrap: Callable[[Any], Any]) -> None:
-    twice = by_group({"w": SGD, "v": stateless(torch.optim.SGD, lr=2.0)}, group=by_first_letter)
-    step = make_train_step(lambda p, x: (p["w"] * x).sum() + (p["v"] * x).sum(), twice)
-    tree: Any = {"w": torch.zeros(2), "v": torch.zeros(2)}
-    state, _ = wrap(step)(step.init(tree)._replace(params=tree), torch.ones(2))
-    assert_same(state.params.tree(), {"w": -torch.ones(2), "v": -2 * torch.ones(2)})
 
 
 def swapped(update: Update) -> Update:

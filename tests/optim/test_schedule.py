@@ -264,20 +264,11 @@ def test_groups_equal_those_of_torch(make: Make) -> None:
 
 
 def test_groups_of_other_classes_have_a_scheduler_each() -> None:
-    given: list[optim.Optimizer] = []
-
-    def make(optimizer: optim.Optimizer) -> LRScheduler:
-        given.append(optimizer)
-        return OneCycleLR(optimizer, max_lr=0.1, total_steps=APPLIED)
-
     grouped = by_group({"matrix": stateless(optim.SGD), "vector": stateless(optim.AdamW)}, group=by_shape)
-    rows = funcamps_loop(schedule(grouped, make, steps=APPLIED))
+    rows = funcamps_loop(schedule(grouped, MAKE["OneCycleLR"], steps=APPLIED))
     for number, cls in enumerate((optim.SGD, optim.AdamW)):
-        assert isinstance(given[number], cls)
-        assert len(given[number].param_groups) == 1
         expected = torchs_loop(all_of(cls), MAKE["OneCycleLR"])
         assert [numbers[number] for numbers, _ in rows] == [numbers[0] for numbers, _ in expected]
-    assert len(given) == 2
 
 
 def test_make_gets_the_numbers_of_the_optimizer_once_and_changes_no_other() -> None:
@@ -293,9 +284,7 @@ def test_make_gets_the_numbers_of_the_optimizer_once_and_changes_no_other() -> N
     scheduled = schedule(adam, make, steps=3)
     assert repr(adam) == before
     (optimizer,) = given
-    assert isinstance(optimizer, optim.Adam)
-    assert optimizer.defaults["lr"] == 0.02
-    assert optimizer.defaults["amsgrad"] is True
+    assert (optimizer.defaults["lr"], optimizer.defaults["amsgrad"]) == (0.02, True)
     assert repr(scheduled._hyperparameters["lr"]).startswith("<OneCycleLR: 3 values, 0.0994")
     first, second = scheduled._hyperparameters["betas"]
     assert isinstance(first, Table)
@@ -325,19 +314,6 @@ def test_no_step_reads_a_tensor() -> None:
     with host_reads() as reads:
         step(state, batch(2))
     assert reads == []
-
-
-def test_resumed_run_continues_the_schedule() -> None:
-    cls, numbers = OPTIMIZERS["AdamW"]
-    step, again = (step_of(schedule(stateless(cls, **numbers), MAKE["SequentialLR"], steps=APPLIED)) for _ in range(2))
-    state = step.init(parameters())
-    for number in range(7):
-        state, _ = step(state, batch(number))
-    resumed_state = again.load_state_dict(step.state_dict(state), like=again.init(parameters()))
-    for number in range(7, STEPS):
-        state, _ = step(state, batch(number))
-        resumed_state, _ = again(resumed_state, batch(number))
-        assert_same(resumed_state, state)
 
 
 def test_state_of_the_given_optimizer_continues_under_a_schedule() -> None:

@@ -291,11 +291,6 @@ def test_make_gets_the_numbers_of_the_optimizer_once_and_changes_no_other() -> N
     assert second is beta2
 
 
-def test_an_optimizer_that_the_scheduler_does_not_change_is_returned() -> None:
-    sgd = stateless(optim.SGD, lr=0.1)
-    assert schedule(sgd, lambda o: ConstantLR(o, factor=1.0), steps=3) is sgd
-
-
 def test_past_the_last_step_the_last_value_remains_and_torch_gets_that_of_the_next_step() -> None:
     step = step_of(schedule(stateless(optim.SGD, lr=1.0), lambda o: ExponentialLR(o, 0.5), steps=3))
     state = step.init(parameters())

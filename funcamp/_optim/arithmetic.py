@@ -32,7 +32,9 @@ def is_zero(number: Number) -> bool:
 
 def times(tensor: Tensor, number: Number) -> Tensor:
     """Return tensor * number."""
-    return _rounded(lambda n, x: x * n, number, tensor)
+    if isinstance(number, Tensor):
+        return _rounded(lambda n, x: x * n, number, tensor)
+    return tensor * number
 
 
 def over(tensor: Tensor, number: Number) -> Tensor:
@@ -71,7 +73,9 @@ def addcdiv(tensor: Tensor, left: Tensor, right: Tensor, value: Number) -> Tenso
 
 def lerp(start: Tensor, end: Tensor, weight: Number) -> Tensor:
     """Return start + weight * (end - start)."""
-    return _rounded(lambda n, x, y: torch.lerp(x, y, n), weight, start, end)
+    if isinstance(weight, Tensor):
+        return _rounded(lambda n, x, y: torch.lerp(x, y, n), weight, start, end)
+    return torch.lerp(start, end, weight)
 
 
 def clamp(tensor: Tensor, low: Number, high: Number | None = None) -> Tensor:

@@ -266,18 +266,21 @@ class StatelessOptimizer(Fixed):
         return Stepped(new_params, [*new_states, shared])
 
     def _one_stepped(self, param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
+        if param.is_complex():
+            real_state = {name: _as_real(value) for name, value in state.items()}
+            new_param, new_state = self._one_stepped(_as_real(param), _as_real(grad), real_state, h)
+            return torch.view_as_complex(new_param), _as_param(new_state, param)
         if h.maximize:
             grad = -grad
         count = {"step": state["step"] + 1} if "step" in state else {}
-        real_state = {name: _as_real(value) for name, value in state.items()}
         try:
-            new_param, new_state = self._rule.step(_as_real(param), _as_real(grad), real_state, h)
+            new_param, new_state = self._rule.step(param, grad, state, h)
         except KeyError:
             raise self._of_another(state) from None
-        new_state = count | _as_param(new_state, param)
+        new_state = count | new_state
         if new_state.keys() != state.keys():
             raise self._of_another(state)
-        return torch.view_as_complex(new_param) if param.is_complex() else new_param, new_state
+        return new_param, new_state
 
     def _of_another(self, state: State) -> ValueError:
         return ValueError(
@@ -328,8 +331,8 @@ class StatelessOptimizer(Fixed):
 
     def _positions(self, flat: Leaves, flat_grads: Leaves) -> list[int]:
         """Return the positions of the parameters that take a step."""
-        positions = [index for index, param in enumerate(flat) if param is not None]
-        return [index for index in positions if self._steps_without_gradient or flat_grads[index] is not None]
+        deciding = flat if self._steps_without_gradient else flat_grads
+        return [index for index, leaf in enumerate(deciding) if leaf is not None]
 
     def _inputs(
         self, positions: list[int], flat: Leaves, flat_grads: Leaves, states: list[State], opt_state: OptState

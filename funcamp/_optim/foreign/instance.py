@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from funcamp import _tree
 from funcamp._optim.arguments import WITHOUT_EFFECT
@@ -24,7 +24,7 @@ from funcamp._types import Kwargs
 #: What an instance keeps, by name: containers of leaves.
 Contents: TypeAlias = dict[str, Any]
 
-_CONSTANTS = (int, float, complex, str, type(None), torch.dtype, torch.device, type, nn.Module)
+_CONSTANTS = (int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 @functools.cache

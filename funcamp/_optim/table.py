@@ -26,8 +26,7 @@ class Table:
         self._copies: dict[torch.device, Tensor] = {}
 
     def __repr__(self) -> str:
-        first = self._values[0].item()
-        last = self._values[-1].item()
+        first, last = self._values[[0, -1]].tolist()
         return f"<{self._source}: {len(self._values)} values, {first!r} to {last!r}>"
 
     def __getstate__(self) -> dict[str, Any]:

@@ -225,7 +225,7 @@ class ForeignOptimizer(StatelessOptimizer):
         if others:
             raise RefusedError(self._cls, f"its step changes {', '.join(others)}, which is not followed")
         kept.append({name: shared[name] for name in form[-1] if name in shared})
-        states = [self._entries(*each, clones[0]) for each in zip(kept, form, inputs.states)]
+        states = [self._entries(*each) for each in zip(kept, form, inputs.states)]
         for clone in clones:
             clone.grad = None
         tensors = [*clones, *[tensor for state in states for tensor in state.values()]]
@@ -241,8 +241,8 @@ class ForeignOptimizer(StatelessOptimizer):
                 if calls.refusal is not None:  # the class may have caught it
                     raise calls.refusal
 
-    def _entries(self, contents: Contents, form: Contents, before: State, like: Tensor) -> State:
-        """Return the tensors and numbers among what an instance keeps, in the dtypes of before."""
+    def _entries(self, contents: Contents, form: Contents, before: State) -> State:
+        """Return the tensors and numbers among what an instance keeps, with shapes and dtypes of before."""
         found, expected = leaves(contents), leaves(form)
         if found.keys() != expected.keys():
             odd = sorted(found.keys() ^ expected.keys())
@@ -250,7 +250,8 @@ class ForeignOptimizer(StatelessOptimizer):
         entries: State = {}
         for name, leaf in found.items():
             if is_entry(leaf) and is_entry(expected[name]):
-                entries[name] = tensor_of(leaf, like).to(before[name].dtype)
+                old = before[name]
+                entries[name] = tensor_of(leaf, old).reshape_as(old).to(old)
             elif not is_same(expected[name], leaf):
                 raise RefusedError(self._cls, f"its step changes {name!r} to {leaf!r}")
         return entries

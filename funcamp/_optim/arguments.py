@@ -83,7 +83,7 @@ def group_of(cls: type[torch.optim.Optimizer], rule: UpdateRule, hyperparameters
             )
         if is_dynamic(value) and name in rule.constants:
             raise TypeError(f"stateless: {name} must be a constant; got {_tree.brief(value)}")
-        if isinstance(value, str) and value not in rule.texts:
+        if rule.texts and isinstance(value, str) and value not in rule.texts:
             raise ValueError(f"stateless: {name} must be one of {rule.texts}; got {value!r}")
     try:
         return torch_group(cls, arguments)

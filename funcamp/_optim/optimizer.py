@@ -71,7 +71,9 @@ class StatelessOptimizer(Fixed):
     _instead = ANOTHER
     _takes_groups: bool
     """Whether a stored group is stepped as one tensor."""
-    _steps_without_gradient = False
+    _entry_names: list[set[str]] = []  # noqa: RUF012  nothing writes into it
+    """The names of the entries of a vector, and of a matrix; none of a class of another package, whose step finds what
+    each parameter has, and may count without a gradient."""
 
     def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: Kwargs) -> None:
         self._cls = cls
@@ -89,8 +91,9 @@ class StatelessOptimizer(Fixed):
         self._rule = RULES[self._cls]
         self._takes_groups = self._rule.elementwise
         group = group_of(self._cls, self._rule, self._hyperparameters, self._arguments)
-        self._constants: Kwargs = {"maximize": False}
-        self._constants |= {name: value for name, value in group.items() if name not in WITHOUT_EFFECT}
+        self._constants = {name: value for name, value in group.items() if name not in WITHOUT_EFFECT}
+        h = Arguments(self._constants)
+        self._entry_names = [{*self._rule.init(torch.zeros(shape), h)} for shape in ((2,), (2, 2))]
 
     def python_parts(self) -> dict[str, object]:
         """Return the functions that the user gave, such as a learning rate's, by name."""
@@ -270,24 +273,11 @@ class StatelessOptimizer(Fixed):
             real_state = {name: _as_real(value) for name, value in state.items()}
             new_param, new_state = self._one_stepped(_as_real(param), _as_real(grad), real_state, h)
             return torch.view_as_complex(new_param), _as_param(new_state, param)
-        if h.maximize:
+        if getattr(h, "maximize", False):  # not Muon
             grad = -grad
         count = {"step": state["step"] + 1} if "step" in state else {}
-        try:
-            new_param, new_state = self._rule.step(param, grad, state, h)
-        except KeyError:
-            raise self._of_another(state) from None
-        new_state = count | new_state
-        if new_state.keys() != state.keys():
-            raise self._of_another(state)
-        return new_param, new_state
-
-    def _of_another(self, state: State) -> ValueError:
-        return ValueError(
-            f"update: opt_state must hold the entries that {self!r} keeps; got {sorted(state)}, another's: begin anew "
-            "with state._replace(opt_state=optimizer.init(params)), or keep what both have with "
-            "step.load_state_dict(saved, like=step.init(), strict=False)"
-        )
+        new_param, new_state = self._rule.step(param, grad, state, h)
+        return new_param, count | new_state
 
     def _h(self, hyper: Hyper) -> Arguments:
         """Return the class's arguments in a step."""
@@ -321,6 +311,15 @@ class StatelessOptimizer(Fixed):
         """
         if not isinstance(opt_state, OptState):
             raise TypeError(f"update: opt_state must be an OptState, as init makes it; got {_tree.brief(opt_state)}")
+        if self._entry_names:
+            expected = {name for param in flat if param is not None for name in self._entry_names[param.dim() >= 2]}
+            if opt_state.state.keys() != expected:
+                raise ValueError(
+                    f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected)}; got "
+                    f"{sorted(opt_state.state)}, another's: begin anew with "
+                    "state._replace(opt_state=optimizer.init(params)), or keep what both have with "
+                    "step.load_state_dict(saved, like=step.init(), strict=False)"
+                )
         states: list[State] = [{} for _ in flat]
         for name, tree in opt_state.state.items():
             _tree.same_structure("update", ("params", f"opt_state.state[{name!r}]"), (params, tree))
@@ -331,7 +330,7 @@ class StatelessOptimizer(Fixed):
 
     def _positions(self, flat: Leaves, flat_grads: Leaves) -> list[int]:
         """Return the positions of the parameters that take a step."""
-        deciding = flat if self._steps_without_gradient else flat_grads
+        deciding = flat_grads if self._entry_names else flat
         return [index for index, leaf in enumerate(deciding) if leaf is not None]
 
     def _inputs(

@@ -95,10 +95,8 @@ def check_part(call: str, name: str, part: object) -> None:
 
 def check_optimizer(call: str, name: str, optimizer: object) -> None:
     """Raise TypeError if a value has no init and update."""
-    has_init = callable(getattr(optimizer, "init", None))
-    has_update = callable(getattr(optimizer, "update", None))
     # A class has both methods too, but its objects are meant.
-    if isinstance(optimizer, type) or not (has_init and has_update):
+    if isinstance(optimizer, type) or not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise TypeError(
             f"{call}: {name} must be a pure optimizer with init and update; got {_tree.brief(optimizer)}: write "
             f"{EXAMPLE}"

@@ -17,7 +17,7 @@ from funcamp import _tree
 from funcamp._optim.arithmetic import NARROW, add, addcdiv, addcmul, lerp, plus
 from funcamp._optim.foreign.number import Number, Run, value_of
 
-_READS = {"__float__", "__int__", "__index__", "__complex__", "tolist", "__array__", "numpy"}
+_READS = {"__float__", "__int__", "__index__", "tolist", "__array__", "numpy"}
 #: torch's functions that take a number only, with the keyword for it.
 _OF_NUMBERS: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("add", "alpha"): lambda x, other, *, alpha: add(x, other, alpha),

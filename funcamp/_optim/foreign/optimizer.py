@@ -66,7 +66,6 @@ class ForeignOptimizer(StatelessOptimizer):
     """A class of another package as two pure functions; made by `stateless`."""
 
     _takes_groups = False
-    _steps_without_gradient = True  # a class may count its steps
 
     def _prepare(self) -> None:
         #: What the constructor gets: other numbers for tensors and schedules, so that a class which keeps such a number
@@ -91,9 +90,8 @@ class ForeignOptimizer(StatelessOptimizer):
                 except RefusedError:
                     raise
                 except Exception as error:  # of the class's own code, which may refuse a shape
-                    failure = failure or error
-        name = type(failure).__name__
-        raise RefusedError(self._cls, f"its step fails ({name}: {failure})") from failure
+                    failure = error
+        raise RefusedError(self._cls, f"its step fails ({type(failure).__name__}: {failure})") from failure
 
     def evaluation_params(self, params: Tree, opt_state: OptState) -> Tree:
         """Return the parameters to evaluate with; see `StatelessOptimizer.evaluation_params`."""
@@ -329,11 +327,11 @@ class ForeignOptimizer(StatelessOptimizer):
 
     def _example_hyper(self) -> Hyper:
         """Return tensors for tensors and schedules, with the numbers that the own loop's constructor gets."""
+        return {name: map_items(_float64, name, self._arguments[name]) for name in self._dynamic}
 
-        def tensor(_: str, value: float) -> Tensor:
-            return torch.full((), value, dtype=torch.float64)
 
-        return {name: map_items(tensor, name, self._arguments[name]) for name in self._dynamic}
+def _float64(_: str, value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def _other_number(_: str, argument: Any, hyperparameter: object) -> Any:

@@ -187,7 +187,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "optimizer integer": (lambda: SGD.init({"n": W.int()}), TypeError, r"init: params\['n'\] must be a strided floating"),
     "optimizer tree": (lambda: SGD.update({"a": W}, {"b": W}, SGD.init({"a": W})), ValueError, r"params\['a'\] against grads\['b'\]"),
     "optimizer shape": (lambda: SGD.update([W], [W[:1]], SGD.init([W])), ValueError, r"grads\[0\] must have its parameter's shape"),
-    "optimizer gradient": (lambda: SGD.update(W, W.int(), SGD.init(W)), TypeError, "update: grads must be floating point"),
+    "optimizer gradient": (lambda: SGD.update(W, W.int(), SGD.init(W)), TypeError, "update: grads must be a strided floating-point or complex tensor"),
     "optimizer state": (lambda: SGD.update(W, W, {}), TypeError, "opt_state must be an OptState.*got {}"),  # type: ignore[arg-type]
     "optimizer state foreign": (lambda: ADAM.update(W, W, SGD.init(W)), ValueError, r"must hold the entries .*exp_avg.*got \[\]"),
     "optimizer state other": (lambda: MOMENTUM.update(W, W, ADAM.init(W)), ValueError, "must hold the entries .*momentum_buffer"),

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from funcamp import _tree
-from funcamp._optim.hyperparameters import Signature, check_tensors, example_of, is_dynamic
+from funcamp._optim.hyperparameters import Signature, check_tensor, example_of, is_dynamic, map_items
 from funcamp._optim.torch_optim.rule import UpdateRule
 from funcamp._types import Kwargs
 
@@ -41,9 +42,8 @@ def check_hyperparameters(cls: type[torch.optim.Optimizer], hyperparameters: Kwa
                 f"stateless: {name} must be False or None (torch.compile fuses the step; no gradient flows through it);"
                 f" got {name}={value!r}"
             )
-        check_tensors(name, value)
-        scheduler = torch.optim.lr_scheduler.LRScheduler
-        if isinstance(value, scheduler) or (isinstance(value, type) and issubclass(value, scheduler)):
+        map_items(functools.partial(check_tensor, "stateless"), name, value)
+        if issubclass(value if isinstance(value, type) else type(value), torch.optim.lr_scheduler.LRScheduler):
             raise TypeError(
                 f"stateless: {name} must be a number, a tensor or a schedule; got {_tree.brief(value)}: write "
                 "funcamp.schedule(stateless(...), lambda optimizer: ..., steps=...)"
@@ -76,22 +76,20 @@ def group_of(cls: type[torch.optim.Optimizer], rule: UpdateRule, hyperparameters
         TypeError: the rule does not know an argument, or a tensor or a schedule is given for a constant.
         ValueError: the class or the rule refuses a value.
     """
-    for name, value in hyperparameters.items():  # some of a newer torch, perhaps
+    for name, value in hyperparameters.items():  # some of a newer torch, perhaps, and texts of it
         if name not in (*rule.arguments, *WITHOUT_EFFECT):
             raise TypeError(
                 f"stateless: {cls.__name__} must be given without {name}, which torch has and funcamp has not"
             )
         if is_dynamic(value) and name in rule.constants:
             raise TypeError(f"stateless: {name} must be a constant; got {_tree.brief(value)}")
+        if rule.texts and isinstance(value, str) and value not in rule.texts:
+            raise ValueError(f"stateless: {name} must be one of {rule.texts}; got {value!r}")
     try:
-        group = torch_group(cls, arguments)
+        return torch_group(cls, arguments)
     except (TypeError, ValueError) as error:
         got = ", ".join(f"{name}={_tree.brief(value)}" for name, value in hyperparameters.items())
         raise type(error)(f"stateless: {cls.__name__} refuses its hyperparameters: {error}; got {got}") from error
-    for name, value in hyperparameters.items():  # of a newer torch, perhaps
-        if isinstance(value, str) and value not in rule.texts:
-            raise ValueError(f"stateless: {name} must be one of {rule.texts}; got {value!r}")
-    return group
 
 
 def no_parameters(value: object) -> TypeError:

@@ -39,9 +39,7 @@ def times(tensor: Tensor, number: Number) -> Tensor:
 
 def over(tensor: Tensor, number: Number) -> Tensor:
     """Return tensor / number."""
-    if isinstance(number, Tensor):
-        return _rounded(lambda n, x: x / n, number, tensor)
-    return tensor / number
+    return _rounded(lambda n, x: x / n, number, tensor)
 
 
 def plus(tensor: Tensor, number: Number) -> Tensor:

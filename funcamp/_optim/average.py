@@ -50,21 +50,18 @@ def ema_update(average: Tree, params: Tree, decay: float) -> Tree:
     new_average: list[Tensor | None] = []
     with contextlib.nullcontext() if _upstream.transforms_active() else torch.no_grad():
         for index, (old, param) in enumerate(zip(flat_average, flat_params)):
-            if old is None and param is None:
-                new_average.append(None)
-                continue
-            if old is None or param is None or _kind(old) != _kind(param):
+            if _kind(old) != _kind(param):
                 raise ValueError(
                     f"ema_update: params{_tree.path_of(params, index)} must have the shape, dtype and device of "
                     f"average; got {_tree.describe(param)} against {_tree.describe(old)} in average"
                 )
-            new_average.append(torch.lerp(old, param, weight))
+            new_average.append(None if old is None or param is None else torch.lerp(old, param, weight))
     return _tree.unflatten(new_average, spec)
 
 
-def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+def _kind(tensor: Tensor | None) -> object:
     """Return what torch.lerp would broadcast or refuse if two tensors differ in it."""
-    return tensor.shape, tensor.dtype, tensor.device
+    return tensor if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
 
 
 def check_decay(call: str, name: str, decay: object) -> None:

@@ -111,7 +111,7 @@ def by_group(
         A `GroupedOptimizer`.
 
     Raises:
-        TypeError: optimizers is not a mapping from strings to objects with init and update; group is not callable.
+        TypeError: optimizers is not a mapping to objects with init and update; group is not callable.
         ValueError: when used: a label has no optimizer.
 
     Example:
@@ -128,8 +128,6 @@ def by_group(
             f"by_group: optimizers must be a mapping from labels to optimizers; got {_tree.brief(optimizers)}"
         )
     for label, optimizer in optimizers.items():
-        if not isinstance(label, str):
-            raise TypeError(f"by_group: optimizers must have strings as labels; got {label!r}")
         check_optimizer("by_group", f"optimizers[{label!r}]", optimizer)
     if not callable(group):
         raise TypeError(f"by_group: group must be callable; got {group!r}")

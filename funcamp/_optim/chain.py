@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import Tensor
@@ -54,10 +54,9 @@ class Chain(Fixed):
         old_states = iter(self._unpacked(state))
         new_states = []
         for part in self.parts:
-            if is_function(part):
-                update, _ = apply_part(part, update, ())
-            else:
-                update, new_state = apply_part(part, update, next(old_states))
+            has_state = not is_function(part)
+            update, new_state = apply_part(part, update, next(old_states) if has_state else ())
+            if has_state:
                 new_states.append(new_state)
         return update, self._packed(new_states)
 
@@ -98,35 +97,11 @@ class Chain(Fixed):
         return list(state)
 
 
-def group_functions_in(optimizer: object) -> list[Callable[[str, Tensor], str]]:
-    """Return the functions by which an optimizer groups parameters: those of every `by_group` in it, each once."""
-    group_functions: list[Callable[[str, Tensor], str]] = []
-    if isinstance(optimizer, GroupedOptimizer):
-        group_functions.append(optimizer.group)
+def all_in(optimizer: object) -> Iterator[object]:
+    """Yield an optimizer, and everything that it is combined from."""
+    yield optimizer
     for part in _parts_of(optimizer):
-        group_functions += group_functions_in(part)
-    return list(dict.fromkeys(group_functions))
-
-
-def check_nothing_is_clipped_last(call: str, optimizer: object) -> None:
-    """Raise ValueError for a chain that clips gradients which no later part reads."""
-    parts = _parts_of(optimizer)
-    readers = [part for part in parts if not _averages(part)]
-    if isinstance(optimizer, Chain) and readers and isinstance(readers[-1], Clipping):
-        raise ValueError(
-            f"{call}: optimizer must have a part after {readers[-1]!r} that reads the clipped gradients, such as "
-            f"stateless(torch.optim.AdamW); got {optimizer!r}"
-        )
-    for part in parts:
-        check_nothing_is_clipped_last(call, part)
-
-
-def single_parts_in(optimizer: object) -> list[object]:
-    """Return the functions and optimizers that an optimizer is combined from at last; a single one is itself."""
-    parts = _parts_of(optimizer)
-    if not parts:
-        return [optimizer]
-    return [single for part in parts for single in single_parts_in(part)]
+        yield from all_in(part)
 
 
 def _parts_of(optimizer: object) -> tuple[Part, ...]:
@@ -138,6 +113,27 @@ def _parts_of(optimizer: object) -> tuple[Part, ...]:
     if isinstance(optimizer, Delayed):
         return (optimizer.part,)
     return ()
+
+
+def group_functions_in(optimizer: object) -> list[Callable[[str, Tensor], str]]:
+    """Return the functions by which an optimizer groups parameters: those of every `by_group` in it, each once."""
+    return list(dict.fromkeys(part.group for part in all_in(optimizer) if isinstance(part, GroupedOptimizer)))
+
+
+def single_parts_in(optimizer: object) -> list[object]:
+    """Return the functions and optimizers that an optimizer is combined from at last; a single one is itself."""
+    return [part for part in all_in(optimizer) if not _parts_of(part)]
+
+
+def check_nothing_is_clipped_last(call: str, optimizer: object) -> None:
+    """Raise ValueError for a chain that clips gradients which no later part reads."""
+    for chained in all_in(optimizer):
+        readers = [part for part in _parts_of(chained) if not _averages(part)]
+        if isinstance(chained, Chain) and readers and isinstance(readers[-1], Clipping):
+            raise ValueError(
+                f"{call}: optimizer must have a part after {readers[-1]!r} that reads the clipped gradients, such as "
+                f"stateless(torch.optim.AdamW); got {chained!r}"
+            )
 
 
 def only_optimizer_of(optimizer: Any) -> Any:

@@ -151,23 +151,15 @@ class Clipping:
 
     name: str
     limit: float | Tensor
-    clipped: Callable[[Update, float | Tensor], Tree]
-    """From an update and the limit to the clipped gradients."""
 
     def __repr__(self) -> str:
         return f"{self.name}({self.limit})"
 
     def __call__(self, update: Update) -> Update:
-        return update._replace(gradients=self.clipped(update, self.limit))
-
-
-def _by_norm(update: Update, max_norm: float | Tensor) -> Tree:
-    norm = global_norm("clip_by_norm", update.gradients) if update.norm is None else update.norm
-    return _scaled(update.gradients, max_norm, norm)
-
-
-def _by_value(update: Update, max_value: float | Tensor) -> Tree:
-    return clip_grad_value(update.gradients, max_value)
+        if self.name == "clip_by_value":
+            return update._replace(gradients=clip_grad_value(update.gradients, self.limit))
+        norm = global_norm("clip_by_norm", update.gradients) if update.norm is None else update.norm
+        return update._replace(gradients=_scaled(update.gradients, self.limit, norm))
 
 
 def clip_by_norm(max_norm: float | Tensor) -> Callable[[Update], Update]:
@@ -197,7 +189,7 @@ def clip_by_norm(max_norm: float | Tensor) -> Callable[[Update], Update]:
         `torch.nn.utils.clip_grad_norm_`, torch/nn/utils/clip_grad.py, PyTorch 2.13.
     """
     check_limit("clip_by_norm", "max_norm", max_norm)
-    return Clipping("clip_by_norm", max_norm, _by_norm)
+    return Clipping("clip_by_norm", max_norm)
 
 
 def clip_by_value(max_value: float | Tensor) -> Callable[[Update], Update]:
@@ -225,4 +217,4 @@ def clip_by_value(max_value: float | Tensor) -> Callable[[Update], Update]:
         `torch.nn.utils.clip_grad_value_`, torch/nn/utils/clip_grad.py, PyTorch 2.13.
     """
     check_limit("clip_by_value", "max_value", max_value)
-    return Clipping("clip_by_value", max_value, _by_value)
+    return Clipping("clip_by_value", max_value)

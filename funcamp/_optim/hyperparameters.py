@@ -44,28 +44,20 @@ def is_dynamic(value: object) -> bool:
 def example_of(name: str, value: object, accepted: Signature) -> object:
     """Return a number for a tensor or schedule, with which the class is made.
 
-    It is the number from which a scheduler of torch starts. If none is known, it is the class's default, or another
-    number if that is 0: a tensor or a schedule is in use.
+    It is the class's default, or another number if that is 0: a tensor or a schedule is in use.
     """
     default = accepted[name].default if name in accepted else None
 
     def number(_: str, item: object, item_default: object) -> object:
         if not is_dynamic(item):
             return item
-        for known in (getattr(item, "argument", None), item_default):
-            if isinstance(known, (int, float)):
-                return known or 0.1
-        return 1e-3
+        return (item_default or 0.1) if isinstance(item_default, (int, float)) else 1e-3
 
     return map_items(number, name, value, default)
 
 
-def check_tensors(name: str, value: object) -> None:
-    """Raise TypeError or ValueError if a tensor among a hyperparameter's items is no float of shape ()."""
-    map_items(lambda label, item: _check_tensor("stateless", label, item), name, value)
-
-
-def _check_tensor(call: str, name: str, value: object) -> None:
+def check_tensor(call: str, name: str, value: object) -> None:
+    """Raise TypeError or ValueError if a tensor is no float of shape ()."""
     if not isinstance(value, Tensor):
         return
     if value.dim() != 0:
@@ -75,8 +67,10 @@ def _check_tensor(call: str, name: str, value: object) -> None:
         raise TypeError(f"{call}: {name} must hold a float, as torch.tensor(1.0) does; got {value.dtype}")
 
 
-def evaluate(name: str, value: object, applied: Tensor, device: torch.device) -> object:
+def evaluate(name: str, value: object, applied: Tensor) -> object:
     """Return a hyperparameter after some applied steps: a tensor for a schedule, otherwise as it is.
+
+    The count is on the parameters' device.
 
     Raises:
         TypeError: a schedule returns neither a number nor a tensor, or a tensor holds no real numbers.
@@ -89,14 +83,14 @@ def evaluate(name: str, value: object, applied: Tensor, device: torch.device) ->
         current = item(applied) if callable(item) and not isinstance(item, Tensor) else item
         if isinstance(current, (int, float)) and not isinstance(current, bool):
             # float64, as Python's numbers are; MPS has no float64.
-            dtype = torch.float32 if device.type == "mps" else torch.float64
-            return torch.full((), current, dtype=dtype, device=device)
+            dtype = torch.float32 if applied.device.type == "mps" else torch.float64
+            return torch.full((), current, dtype=dtype, device=applied.device)
         if not isinstance(current, Tensor):
             raise TypeError(f"update: {name} must be a number or a tensor of shape (); got {current!r}")
-        _check_tensor("update", name, current)
-        if current.device.type != device.type:
+        check_tensor("update", name, current)
+        if current.device.type != applied.device.type:
             raise ValueError(
-                f"update: {name} must be on the parameters' type of device, {device.type}; got {current.device}"
+                f"update: {name} must be on the parameters' type of device, {applied.device.type}; got {current.device}"
             )
         return current
 

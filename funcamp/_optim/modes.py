@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import torch
 
 from funcamp import _upstream
-from funcamp._trace.host_generators import host_generators, set_states, states_of
 
 
 @contextlib.contextmanager
@@ -19,15 +18,3 @@ def without_modes() -> Iterator[None]:
     disabled = _upstream.find("torch.utils._python_dispatch._disable_current_modes", contextlib.nullcontext)
     with on_cpu, disabled(), torch.inference_mode(mode=False):
         yield
-
-
-@contextlib.contextmanager
-def generators_put_back() -> Iterator[None]:
-    """Context manager: afterwards the global generators of Python, numpy and, on the CPU, of torch are as before."""
-    generators = host_generators()
-    states = states_of(generators)
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            set_states(generators, states)

@@ -35,6 +35,25 @@ class OptState(NamedTuple):
     """What a class keeps for all parameters: entries of its group by their names, and of attributes as "self.name"."""
 
 
+class Inputs(NamedTuple):
+    """What a step of some parameters begins with."""
+
+    params: list[Tensor]
+    grads: list[Any]
+    """A tensor for each parameter; of a class of another package None too."""
+    states: list[State]
+    """The entries of each parameter, and last those that all share."""
+    applied: Tensor
+    hyper: Hyper
+    is_first: bool = False
+    """Whether a class of another package keeps nothing yet, as before a first step by its own formula."""
+
+    def of(self, index: int) -> Inputs:
+        """Return those of one parameter."""
+        states = [self.states[index], self.states[-1]]
+        return self._replace(params=[self.params[index]], grads=[self.grads[index]], states=states)
+
+
 class Stepped(NamedTuple):
     """The results of a step of some parameters."""
 
@@ -50,6 +69,11 @@ class StatelessOptimizer(Fixed):
     """
 
     _instead = ANOTHER
+    _takes_groups: bool
+    """Whether a stored group is stepped as one tensor."""
+    _entry_names: list[list[str]] = []  # noqa: RUF012  nothing writes into it
+    """The names of the entries of a vector, and of a matrix; none of a class of another package, whose step finds what
+    each parameter has, and may count without a gradient."""
 
     def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: Kwargs) -> None:
         self._cls = cls
@@ -65,13 +89,11 @@ class StatelessOptimizer(Fixed):
     def _prepare(self) -> None:
         """Find the update rule, and check its arguments."""
         self._rule = RULES[self._cls]
+        self._takes_groups = self._rule.elementwise
         group = group_of(self._cls, self._rule, self._hyperparameters, self._arguments)
-        self._constants: Kwargs = {"maximize": False}
-        self._constants |= {name: value for name, value in group.items() if name not in WITHOUT_EFFECT}
-        #: The names of the entries of a vector, and of a matrix.
-        self._entry_names = tuple(
-            tuple(self._rule.init(torch.zeros(shape), Arguments(self._constants))) for shape in ((2,), (2, 2))
-        )
+        self._constants = {name: value for name, value in group.items() if name not in WITHOUT_EFFECT}
+        h = Arguments(self._constants)
+        self._entry_names = [[*self._rule.init(torch.zeros(shape), h)] for shape in ((2,), (2, 2))]
 
     def python_parts(self) -> dict[str, object]:
         """Return the functions that the user gave, such as a learning rate's, by name."""
@@ -79,7 +101,7 @@ class StatelessOptimizer(Fixed):
 
     def __repr__(self) -> str:
         arguments = "".join(f", {name}={value!r}" for name, value in self._hyperparameters.items())
-        storage = "flat" if self._takes_groups() else "per tensor"
+        storage = "flat" if self._takes_groups else "per tensor"
         return f"stateless({self._cls.__module__}.{self._cls.__qualname__}{arguments}) [{storage}]"
 
     if not TYPE_CHECKING:  # a type checker refuses unknown names itself
@@ -119,7 +141,7 @@ class StatelessOptimizer(Fixed):
         states, shared = [], {}
         if present:
             with torch.no_grad():
-                *states, shared = self._first(present, self._hyper(applied, present))
+                *states, shared = self._first(present, self._hyper(applied))
         states_left = iter(states)
         states = [{} if leaf is None else next(states_left) for leaf in flat]
         return OptState(applied, _by_name(states, spec), shared)
@@ -159,18 +181,15 @@ class StatelessOptimizer(Fixed):
         positions = self._positions(flat, flat_grads)
         if not positions:
             return stored_params, opt_state._replace(applied=opt_state.applied + 1)
-        stepping: list[Any] = [flat[index] for index in positions]
-        stepping_grads: list[Any] = [flat_grads[index] for index in positions]
-        stepping_states = [*[states[index] for index in positions], opt_state.shared]
-        refuse_differentiation([*stepping, *stepping_grads])
         with torch.no_grad():
-            hyper = self._hyper(opt_state.applied, stepping)
-            stepped = self._stepped(stepping, stepping_grads, stepping_states, opt_state.applied, hyper)
+            inputs = self._inputs(positions, flat, flat_grads, states, opt_state)
+            refuse_differentiation([*inputs.params, *inputs.grads])
+            stepped = self._stepped(inputs)
         *new_states, shared = stepped.states
         for index, new_param, new_state in zip(positions, stepped.params, new_states):
             flat[index], states[index] = new_param, states[index] | new_state
         new_params = _tree.unflatten(flat, spec)
-        if not self._takes_groups():
+        if not self._takes_groups:
             new_params = collapse(stored_params, new_params)
         return new_params, OptState(opt_state.applied + 1, _by_name(states, spec), shared)
 
@@ -229,57 +248,40 @@ class StatelessOptimizer(Fixed):
 
     # What a class of another package does otherwise (`foreign/optimizer.py`).
 
-    def _takes_groups(self) -> bool:
-        """Return whether a stored group is stepped as one tensor."""
-        return self._rule.elementwise
-
     def _first(self, params: list[Tensor], hyper: Hyper) -> list[State]:
         """Return the state of each parameter before the first step, and last what all share."""
         h = self._h(hyper)
         states: list[State] = []
         for param in params:
             self._check_param(param)
-            if param.is_complex():
-                real = torch.view_as_real(param)
-                states.append(_as_complex(self._rule.init(real, h), real))
-            else:
-                states.append(self._rule.init(param, h))
+            states.append(_as_param(self._rule.init(_as_real(param), h), param))
         return [*states, {}]
 
-    def _stepped(
-        self,
-        params: list[Tensor],
-        grads: list[Any],
-        states: list[State],
-        applied: Tensor,  # noqa: ARG002  what a subclass needs
-        hyper: Hyper,
-    ) -> Stepped:
+    def _stepped(self, inputs: Inputs) -> Stepped:
         """Return the parameters and their states after a step, and last what all share."""
-        h = self._h(hyper)
-        *states, shared = states
+        h = self._h(inputs.hyper)
+        *states, shared = inputs.states
         new_params, new_states = [], []
-        for param, grad, state in zip(params, grads, states):
+        for param, grad, state in zip(inputs.params, inputs.grads, states):
             new_param, new_state = self._one_stepped(param.detach(), grad.detach().to(param.dtype), state, h)
             new_params.append(new_param)
             new_states.append(new_state)
         return Stepped(new_params, [*new_states, shared])
 
     def _one_stepped(self, param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
-        if h.maximize:
+        if param.is_complex():
+            real_state = {name: _as_real(value) for name, value in state.items()}
+            new_param, new_state = self._one_stepped(_as_real(param), _as_real(grad), real_state, h)
+            return torch.view_as_complex(new_param), _as_param(new_state, param)
+        if getattr(h, "maximize", False):  # not Muon
             grad = -grad
         count = {"step": state["step"] + 1} if "step" in state else {}
-        if not param.is_complex():
-            new_param, new_state = self._rule.step(param, grad, state, h)
-            return new_param, count | new_state
-        real = torch.view_as_real(param)
-        real_state = {name: torch.view_as_real(value) if value.is_complex() else value for name, value in state.items()}
-        new_param, new_state = self._rule.step(real, torch.view_as_real(grad), real_state, h)
-        return torch.view_as_complex(new_param), count | _as_complex(new_state, real)
+        new_param, new_state = self._rule.step(param, grad, state, h)
+        return new_param, count | new_state
 
     def _h(self, hyper: Hyper) -> Arguments:
         """Return the class's arguments in a step."""
-        wide_hyper = {name: map_items(_wide, name, value) for name, value in hyper.items()}
-        return Arguments({**self._constants, **wide_hyper})
+        return Arguments(self._constants | {name: map_items(_wide, name, value) for name, value in hyper.items()})
 
     def _check_param(self, param: Tensor) -> None:
         """Raise TypeError or ValueError for a parameter that the rule does not take."""
@@ -294,27 +296,11 @@ class StatelessOptimizer(Fixed):
                 "others to another optimizer, with by_group"
             )
 
-    def _positions(self, flat: Leaves, flat_grads: Leaves) -> list[int]:
-        """Return the positions of the parameters that take a step: those with a gradient."""
-        return [index for index, grad in enumerate(flat_grads) if grad is not None and flat[index] is not None]
-
-    def _check_entries(self, flat: Leaves, opt_state: OptState) -> None:
-        """Raise ValueError if a state has the entries of another optimizer."""
-        expected: set[str] = set()
-        for param in flat:
-            if param is not None:
-                expected.update(self._entry_names[param.dim() >= 2])
-        if opt_state.state.keys() != expected:
-            raise ValueError(
-                f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected)}; got "
-                f"{sorted(opt_state.state)}: begin anew with state._replace(opt_state=optimizer.init(params))"
-            )
-
     # Trees.
 
     def _taken(self, tree: Tree) -> Tree:
         """Return the tensors that the class steps: stored groups, or the parameters in them."""
-        return tree if self._takes_groups() else expand(tree)
+        return tree if self._takes_groups else expand(tree)
 
     def _states(self, params: Tree, flat: Leaves, opt_state: OptState) -> list[State]:
         """Return the entries of every leaf of the parameters by name; none for None.
@@ -325,7 +311,15 @@ class StatelessOptimizer(Fixed):
         """
         if not isinstance(opt_state, OptState):
             raise TypeError(f"update: opt_state must be an OptState, as init makes it; got {_tree.brief(opt_state)}")
-        self._check_entries(flat, opt_state)
+        if self._entry_names:
+            expected = {name for param in flat if param is not None for name in self._entry_names[param.dim() >= 2]}
+            if opt_state.state.keys() != expected:
+                raise ValueError(
+                    f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected)}; got "
+                    f"{sorted(opt_state.state)}, another's: begin anew with "
+                    "state._replace(opt_state=optimizer.init(params)), or keep what both have with "
+                    "step.load_state_dict(saved, like=step.init(), strict=False)"
+                )
         states: list[State] = [{} for _ in flat]
         for name, tree in opt_state.state.items():
             _tree.same_structure("update", ("params", f"opt_state.state[{name!r}]"), (params, tree))
@@ -334,19 +328,40 @@ class StatelessOptimizer(Fixed):
                     state[name] = value
         return states
 
-    def _hyper(self, applied: Tensor, params: list[Tensor]) -> Hyper:
+    def _positions(self, flat: Leaves, flat_grads: Leaves) -> list[int]:
+        """Return the positions of the parameters that take a step."""
+        deciding = flat_grads if self._entry_names else flat
+        return [index for index, leaf in enumerate(deciding) if leaf is not None]
+
+    def _inputs(
+        self, positions: list[int], flat: Leaves, flat_grads: Leaves, states: list[State], opt_state: OptState
+    ) -> Inputs:
+        """Return what a step of the parameters at some positions begins with."""
+        params: list[Any] = [flat[index] for index in positions]
+        grads = [flat_grads[index] for index in positions]
+        states = [*[states[index] for index in positions], opt_state.shared]
+        return Inputs(params, grads, states, opt_state.applied, self._hyper(opt_state.applied))
+
+    def _hyper(self, applied: Tensor) -> Hyper:
         """Return the hyperparameters that are tensors and schedules, after some applied steps."""
-        device = params[0].device
-        return {name: evaluate(name, self._hyperparameters[name], applied, device) for name in self._dynamic}
+        return {name: evaluate(name, self._hyperparameters[name], applied) for name in self._dynamic}
 
 
 def _wide(_: str, value: object) -> object:
     return wide(value.detach()) if isinstance(value, Tensor) else value
 
 
-def _as_complex(state: State, real: Tensor) -> State:
-    """Return a state with complex views of the entries that are like a real view of a parameter."""
-    return {name: torch.view_as_complex(value) if value.shape == real.shape else value for name, value in state.items()}
+def _as_real(tensor: Tensor) -> Tensor:
+    """Return a tensor as rules compute with it: a complex one as its real view."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def _as_param(state: State, param: Tensor) -> State:
+    """Return what a rule keeps of a parameter, complex where it is like the real view of a complex one."""
+    if not param.is_complex():
+        return state
+    shape = (*param.shape, 2)
+    return {name: torch.view_as_complex(value) if value.shape == shape else value for name, value in state.items()}
 
 
 def _by_name(states: list[State], spec: _tree.TreeSpec) -> dict[str, Tree]:
@@ -365,16 +380,9 @@ def _flat_grads(params: Tree, flat: Leaves, grads: Tree) -> Leaves:
         ValueError: the trees differ in structure, or a gradient in shape or device from its parameter.
     """
     _tree.same_structure("update", ("params", "grads"), (params, grads))
-    flat_grads, _ = _tree.tensors("update", "grads", grads)
+    flat_grads, _ = _tree.parameters("update", "grads", grads)
     for index, (param, grad) in enumerate(zip(flat, flat_grads)):
-        if grad is None:
-            continue
-        if not (grad.is_floating_point() or grad.is_complex()):
-            raise TypeError(
-                f"update: grads{_tree.path_of(grads, index)} must be floating point or complex; "
-                f"got {_tree.describe(grad)}"
-            )
-        if param is None or grad.shape != param.shape or grad.device != param.device:
+        if grad is not None and (param is None or grad.shape != param.shape or grad.device != param.device):
             raise ValueError(
                 f"update: grads{_tree.path_of(grads, index)} must have its parameter's shape and device; "
                 f"got {_tree.describe(grad)} for {_tree.describe(param)}"

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._optim.arguments import EXAMPLE
 from funcamp._types import Tree
-
-if TYPE_CHECKING:
-    from typing_extensions import TypeIs
 
 
 class Update(NamedTuple):
@@ -24,18 +20,6 @@ class Update(NamedTuple):
     """The unscaled gradients, as far as the parts have changed them."""
     norm: Tensor | None = None
     """The 2-norm of the unscaled gradients, shape (), if it is known; a training step knows it."""
-
-
-class PureOptimizer(Protocol):
-    """What `check_optimizer` takes: the result of `stateless`, `by_group` or `chain`, or the user's own object."""
-
-    def init(self, params: Tree) -> Tree:
-        """Return the state before the first step."""
-        ...
-
-    def update(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
-        """Return the new parameters and the next state."""
-        ...
 
 
 class Transform(Protocol):
@@ -50,18 +34,14 @@ class Transform(Protocol):
         ...
 
 
-#: What a chain is made of. A function has no state; the others have, and `init` makes it.
-Part: TypeAlias = PureOptimizer | Transform | Callable[[Update], Update]
+#: What a chain is made of: a function of an update, which has no state, a `Transform`, or an optimizer, an object with
+#: `init(params) -> state` and `update(params, grads, state) -> (params, state)`.
+Part: TypeAlias = Any
 
 
-def is_function(part: object) -> TypeIs[Callable[[Update], Update]]:
+def is_function(part: Part) -> bool:
     """Return whether a part is a function of an update, which has no state."""
     return not hasattr(part, "init")
-
-
-def is_transform(part: object) -> TypeIs[Transform]:
-    """Return whether a part is an object with `transform`."""
-    return hasattr(part, "transform")
 
 
 def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
@@ -73,7 +53,7 @@ def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
     new_update: object
     if is_function(part):
         new_update = part(update)
-    elif is_transform(part):
+    elif hasattr(part, "transform"):
         new_update, state = part.transform(update, state)
     else:
         params, state = part.update(update.params, update.gradients, state)
@@ -109,16 +89,14 @@ def evaluation_params_of(part: object, params: Tree, state: Tree) -> Tree:
 def check_part(call: str, name: str, part: object) -> None:
     """Raise TypeError for what is no part of a chain."""
     # A class is callable too, but is given by mistake for one of its objects.
-    if not is_transform(part) and (not is_function(part) or not callable(part) or isinstance(part, type)):
+    if not hasattr(part, "transform") and (not is_function(part) or not callable(part) or isinstance(part, type)):
         check_optimizer(call, name, part)
 
 
 def check_optimizer(call: str, name: str, optimizer: object) -> None:
     """Raise TypeError if a value has no init and update."""
-    has_init = callable(getattr(optimizer, "init", None))
-    has_update = callable(getattr(optimizer, "update", None))
     # A class has both methods too, but its objects are meant.
-    if isinstance(optimizer, type) or not (has_init and has_update):
+    if isinstance(optimizer, type) or not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         raise TypeError(
             f"{call}: {name} must be a pure optimizer with init and update; got {_tree.brief(optimizer)}: write "
             f"{EXAMPLE}"

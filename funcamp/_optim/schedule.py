@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from funcamp import _tree
 from funcamp._check import integer, real
 from funcamp._optim.arguments import torch_group
 from funcamp._optim.by_group import GroupedOptimizer
-from funcamp._optim.hyperparameters import is_dynamic
+from funcamp._optim.hyperparameters import is_dynamic, map_items
 from funcamp._optim.modes import without_modes
 from funcamp._optim.optimizer import StatelessOptimizer
 from funcamp._optim.table import Table
@@ -117,13 +118,10 @@ def _scheduled(optimizers: _Optimizers, make: _Make, steps: int) -> _Optimizers:
     for (label, optimizer), before, values_by_name in zip(optimizers.items(), numbers_before, values):
         changed = {}
         for name, values_of_name in values_by_name.items():
-            given = optimizer._hyperparameters.get(name, before[name])
-            scheduled_one = _with_tables(given, before[name], name, values_of_name, source)
-            if scheduled_one is not given:
-                changed[name] = scheduled_one
-        scheduled[label] = optimizer
-        if changed:
-            scheduled[label] = type(optimizer)(optimizer._cls, optimizer._hyperparameters | changed)
+            if any(value != before[name] for value in values_of_name):
+                given = optimizer._hyperparameters.get(name, before[name])
+                changed[name] = map_items(functools.partial(_table, source), name, given, before[name], *values_of_name)
+        scheduled[label] = type(optimizer)(optimizer._cls, optimizer._hyperparameters | changed)
     return scheduled
 
 
@@ -190,15 +188,15 @@ def _step(scheduler: Any, count: int, steps: int) -> None:
         ) from error
 
 
-def _with_tables(hyperparameter: Any, before: Any, name: str, values: list[Any], source: str) -> object:
-    """Return a table for a number that changes; for a tuple, one for each of its items that does.
+def _table(source: str, name: str, hyperparameter: Any, before: object, *values: object) -> object:
+    """Return a table for a number that changes; any other hyperparameter as it is.
 
     Args:
+        source: the scheduler's class, for messages and the table's repr.
+        name: the hyperparameter's name; of an item of a tuple with its index.
         hyperparameter: what `stateless` got.
         before: its number before the scheduler was made, an example if it is a tensor or a schedule.
-        name: its name.
-        values: what the scheduler sets, one for each step.
-        source: the scheduler's class, for messages and the table's repr.
+        *values: what the scheduler sets, one for each step.
 
     Raises:
         TypeError: the scheduler changes a tensor or a schedule, or sets what is no number.
@@ -206,12 +204,6 @@ def _with_tables(hyperparameter: Any, before: Any, name: str, values: list[Any],
     """
     if all(value == before for value in values):
         return hyperparameter
-    if isinstance(before, (tuple, list)):
-        items = []
-        for index, item in enumerate(hyperparameter):
-            item_values = [value[index] for value in values]
-            items.append(_with_tables(item, before[index], f"{name}[{index}]", item_values, source))
-        return tuple(items)
     if is_dynamic(hyperparameter):
         raise TypeError(
             f"schedule: optimizer must have a number as {name}, because {source} sets it; got "
@@ -221,4 +213,4 @@ def _with_tables(hyperparameter: Any, before: Any, name: str, values: list[Any],
     for count, number in enumerate(numbers):
         if not math.isfinite(number):
             raise ValueError(f"schedule: {name} of {source} must be finite; got {number} after {count} steps")
-    return Table(numbers, source, hyperparameter or None)  # a class may have another formula for 0
+    return Table(numbers, source)

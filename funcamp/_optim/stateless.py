@@ -29,8 +29,9 @@ def stateless(
 
     Args:
         optimizer: a class of torch.optim but LBFGS and SparseAdam, or another subclass of `torch.optim.Optimizer` whose
-            step needs no closure, has state of one form, and wraps no optimizer. One whose constructor wants something
-            else than parameters first (groups with options) is given by a subclass whose constructor takes parameters.
+            step needs no closure, draws no random numbers, has state of one form, and wraps no optimizer. One whose
+            constructor wants something else than parameters first (groups with options) is given by a subclass whose
+            constructor takes parameters.
         *positional: nothing; parameters are in the state, and hyperparameters have names.
         **hyperparameters: the class's arguments. A number is a constant of the compiled graph; a floating-point tensor
             of shape () is an input of it; a callable is a schedule: a pure function of the count of applied steps,

@@ -12,9 +12,6 @@ from funcamp import _upstream
 from funcamp._optim.modes import without_modes
 from funcamp._trace.tracing import compiling
 
-#: The class of tensors without values; no class if torch lacks the name.
-_FakeTensor: Any = _upstream.find("torch._subclasses.fake_tensor.FakeTensor", ())
-
 
 class Table:
     """A hyperparameter's values after 0, 1, 2, ... applied steps; after those, the last one.
@@ -22,17 +19,14 @@ class Table:
     float64, as Python's numbers are; float32 on MPS, which has no float64.
     """
 
-    def __init__(self, values: Sequence[float], source: str, argument: float | None = None) -> None:
-        self.argument = argument
-        """The number with which torch's optimizer is made; None if it is not known."""
+    def __init__(self, values: Sequence[float], source: str) -> None:
         with without_modes():
             self._values = torch.tensor(values, dtype=torch.float64, device="cpu")
         self._source = source
         self._copies: dict[torch.device, Tensor] = {}
 
     def __repr__(self) -> str:
-        first = self._values[0].item()
-        last = self._values[-1].item()
+        first, last = self._values[[0, -1]].tolist()
         return f"<{self._source}: {len(self._values)} values, {first!r} to {last!r}>"
 
     def __getstate__(self) -> dict[str, Any]:
@@ -41,9 +35,6 @@ class Table:
 
     def __call__(self, applied: Tensor) -> Tensor:
         """Return the value after some applied steps, shape (), on the count's device. No sync."""
-        if isinstance(applied, _FakeTensor) and not compiling():  # the caller wants shapes only
-            any_value: Tensor = applied.new_zeros((), dtype=torch.float64)
-            return any_value
         values = self._on(applied.device)
         index = applied.clamp(0, len(values) - 1)
         return values.index_select(0, index.reshape(1)).reshape(())
@@ -55,18 +46,10 @@ class Table:
         if device in self._copies:
             return self._copies[device]
         dtype = torch.float32 if device.type == "mps" else torch.float64
-        # Under Dynamo, and for tensors without values on a device that this machine lacks, the copy is a part of the
-        # program.
-        if torch.compiler.is_dynamo_compiling() or not _is_present(device):
+        if compiling():  # without an eager call before: then the copy is a part of the program
             return self._values.to(device, dtype)
         with without_modes():
             copy = self._values.to(device, dtype)
         if not _upstream.is_wrapped(copy):  # a wrapper of torch.func must not outlive the call
             self._copies[device] = copy
         return copy
-
-
-def _is_present(device: torch.device) -> bool:
-    """Return whether this machine has such a device."""
-    is_available = getattr(getattr(torch, device.type, None), "is_available", None)
-    return is_available is not None and bool(is_available())

@@ -90,7 +90,7 @@ def groups_of(call: str, step: TrainStep, state: TrainState) -> list[TorchGroup]
 def hyperparameters_of(optimizer: StatelessOptimizer, applied: Tensor) -> dict[str, object]:
     """Return the numbers of a torch.optim group after some applied steps: schedules evaluated, defaults included."""
     arguments: dict[str, Any] = {}
-    for name, value in (optimizer._hyperparameters | optimizer._hyper(applied, [applied])).items():
+    for name, value in (optimizer._hyperparameters | optimizer._hyper(applied)).items():
         arguments[name] = map_items(_as_number, name, value)
     group = torch_group(optimizer._cls, arguments)
     del group["params"]

@@ -22,7 +22,7 @@ def reference(grads: list[Tensor], max_norm: float) -> tuple[list[Tensor], Tenso
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
-@pytest.mark.parametrize("factor", [0.0, 1e-8, 1e-3, 1.0, 1e6])
+@pytest.mark.parametrize("factor", [0.0, 1e-8, 1e-3, 1.0, 1e6, 1e20])
 @pytest.mark.parametrize("max_norm", [1e-7, 0.5, 1e3])
 def test_clip_grad_norm_equals_torch(max_norm: float, factor: float, dtype: torch.dtype) -> None:
     grads = [torch.randn(7, 3, dtype=dtype) * factor, torch.randn(5, dtype=dtype) * factor, torch.zeros(0, dtype=dtype)]
@@ -57,14 +57,6 @@ def test_clip_grad_norm_of_a_gradient_that_is_not_finite_is_not_finite(bad: floa
     clipped, norm = clip_grad_norm([torch.ones(2), torch.tensor([bad])], 1.0)
     assert not torch.isfinite(norm)
     assert not torch.isfinite(clipped[1])
-
-
-def test_clip_grad_norm_makes_zeros_of_finite_gradients_whose_norm_overflows_as_torch_does() -> None:
-    grads = [torch.tensor([1e20, -1e20])]
-    clipped, norm = clip_grad_norm(grads, 1.0)
-    assert norm.isinf()
-    assert not clipped[0].any()
-    assert_same((clipped, norm), reference(grads, 1.0))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64])

@@ -118,12 +118,14 @@ class BeginsOtherwise(Base):
 class DividesByZero(Base):
     options: ClassVar[Kept] = {"k": -2}
 
-    def begin(self, group: Kept) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
         try:
             self.rate = group["lr"] / group["k"]
         except ZeroDivisionError:
             self.rate = group["lr"] / 10
         group["k"] += 1
+        super().step()
 
     def move(self, p: Any, state: Kept, group: Kept) -> None:
         p.sub_(p.grad, alpha=self.rate)
@@ -160,6 +162,14 @@ class Decomposes(Base):
         p.sub_((vectors @ vectors.mT @ matrix).reshape(p.shape), alpha=group["lr"])
 
 
+class Masks(Base):
+    """Selects elements by their values."""
+
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
+        p[p.grad * p > 0] *= 0.5
+        p.sub_(p.grad[p.grad > 0].sum(), alpha=group["lr"])
+
+
 class Averages(CountsInGroup):
     """Schedule-free: evaluates with other parameters than it trains with."""
 
@@ -190,7 +200,7 @@ class ChangesLate(Base):
 
 FOLLOWED = [
     *(CountsInState, CountsInGroup, KeepsOtherKinds, BeginsOtherwise, DividesByZero),
-    *(AsksEach, ClipsAll, Decomposes, Averages, ChangesLate),
+    *(AsksEach, ClipsAll, Decomposes, Masks, Averages, ChangesLate),
 ]
 
 
@@ -295,10 +305,6 @@ def two_names(_: Any, p: Any, state: Kept, group: Kept) -> None:
     state["again"] = state["mean"]
 
 
-def masks(_: Any, p: Any, state: Kept, group: Kept) -> None:
-    p[p.grad * p > 0] = 0.0
-
-
 def asks_too_much(_: Any, p: Any, state: Kept, group: Kept) -> None:
     for element in range(5):
         if p.grad.flatten()[element % p.numel()] > element:
@@ -319,8 +325,8 @@ MOVES: dict[str, tuple[Callable[..., Any], str]] = {
     "catches": (catches, "reads a number that changes in training"),
     "grows": (grows, "must have the same entries"),
     "two_names": (two_names, "keeps one tensor under two names"),
-    "selects": (lambda _, p, state, group: p.sub_(p.grad[p.grad > 0].sum()), "selects elements by their values"),
-    "masks": (masks, "selects elements by their values; write torch.where"),
+    "draws": (lambda _, p, state, group: p.sub_(torch.randn_like(p)), "draws random numbers"),
+    "keeps_by_text": (lambda self, p, state, group: self.state.update(k=p.grad.sum()), "parameters as keys of"),
     "asks_too_much": (asks_too_much, "in more than 16 ways"),
     "lists": (
         lambda _, p, state, group: torch._foreach_add_([p], [p.grad], alpha=-1 / group["k"]),
@@ -397,16 +403,10 @@ def test_a_schedule_changes_the_group_and_a_class_that_keeps_the_number_is_refus
 
 @pytest.mark.parametrize("cls", [CountsInState, CountsInGroup, KeepsOtherKinds], ids=name_of)
 def test_a_state_is_saved_by_the_step_and_not_in_torchs_format(cls: Any) -> None:
-    grads = [randn_like(example()) for _ in range(4)]
-    step = linear_step(stateless(cls))
-    state = step.init(example())
-    for number in range(2):
-        state, _ = step(state, grads[number])
+    step, grads = linear_step(stateless(cls)), randn_like(example())
+    state, _ = step(step.init(example()), grads)
     again = step.load_state_dict(step.state_dict(state), like=step.init(example()))
-    for number in range(2, 4):
-        state, _ = step(state, grads[number])
-        again, _ = step(again, grads[number])
-    assert_same(again, state)
+    assert_same(step(again, grads), step(state, grads))
     message = "must be of a class of torch.optim; got stateless.*: save and load with step.state_dict"
     with pytest.raises(TypeError, match=f"to_torch: .*{message}"):
         step.to_torch(state)
@@ -429,7 +429,7 @@ def test_a_late_first_gradient_begins_a_parameter_late() -> None:
     loop = TorchLoop(CountsInState, params)
     assert_follows(stateless(CountsInState), loop, params, without=lambda number: ("b",) if number < 3 else ())
     begins = stateless(BeginsOtherwise)
-    with pytest.raises(ValueError, match="grads must all be tensors, because the first step of BeginsOtherwise"):
+    with pytest.raises(TypeError, match="must have the same entries after every step"):
         begins.update(params, {**randn_like(params), "b": None}, begins.init(params))
 
 

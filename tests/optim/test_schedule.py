@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensorMode
 from torch.optim import lr_scheduler, swa_utils
 from torch.optim.lr_scheduler import (
     ChainedScheduler,
@@ -265,20 +264,11 @@ def test_groups_equal_those_of_torch(make: Make) -> None:
 
 
 def test_groups_of_other_classes_have_a_scheduler_each() -> None:
-    given: list[optim.Optimizer] = []
-
-    def make(optimizer: optim.Optimizer) -> LRScheduler:
-        given.append(optimizer)
-        return OneCycleLR(optimizer, max_lr=0.1, total_steps=APPLIED)
-
     grouped = by_group({"matrix": stateless(optim.SGD), "vector": stateless(optim.AdamW)}, group=by_shape)
-    rows = funcamps_loop(schedule(grouped, make, steps=APPLIED))
+    rows = funcamps_loop(schedule(grouped, MAKE["OneCycleLR"], steps=APPLIED))
     for number, cls in enumerate((optim.SGD, optim.AdamW)):
-        assert isinstance(given[number], cls)
-        assert len(given[number].param_groups) == 1
         expected = torchs_loop(all_of(cls), MAKE["OneCycleLR"])
         assert [numbers[number] for numbers, _ in rows] == [numbers[0] for numbers, _ in expected]
-    assert len(given) == 2
 
 
 def test_make_gets_the_numbers_of_the_optimizer_once_and_changes_no_other() -> None:
@@ -294,18 +284,11 @@ def test_make_gets_the_numbers_of_the_optimizer_once_and_changes_no_other() -> N
     scheduled = schedule(adam, make, steps=3)
     assert repr(adam) == before
     (optimizer,) = given
-    assert isinstance(optimizer, optim.Adam)
-    assert optimizer.defaults["lr"] == 0.02
-    assert optimizer.defaults["amsgrad"] is True
+    assert (optimizer.defaults["lr"], optimizer.defaults["amsgrad"]) == (0.02, True)
     assert repr(scheduled._hyperparameters["lr"]).startswith("<OneCycleLR: 3 values, 0.0994")
     first, second = scheduled._hyperparameters["betas"]
     assert isinstance(first, Table)
     assert second is beta2
-
-
-def test_an_optimizer_that_the_scheduler_does_not_change_is_returned() -> None:
-    sgd = stateless(optim.SGD, lr=0.1)
-    assert schedule(sgd, lambda o: ConstantLR(o, factor=1.0), steps=3) is sgd
 
 
 def test_past_the_last_step_the_last_value_remains_and_torch_gets_that_of_the_next_step() -> None:
@@ -328,35 +311,12 @@ def test_no_step_reads_a_tensor() -> None:
     assert reads == []
 
 
-def test_resumed_run_continues_the_schedule() -> None:
-    cls, numbers = OPTIMIZERS["AdamW"]
-    step, again = (step_of(schedule(stateless(cls, **numbers), MAKE["SequentialLR"], steps=APPLIED)) for _ in range(2))
-    state = step.init(parameters())
-    for number in range(7):
-        state, _ = step(state, batch(number))
-    resumed_state = again.load_state_dict(step.state_dict(state), like=again.init(parameters()))
-    for number in range(7, STEPS):
-        state, _ = step(state, batch(number))
-        resumed_state, _ = again(resumed_state, batch(number))
-        assert_same(resumed_state, state)
-
-
 def test_state_of_the_given_optimizer_continues_under_a_schedule() -> None:
     adamw = stateless(optim.AdamW)
     params, opt_state = adamw.update(parameters(), batch(1), adamw.init(parameters()))
     scheduled = schedule(adamw, lambda o: ExponentialLR(o, 0.5), steps=9)
     assert scheduled.learning_rate(opt_state) == 0.5e-3
     scheduled.update(params, batch(2), opt_state)
-
-
-@pytest.mark.compiled
-def test_jitted_step_is_verified_with_torchs_loop() -> None:
-    model = torch.nn.Linear(3, 2)
-    make = MAKE["CosineAnnealingLR"]
-    adamw = schedule(stateless(optim.AdamW, lr=0.1), make, steps=APPLIED)
-    step = make_train_step(funcamp.module_loss(model, torch.nn.functional.mse_loss), adamw)
-    batches = [(torch.randn(4, 3), torch.randn(4, 2)) for _ in range(4)]
-    assert funcamp.verify(jit(step, backend="eager"), batches).ok
 
 
 def test_pickling_and_copying_give_an_equal_schedule() -> None:
@@ -370,20 +330,13 @@ def test_pickling_and_copying_give_an_equal_schedule() -> None:
 
 def test_a_schedule_is_the_same_under_all_defaults_and_modes() -> None:
     scheduled = one_cycle()
-    given: list[optim.Optimizer] = []
-
-    def make(optimizer: optim.Optimizer) -> Any:
-        given.append(optimizer)
-        return MAKE["OneCycleLR"](optimizer)
-
-    for mode in (torch.device("meta"), torch.inference_mode(), FakeTensorMode()):
+    params = parameters()
+    for mode in (torch.device("meta"), torch.inference_mode()):
         with mode:
-            made = schedule(stateless(optim.AdamW), make, steps=APPLIED)
+            made = one_cycle()
             ones = {"w": torch.ones(3, 2)}
             assert made.update(ones, ones, made.init(ones))[0]["w"].shape == (3, 2)
-        assert given.pop().param_groups[0]["params"][0].device.type == "cpu"
         assert repr(made) == repr(scheduled)
-        params = parameters()
         opt_state = made.init(params)
         assert_same(made.update(params, batch(1), opt_state), scheduled.update(params, batch(1), opt_state))
 

@@ -69,7 +69,8 @@ class Strided(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight, offset = self.weight, self.weight.storage_offset() + 1
         rest = getattr(torch, self.method)(weight, (3,), (1,), offset)
-        return (x + self.bias).sum() * rest.sum()
+        out: Tensor = (x + self.bias).sum() * rest.sum()
+        return out
 
 
 @pytest.mark.parametrize("method", ["as_strided", "as_strided_copy"])

@@ -14,31 +14,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from funcamp import _tree
-from funcamp._optim.arithmetic import NARROW, add, addcdiv, addcmul, lerp, like, plus
+from funcamp._optim.arithmetic import NARROW, add, addcdiv, addcmul, lerp, plus
 from funcamp._optim.foreign.number import Number, Run, value_of
 
-_READS = {"__float__", "__int__", "__index__", "__complex__", "tolist", "__array__", "numpy"}
-_OF_UNKNOWN_SIZE = {"nonzero", "argwhere", "masked_select", "unique", "unique_consecutive"}
-#: Questions about tensors.
-_CONDITIONS: dict[str, Callable[..., Tensor]] = {
-    "__bool__": lambda x: x != 0,
-    "equal": lambda x, y: (x == y).all(),
-    "allclose": lambda *args, **options: torch.isclose(*args, **options).all(),
+_READS = {"__float__", "__int__", "__index__", "tolist", "__array__", "numpy"}
+#: torch's functions that take a number only, with the keyword for it.
+_OF_NUMBERS: dict[tuple[str, str], Callable[..., Tensor]] = {
+    ("add", "alpha"): lambda x, other, *, alpha: add(x, other, alpha),
+    ("sub", "alpha"): lambda x, other, *, alpha: add(x, other, -alpha),
+    ("addcmul", "value"): lambda x, tensor1, tensor2, *, value: addcmul(x, tensor1, tensor2, value),
+    ("addcdiv", "value"): lambda x, tensor1, tensor2, *, value: addcdiv(x, tensor1, tensor2, value),
+    ("lerp", ""): lambda x, end, weight: lerp(x, end, weight),
+    ("full_like", ""): lambda x, fill_value, **options: plus(torch.zeros_like(x, **options), fill_value),
+    ("full", ""): lambda size, fill_value, **options: plus(torch.zeros(size, **options), fill_value),
 }
-#: torch's functions that take a number only.
-_OF_NUMBERS: dict[str, Callable[..., Tensor]] = {
-    "add": lambda x, other, *, alpha: add(x, other, alpha),
-    "sub": lambda x, other, *, alpha: add(x, other, -alpha),
-    "addcmul": lambda x, tensor1, tensor2, *, value: addcmul(x, tensor1, tensor2, value),
-    "addcdiv": lambda x, tensor1, tensor2, *, value: addcdiv(x, tensor1, tensor2, value),
-    "lerp": lambda x, end, weight: lerp(x, end, weight),
-    "clamp": lambda x, *bounds, **named: torch.clamp(x, *_bounds(x, bounds), **_bounds(x, named)),
-    "full_like": lambda x, fill_value, **options: plus(torch.zeros_like(x, **options), fill_value),
-    "full": lambda size, fill_value, **options: plus(torch.zeros(size, **options), fill_value),
-    "fill": lambda x, value: plus(torch.zeros_like(x), value),
-}
-#: In old code the factor comes first: x.add_(number, y).
-_FACTORS = {"add": "alpha", "sub": "alpha", "addcmul": "value", "addcdiv": "value"}
 #: Functions that raise for a matrix that is not finite, which a skipped step has.
 _DECOMPOSITIONS = {"eigh", "eigvalsh", "eig", "eigvals", "svd", "svdvals", "lstsq", "pinv", "cholesky", "svd_lowrank"}
 
@@ -48,18 +37,14 @@ class Calls(Run, TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         name = getattr(func, "__name__", "")
-        if name == "__get__":  # an attribute, such as p.device
-            return func(*args)
         kwargs = dict(kwargs or {})
-        if name == "item" or (name == "tolist" and args[0].dim() == 0):
+        if name == "item":
             return Number(args[0].clone(), self)
-        if name in _CONDITIONS:
-            return self.ask(_CONDITIONS[name](*args, **kwargs))
+        if name == "__bool__":
+            return self.ask(args[0] != 0)
         if name in _READS:
             self.refuse("reads a tensor in Python")
-        if name in _OF_UNKNOWN_SIZE or (name in ("__getitem__", "__setitem__") and _selects(args[1])):
-            self.refuse("selects elements by their values; write torch.where")
-        if name.removeprefix("linalg_") in _DECOMPOSITIONS and isinstance(args[0], Tensor) and args[0].dim() >= 2:
+        if name.removeprefix("linalg_") in _DECOMPOSITIONS:
             args = (_finite(args[0]), *args[1:])
         if not _has_number(args) and not _has_number(kwargs.values()):  # most calls: a pytree would take as long
             return func(*args, **kwargs)
@@ -70,23 +55,18 @@ class Calls(Run, TorchFunctionMode):
 
 def _with_numbers(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Return the result of a call with numbers among its arguments, rounded as torch rounds beside numbers."""
-    if name in ("tensor", "as_tensor", "scalar_tensor"):
-        return value_of(args[0]).to(kwargs.get("device"), kwargs.get("dtype") or torch.get_default_dtype(), copy=True)
-    is_in_place = name.startswith("__i") or (name.endswith("_") and not name.startswith("_"))
-    base = name.strip("_").removeprefix("i") if name.startswith("__i") else name.strip("_")
-    factor = _FACTORS.get(base)
-    if factor and len(args) > 2 and not isinstance(args[1], Tensor) and factor not in kwargs:
-        args, kwargs = (args[0], *args[2:]), {**kwargs, factor: args[1]}
+    base = name.rstrip("_")
+    keyword = next((each for each in ("alpha", "value") if each in kwargs), "")
     floats = [item for item in _tree.tensors_in((args, kwargs)) if item.is_floating_point() or item.is_complex()]
     with_dims = [item for item in floats if item.dim()]
     dtypes = [item.dtype for item in with_dims or floats]
     dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
     leaves, spec = _tree.flatten((args, kwargs))
-    if base in _OF_NUMBERS and (factor is None or factor in kwargs):
+    if (base, keyword) in _OF_NUMBERS:
         promoted = [leaf.to(dtype) if any(leaf is item for item in floats) else value_of(leaf) for leaf in leaves]
         new_args, new_kwargs = _tree.unflatten(promoted, spec)
-        result = _OF_NUMBERS[base](*new_args, **new_kwargs)
-        return args[0].copy_(result) if is_in_place else result
+        result = _OF_NUMBERS[base, keyword](*new_args, **new_kwargs)
+        return result if base == name else args[0].copy_(result)
     # Beside a tensor with dimensions a number decides no dtype; beside others it is as wide as torch computes.
     computed_in = torch.float32 if dtype in NARROW else dtype.to_real()
     number_dtype = torch.float64 if with_dims else computed_in
@@ -95,11 +75,6 @@ def _with_numbers(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     result = func(*new_args, **new_kwargs)
     is_wider = dtype in NARROW and isinstance(result, Tensor) and result.dtype == computed_in
     return result.to(dtype) if is_wider and not with_dims else result
-
-
-def _bounds(tensor: Tensor, bounds: Any) -> Any:
-    flat, spec = _tree.flatten(bounds)
-    return _tree.unflatten([None if bound is None else like(bound, tensor) for bound in flat], spec)
 
 
 def _finite(matrix: Tensor) -> Tensor:
@@ -111,9 +86,3 @@ def _has_number(values: Iterable[Any]) -> bool:
     return any(
         isinstance(value, Number) or (isinstance(value, (tuple, list)) and _has_number(value)) for value in values
     )
-
-
-def _selects(index: Any) -> bool:
-    if isinstance(index, tuple):
-        return any(map(_selects, index))
-    return isinstance(index, Tensor) and index.dtype == torch.bool

@@ -1,7 +1,7 @@
 """An instance of a class that lives for one step: made, filled with a state, and read again.
 
-What it keeps is what `state_dict()` would save, and attributes: `self.state[p]`, its one parameter group, text keys of
-`self.state` as "state.NAME", and attributes as "self.NAME". A leaf of these is a tensor, a number, or a constant.
+What it keeps is what `state_dict()` would save, and attributes: `self.state[p]`, its one parameter group, and
+attributes as "self.NAME". A leaf of these is a tensor, a number, or a constant.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import copy
 import functools
 from collections import UserDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from funcamp import _tree
 from funcamp._optim.arguments import WITHOUT_EFFECT
@@ -24,7 +24,7 @@ from funcamp._types import Kwargs
 #: What an instance keeps, by name: containers of leaves.
 Contents: TypeAlias = dict[str, Any]
 
-_CONSTANTS = (int, float, complex, str, type(None), torch.dtype, torch.device, type, nn.Module)
+_CONSTANTS = (int, float, complex, str, type(None), torch.dtype, torch.device)
 
 
 @functools.cache
@@ -52,8 +52,7 @@ class Recorder(UserDict[str, Any]):
 def record(optimizer: Any) -> None:
     """Let an instance remember the first value of each entry."""
     recorders: Any = defaultdict(Recorder)
-    for key, kept in optimizer.state.items():
-        recorders[key] = Recorder(kept) if isinstance(key, Tensor) else kept
+    recorders.update({param: Recorder(kept) for param, kept in optimizer.state.items()})
     optimizer.state = recorders
     optimizer.param_groups[0] = Recorder(optimizer.param_groups[0])
 
@@ -62,31 +61,15 @@ def instance(cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: 
     """Return an instance in the mode of training.
 
     Raises:
-        RefusedError: it keeps what is not followed.
+        RefusedError: it has several groups.
     """
     optimizer: Any = cls(params, **copy.copy(arguments))
     if len(optimizer.param_groups) != 1:
-        raise refusal(cls, "it sorts its parameters into groups; make one for each, with by_group")
-    check_constants(cls, shared_in(optimizer))
+        raise RefusedError(cls, "it sorts its parameters into groups; make one for each, with by_group")
     optimizer._accelerator_graph_capture_health_check = lambda: None  # it would warn of capturable=False
     if callable(getattr(optimizer, "train", None)):
         optimizer.train()
     return optimizer
-
-
-def refusal(cls: type, why: str, *remedies: str) -> RefusedError:
-    """Return the error for a class that cannot be a function, or not without some remedies."""
-    error = RefusedError(f"stateless: {cls.__name__} cannot be made pure: {why}")
-    error.remedies = frozenset(remedies)
-    return error
-
-
-def check_constants(cls: type, contents: Contents) -> None:
-    """Raise RefusedError for an object whose changes would not be seen."""
-    for name, value in contents.items():
-        for leaf in _tree.leaves(value):
-            if not isinstance(leaf, (Tensor, Number, *_CONSTANTS)) and not callable(leaf):
-                raise refusal(cls, f"it keeps an object as {name}, whose changes are not followed")
 
 
 def step_of(optimizer: Any) -> Callable[[], Any]:
@@ -99,14 +82,11 @@ def shared_in(optimizer: Any) -> Contents:
     """Return what an instance keeps for all parameters.
 
     Raises:
-        RefusedError: it keeps state that is neither of a parameter nor under a text.
+        RefusedError: it keeps state that is not of a parameter.
     """
+    if not all(isinstance(key, Tensor) for key in optimizer.state):
+        raise RefusedError(type(optimizer), "it must have parameters as keys of self.state")
     shared = {name: value for name, value in optimizer.param_groups[0].items() if name not in WITHOUT_EFFECT}
-    for key, value in optimizer.state.items():
-        if isinstance(key, str):
-            shared[f"state.{key}"] = value
-        elif not isinstance(key, Tensor):
-            raise refusal(type(optimizer), "it must have parameters or text as keys of self.state")
     for name, value in vars(optimizer).items():
         if name != "step" and name not in _attributes_of_torch():
             shared[f"self.{name}"] = value
@@ -121,11 +101,8 @@ def contents_of(optimizer: Any, params: list[Tensor]) -> list[Contents]:
 def put_shared(optimizer: Any, contents: Contents) -> None:
     """Give an instance what it keeps for all parameters."""
     for name, value in contents.items():
-        place, _, key = name.partition(".")
-        if place == "self" and key:
-            setattr(optimizer, key, value)
-        elif place == "state" and key:
-            optimizer.state[key] = value
+        if name.startswith("self."):
+            setattr(optimizer, name.removeprefix("self."), value)
         else:
             optimizer.param_groups[0][name] = value
 
@@ -145,14 +122,9 @@ def mapped(fn: Callable[[str, Any], Any], contents: Contents) -> Contents:
             result[key] = fn(key, value)
             continue
         parts, spec = _tree.flatten(value)
-        names = [f"{key}{_tree.path_of(value, index).replace('.', '_')}" for index in range(len(parts))]
-        result[key] = _tree.unflatten([fn(name, part) for name, part in zip(names, parts)], spec)
+        names = [name.replace(".", "_") for name in _tree.names(value)]
+        result[key] = _tree.unflatten([fn(f"{key}[{name}]", part) for name, part in zip(names, parts)], spec)
     return result
-
-
-def is_number(leaf: object) -> bool:
-    """Return whether a leaf is a number, which may change."""
-    return isinstance(leaf, (int, float, Number)) and not isinstance(leaf, bool)
 
 
 def is_same(before: object, after: object) -> bool:
@@ -164,42 +136,36 @@ def is_same(before: object, after: object) -> bool:
     return bool(before == after)
 
 
-_NOTHING = (NotImplemented, None)
+def changed(before: dict[str, Any], contents: Contents) -> set[str]:
+    """Return the names under which something is new or other than it was, by the leaves of before."""
+    after = leaves(contents)
+    names = before.keys() | after.keys()
+    others = {name for name in names if not is_same(before.get(name, NotImplemented), after.get(name, NotImplemented))}
+    return {name.partition("[")[0] for name in others}
 
 
-def marked(contents: Contents) -> dict[str, tuple[Any, int | None]]:
-    """Return the leaves of containers by name, each with a number that a write into a tensor changes."""
-    marks = {}
-    for name, leaf in leaves(contents).items():
-        marks[name] = leaf, leaf._version if isinstance(leaf, Tensor) else None
-    return marks
+def form_of(cls: type, contents: Contents) -> Contents:
+    """Return what an instance keeps, without values of tensors and of numbers that change.
 
+    Raises:
+        RefusedError: it keeps an object, whose changes would not be seen.
+    """
 
-def changed(before: dict[str, tuple[Any, int | None]], contents: Contents) -> set[str]:
-    """Return the names under which something is new or other, or was written into, since it was marked."""
-    after = marked(contents)
-    names = set()
-    for name in before.keys() | after.keys():
-        (old, old_version), (new, new_version) = before.get(name, _NOTHING), after.get(name, _NOTHING)
-        if old_version != new_version or not is_same(old, new):
-            names.add(name.partition("[")[0])
-    return names
-
-
-def form_of(contents: Contents) -> Contents:
-    """Return what an instance keeps, without values of tensors and of numbers that change."""
-
-    def without_value(_: str, leaf: Any) -> Any:
+    def without_value(name: str, leaf: Any) -> Any:
         if isinstance(leaf, Number):
             return 0.0
-        return TENSOR if isinstance(leaf, Tensor) else leaf
+        if isinstance(leaf, Tensor):
+            return TENSOR
+        if not isinstance(leaf, _CONSTANTS) and not callable(leaf):
+            raise RefusedError(cls, f"it keeps an object as {name}, whose changes are not followed")
+        return leaf
 
     return mapped(without_value, contents)
 
 
 def is_entry(leaf: object) -> bool:
     """Return whether a leaf is a tensor or a number, which a state has; anything else is a constant."""
-    return isinstance(leaf, Tensor) or is_number(leaf)
+    return isinstance(leaf, (Tensor, int, float, Number)) and not isinstance(leaf, bool)
 
 
 def filled(form: Contents, entries: dict[str, Tensor], run: Run) -> Contents:
@@ -220,13 +186,6 @@ def tensor_of(leaf: Any, like: Tensor) -> Tensor:
     if isinstance(leaf, Tensor):
         return leaf.to(like.device) if leaf.dim() == 0 else leaf
     return torch.full_like(wide(like.new_empty(())), leaf)
-
-
-def check_aliases(cls: type, values: Iterable[object]) -> None:
-    """Raise RefusedError if two tensors of a state share memory."""
-    storages = [value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)]
-    if len(set(storages)) < len(storages):
-        raise refusal(cls, "it keeps one tensor under two names; clone it")
 
 
 def cloned(value: Any) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import math
 import operator
 import sys
@@ -26,35 +27,36 @@ _DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
 
 
 class RefusedError(TypeError):
-    """A class does what no pure function can."""
+    """A class does what no pure function can, or not without a remedy: how it may be run instead."""
 
-    remedies: frozenset[str] = frozenset()
-    """How the class may be run instead."""
+    def __init__(self, cls: type, why: str, remedy: str | None = None) -> None:
+        super().__init__(f"stateless: {cls.__name__} cannot be made pure: {why}")
+        self.remedy = remedy
 
 
 class Run:
     """The questions that a class asks in one run of its step.
 
     Args:
-        name: the class's, for errors.
+        cls: the class.
         answers: the answers to the first questions of this run; None if the values are known and decide.
-        asks_divisors: whether a division by 0 is a question.
     """
 
-    def __init__(self, name: str, answers: tuple[bool, ...] | None, *, asks_divisors: bool) -> None:
-        self.asks_divisors = asks_divisors
+    def __init__(self, cls: type[torch.optim.Optimizer], answers: tuple[bool, ...] | None) -> None:
+        #: Whether a division by 0 is a question, because the step catches it. No run shows it, but the code.
+        self.asks_divisors = "ZeroDivisionError" in inspect.unwrap(cls.step).__code__.co_names
         self.conditions: list[Tensor] = []
         self.path: list[bool] = []
         """The answers that this run got."""
         self.refusal: RefusedError | None = None
         """The first refusal, which the class may have caught."""
-        self._name = name
+        self._cls = cls
         self._answers = answers
         self._known: dict[tuple[object, ...], bool] = {}
 
     def refuse(self, what: str) -> NoReturn:
         """Raise the error for what a class does."""
-        error = RefusedError(f"stateless: {self._name} cannot be made pure: its step {what} ({location()})")
+        error = RefusedError(self._cls, f"its step {what} ({location()})")
         self.refusal = self.refusal or error
         raise error
 
@@ -82,9 +84,7 @@ class Number:
         self.tensor = wide(tensor.detach()).reshape(())
         self.run = run
 
-    @classmethod
-    def __torch_function__(cls, *_: object) -> NoReturn:
-        raise RefusedError("a number of a step is used outside of it")
+    __torch_function__ = None  # so that torch asks the mode of the run, `Calls`
 
     def _read(self, *_: object) -> NoReturn:
         self.run.refuse("reads a number that changes in training")
@@ -184,18 +184,12 @@ def _on_numbers(of_python: Callable[..., Any], of_torch: Callable[..., Tensor]) 
 
 _OF_NUMBERS = {name: _on_numbers(function, getattr(torch, name)) for name, function in _OF_PYTHON.items()}
 
-_TORCH = str(Path(torch.__file__).parent)
-_OPTIMIZERS = str(Path("torch") / "optim")
-_HERE = str(Path(__file__).parent)
+_NOT_THE_CLASSES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
 
 
 def location() -> str:
     """Return file and line of the class's code that runs."""
     frame = sys._getframe(1)
-    while frame.f_back is not None:
-        file = frame.f_code.co_filename
-        is_torchs = file.startswith(_TORCH) and _OPTIMIZERS not in file
-        if not is_torchs and not file.startswith(_HERE):
-            break
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CLASSES):
         frame = frame.f_back
     return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"

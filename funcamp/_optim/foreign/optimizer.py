@@ -7,119 +7,91 @@ steps are compared with those of the class's own loop (`_compare`).
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from funcamp import _tree, _upstream
+from funcamp import _tree
 from funcamp._optim.foreign.calls import Calls
 from funcamp._optim.foreign.instance import (
     Contents,
     changed,
-    check_aliases,
-    check_constants,
     cloned,
     contents_of,
     filled,
     form_of,
     instance,
     is_entry,
-    is_number,
     is_same,
     leaves,
-    marked,
     put_shared,
     record,
-    refusal,
     shared_in,
     step_of,
     tensor_of,
 )
 from funcamp._optim.foreign.number import Number, RefusedError, in_a_step
 from funcamp._optim.hyperparameters import Hyper, is_dynamic, map_items
-from funcamp._optim.modes import generators_put_back, without_modes
-from funcamp._optim.optimizer import Leaves, OptState, StatelessOptimizer, Stepped
+from funcamp._optim.modes import without_modes
+from funcamp._optim.optimizer import Inputs, OptState, StatelessOptimizer, Stepped
 from funcamp._optim.torch_optim.rule import State
 from funcamp._storage.params import collapse, expand
 from funcamp._trace.as_compiled import as_eager
 from funcamp._types import Tree
 
 _MOST_WAYS = 16
-#: Remedies: parameters step one by one, because each asks its own questions; the first step is another formula. Any
-#: other remedy is the name of something that a step changes for all parameters.
+#: Remedies: parameters step one by one, because each asks its own questions; the first step is another formula.
 _SEPARATELY, _FIRST = "one by one", "another first step"
-_MOST_REMEDIES = 24
 
 _STEPS = 8
 #: Its values are known, so these suffice to see every path.
 _STEPS_WITH_ALL_PATHS = (0, 1)
-_SHAPES = ((2, 3), (2,), (48, 32), (2, 3), (32, 48), (2, 2, 2, 1))
-#: The parameters of a trial; fewer kinds for a class that refuses some.
-_TRIALS = ((*_SHAPES, ()), _SHAPES, ((2, 3), (3, 2), (2, 3)))
-_FakeTensorMode: Any = _upstream.find("torch._subclasses.fake_tensor.FakeTensorMode")
+#: The parameters of a trial; matrices only for a class that refuses others.
+_TRIALS = (((2, 3), (2,), (48, 32), (2, 3), (32, 48), (2, 2, 2, 1), ()), ((2, 3), (3, 2), (2, 3)))
 
 
-class Inputs(NamedTuple):
-    """What a step begins with."""
+class OwnStep(NamedTuple):
+    """A step of the class's own loop in the trial."""
 
+    grads: list[Tensor]
     params: list[Tensor]
-    grads: list[Any]
-    """A tensor or None for each parameter."""
-    states: list[State]
-    """The entries of each parameter, and last those that all share."""
-    hyper: Hyper
-    is_first: bool = False
-    """Whether the class keeps nothing yet, as before a first step by its own formula."""
-
-    def of(self, part: list[int]) -> Inputs:
-        """Return those of some parameters."""
-        states = [*[self.states[index] for index in part], self.states[-1]]
-        params, grads = [self.params[index] for index in part], [self.grads[index] for index in part]
-        return self._replace(params=params, grads=grads, states=states)
+    """The parameters after it."""
+    contents: list[Contents]
+    """What the instance keeps after it, of each parameter, and last for all."""
 
 
 class ForeignOptimizer(StatelessOptimizer):
     """A class of another package as two pure functions; made by `stateless`."""
 
+    _takes_groups = False
+
     def _prepare(self) -> None:
-        #: Whether it catches divisions by 0, which are then questions. No run shows it, but the source.
-        self._asks_divisors = any("ZeroDivisionError" in _source_of(base) for base in self._cls.__mro__)
         #: What the constructor gets: other numbers for tensors and schedules, so that a class which keeps such a number
         #: for itself, beside its group, differs from its own loop.
-        self._instance_arguments = dict(self._arguments)
-        for name in self._dynamic:
-            self._instance_arguments[name] = map_items(
-                _other_number, name, self._arguments[name], self._hyperparameters[name]
-            )
+        self._instance_arguments = {
+            name: map_items(_other_number, name, argument, self._hyperparameters.get(name))
+            for name, argument in self._arguments.items()
+        }
         #: What an instance keeps after a step, without values, by the kinds of its parameters.
         self._forms: dict[Any, list[Contents]] = {}
+        #: The names of what steps change for all parameters, also if it is no number: a flag, for example.
+        self._changing: set[str] = set()
         #: How the class must be run, found in the trial.
         self._remedies: set[str] = set()
         #: Whether values are known, so that one path suffices: while the class is tried.
         self._reads_answers = False
         failure: Exception | None = None
-        with as_eager(), generators_put_back(), in_a_step():
+        with as_eager(), in_a_step():
             for shapes in _TRIALS:
-                for dtype in (torch.float64, torch.float32):
-                    try:
-                        return self._try([_numbers_like(shape, dtype, offset) for offset, shape in enumerate(shapes)])
-                    except RefusedError:
-                        raise
-                    except Exception as error:  # of the class's own code, which may refuse a shape or a dtype
-                        failure = failure or error
-        name = type(failure).__name__
-        raise refusal(self._cls, f"its step fails ({name}: {failure})") from failure
-
-    def _takes_groups(self) -> bool:
-        return False
-
-    def _check_entries(self, flat: Leaves, opt_state: OptState) -> None:
-        """Leave the check to the step, which knows what each parameter has."""
-
-    def _positions(self, flat: Leaves, flat_grads: Leaves) -> list[int]:  # noqa: ARG002  it may count steps
-        return [index for index, param in enumerate(flat) if param is not None]
+                try:
+                    return self._try(shapes)
+                except RefusedError:
+                    raise
+                except Exception as error:  # of the class's own code, which may refuse a shape
+                    failure = error
+        raise RefusedError(self._cls, f"its step fails ({type(failure).__name__}: {failure})") from failure
 
     def evaluation_params(self, params: Tree, opt_state: OptState) -> Tree:
         """Return the parameters to evaluate with; see `StatelessOptimizer.evaluation_params`."""
@@ -128,28 +100,23 @@ class ForeignOptimizer(StatelessOptimizer):
         expanded = expand(params)
         flat, spec = _tree.parameters("evaluation_params", "params", expanded)
         positions = self._positions(flat, flat)
-        all_states = self._states(expanded, flat, opt_state)
-        present: list[Any] = [flat[index] for index in positions]
-        states = [*[all_states[index] for index in positions], opt_state.shared]
+        inputs = self._inputs(positions, flat, flat, self._states(expanded, flat, opt_state), opt_state)
         calls = self._calls(())
-        inputs = Inputs(present, [], states, self._hyper(opt_state.applied, present))
         optimizer, clones = self._filled_instance(inputs, calls)
         self._call(optimizer.eval, calls)
         if calls.path:
-            raise refusal(self._cls, "its eval branches on a number that changes in training")
+            raise RefusedError(self._cls, "its eval branches on a number that changes in training")
         for index, param in zip(positions, clones):
             flat[index] = param
         return collapse(params, _tree.unflatten(flat, spec))
-
-    def _parts(self, count: int) -> list[list[int]]:
-        """Return the indices of the parameters that step together."""
-        return [[index] for index in range(count)] if _SEPARATELY in self._remedies else [list(range(count))]
 
     # The state before the first step.
 
     def _first(self, params: list[Tensor], hyper: Hyper) -> list[State]:
         """Return the first values that a step with a zero gradient gives to entries."""
-        return _joined([self._first_of([params[index] for index in part], hyper) for part in self._parts(len(params))])
+        if _SEPARATELY in self._remedies and len(params) > 1:
+            return _joined([self._first_of([param], hyper) for param in params])
+        return self._first_of(params, hyper)
 
     def _first_of(self, params: list[Tensor], hyper: Hyper) -> list[State]:
         """Return these values for parameters that step together."""
@@ -160,55 +127,49 @@ class ForeignOptimizer(StatelessOptimizer):
                 clone.grad = torch.zeros_like(clone)
             optimizer = instance(self._cls, clones, self._instance_arguments)
             record(optimizer)
-            marks, before = marked(shared_in(optimizer)), cloned(shared_in(optimizer))
+            shared = shared_in(optimizer)
+            before, leaves_before = cloned(shared), leaves(shared)
             put_shared(optimizer, _numbers(hyper, calls))
         self._call(step_of(optimizer), calls)
-        *kept, after = contents_of(optimizer, clones)
-        for contents in kept:
-            check_constants(self._cls, contents)
-        check_aliases(self._cls, [*clones, *[leaf for one in (*kept, after) for leaf in leaves(one).values()]])
-        # What the first step changes is put into every instance, also if it is no number: a flag, for example.
-        names = (self._remedies | changed(marks, after)) - {*self._dynamic, _SEPARATELY, _FIRST}
-        kept.append({name: after.get(name, 0.0) for name in sorted(names)})  # 0.0: only another path makes it
-        self._forms[_kinds(params)] = [form_of(contents) for contents in kept]
-        firsts = [getattr(optimizer.state.get(clone), "first", one) for clone, one in zip(clones, kept)]
+        contents = contents_of(optimizer, clones)
+        *forms, form = [form_of(self._cls, each) for each in contents]
+        # What changes is put into every instance, and tensors, which may be written.
+        tensors = {name for name, part in form.items() if _tree.tensors_in(part)}
+        names = (self._changing | tensors | changed(leaves_before, contents[-1])) - {*self._dynamic}
+        form = {name: form.get(name, 0.0) for name in sorted(names)}  # 0.0: only another path makes it
+        self._forms[_kinds(params)] = [*forms, form]
+        firsts = [getattr(optimizer.state.get(clone), "first", {}) for clone in clones]
         firsts.append(optimizer.param_groups[0].first | before)
-        return [_entries_before(*each) for each in zip(firsts, kept, [*params, params[0]])]
+        contents[-1] = {name: contents[-1].get(name, 0.0) for name in form}
+        return [_entries_before(*each, params[0]) for each in zip(firsts, contents)]
 
     def _form(self, params: list[Tensor]) -> list[Contents]:
         """Return what an instance with such parameters keeps."""
         key = _kinds(params)
         if key not in self._forms:
-            with without_modes(), _FakeTensorMode():
-                empty = [torch.zeros(param.shape, dtype=param.dtype) for param in params]
-                self._first_of(empty, example_hyper(self))
+            with without_modes():
+                self._first_of([torch.zeros(kind.shape, dtype=kind.dtype) for kind in params], self._example_hyper())
         return self._forms[key]
 
     # A step.
 
-    def _stepped(
-        self, params: list[Tensor], grads: list[Any], states: list[State], applied: Tensor, hyper: Hyper
-    ) -> Stepped:
+    def _stepped(self, inputs: Inputs) -> Stepped:
         if torch.compiler.is_dynamo_compiling():
             raise RuntimeError(
                 f"update: {self._cls.__name__} runs its own Python, which torch.compile does not trace; compile the "
                 "step with funcamp.jit"
             )
-        inputs = Inputs(params, grads, states, hyper)
-        if _FIRST not in self._remedies or (self._reads_answers and applied > 0):
+        if _FIRST not in self._remedies or (self._reads_answers and inputs.applied > 0):
             return self._all_paths(inputs)
-        if any(grad is None for grad in grads):
-            raise ValueError(
-                f"update: grads must all be tensors, because the first step of {self._cls.__name__} is another "
-                "formula; got None: give zeros, or leave the parameter out"
-            )
         first = self._all_paths(inputs._replace(is_first=True))
-        return _selected(applied == 0, first, self._all_paths(inputs))
+        return _selected(inputs.applied == 0, first, self._all_paths(inputs))
 
     def _all_paths(self, inputs: Inputs) -> Stepped:
         """Take the step along every path, of all parameters together or of each by itself."""
-        results = [self._paths(inputs.of(part), (), []) for part in self._parts(len(inputs.params))]
-        params = [param for result in results for param in result.params]
+        if _SEPARATELY not in self._remedies:
+            return self._paths(inputs, (), [])
+        results = [self._paths(inputs.of(index), (), []) for index in range(len(inputs.params))]
+        params = [result.params[0] for result in results]
         return Stepped(params, _joined([result.states for result in results]))
 
     def _paths(self, inputs: Inputs, answers: tuple[bool, ...], runs: list[Calls]) -> Stepped:
@@ -220,7 +181,7 @@ class ForeignOptimizer(StatelessOptimizer):
             return result
         if len(runs) + len(calls.path) - len(answers) > _MOST_WAYS:  # each new question is one more run at least
             why = f"its step branches on numbers that change in training in more than {_MOST_WAYS} ways"
-            raise refusal(self._cls, why, _SEPARATELY)
+            raise RefusedError(self._cls, why, _SEPARATELY)
         for index in reversed(range(len(answers), len(calls.path))):
             try:
                 other = self._paths(inputs, (*calls.path[:index], not calls.path[index]), runs)
@@ -232,7 +193,7 @@ class ForeignOptimizer(StatelessOptimizer):
 
     def _calls(self, answers: tuple[bool, ...]) -> Calls:
         given = None if self._reads_answers else answers
-        return Calls(self._cls.__name__, given, asks_divisors=self._asks_divisors)
+        return Calls(self._cls, given)
 
     def _filled_instance(self, inputs: Inputs, calls: Calls) -> tuple[Any, list[Tensor]]:
         """Return an instance with a state, and its parameters, which are clones."""
@@ -255,17 +216,19 @@ class ForeignOptimizer(StatelessOptimizer):
         optimizer, clones = self._filled_instance(inputs, calls)
         for clone, grad in zip(clones, inputs.grads):
             clone.grad = None if grad is None else grad.detach().to(clone.dtype, copy=True)
-        marks = marked(shared_in(optimizer))
+        before = leaves(shared_in(optimizer))
         self._call(step_of(optimizer), calls)
         *kept, shared = contents_of(optimizer, clones)
-        others = sorted(changed(marks, shared) - form[-1].keys())
+        others = sorted(changed(before, shared) - form[-1].keys())
         if others:
-            raise refusal(self._cls, f"its step changes {', '.join(others)}, which is not followed", *others)
+            raise RefusedError(self._cls, f"its step changes {', '.join(others)}, which is not followed")
         kept.append({name: shared[name] for name in form[-1] if name in shared})
-        states = [self._entries(*each) for each in zip(kept, form, inputs.states, [*clones, clones[0]])]
+        states = [self._entries(*each) for each in zip(kept, form, inputs.states)]
         for clone in clones:
             clone.grad = None
-        check_aliases(self._cls, [*clones, *[tensor for state in states for tensor in state.values()]])
+        tensors = [*clones, *[tensor for state in states for tensor in state.values()]]
+        if len({tensor.untyped_storage()._cdata for tensor in tensors}) < len(tensors):
+            raise RefusedError(self._cls, "it keeps one tensor under two names; clone it")
         return Stepped(clones, states)
 
     def _call(self, method: Any, calls: Calls) -> None:
@@ -276,115 +239,99 @@ class ForeignOptimizer(StatelessOptimizer):
                 if calls.refusal is not None:  # the class may have caught it
                     raise calls.refusal
 
-    def _entries(self, contents: Contents, form: Contents, before: State, like: Tensor) -> State:
-        """Return the tensors and numbers among what an instance keeps, of the kinds that they had before."""
+    def _entries(self, contents: Contents, form: Contents, before: State) -> State:
+        """Return the tensors and numbers among what an instance keeps, with shapes and dtypes of before."""
         found, expected = leaves(contents), leaves(form)
         if found.keys() != expected.keys():
             odd = sorted(found.keys() ^ expected.keys())
-            raise refusal(self._cls, f"its state must have the same entries after every step; odd is {odd}")
+            raise RefusedError(self._cls, f"its state must have the same entries after every step; odd is {odd}")
         entries: State = {}
         for name, leaf in found.items():
-            if not is_entry(expected[name]):
-                if not is_same(expected[name], leaf):
-                    raise refusal(self._cls, f"its step changes {name!r} to {leaf!r}")
-                continue
-            if not is_entry(leaf):
-                raise refusal(self._cls, f"its state entry {name!r} must be a tensor or a number after every step")
-            tensor = tensor_of(leaf, like)
-            if is_number(expected[name]) and tensor.numel() == 1:
-                tensor = tensor.reshape(())
-            if name in before:
-                if tensor.shape != before[name].shape:
-                    raise refusal(self._cls, f"its state entry {name!r} changes its shape")
-                tensor = tensor.to(before[name].dtype)
-            entries[name] = tensor
+            if is_entry(leaf) and is_entry(expected[name]):
+                old = before[name]
+                entries[name] = tensor_of(leaf, old).reshape_as(old).to(old)
+            elif not is_same(expected[name], leaf):
+                raise RefusedError(self._cls, f"its step changes {name!r} to {leaf!r}")
         return entries
 
     # The trial.
 
-    def _try(self, params: list[Tensor]) -> None:
+    def _try(self, shapes: tuple[tuple[int, ...], ...]) -> None:
         """Find how the class steps, or raise with the reason why it cannot be used."""
+        generator = torch.Generator().manual_seed(0)
+        params = [_normal(shape, generator) for shape in shapes]
+        own_steps = self._own_steps(params, generator)
         while True:
             self._forms.clear()
             try:
-                return self._compare(params)
+                return self._compare(params, own_steps)
             except RefusedError as error:
-                if error.remedies <= self._remedies or len(self._remedies) > _MOST_REMEDIES:
+                self._reads_answers = False
+                if error.remedy is None or error.remedy in self._remedies:
                     raise
-                self._remedies |= error.remedies
+                self._remedies.add(error.remedy)
 
-    def _compare(self, params: list[Tensor]) -> None:
-        """Raise if some steps are other ones than the class's own loop takes."""
-        torch.manual_seed(0)
-        owns = [nn.Parameter(param.clone()) for param in params]
-        optimizer = instance(self._cls, owns, self._arguments)  # type: ignore[arg-type]
-        torch.manual_seed(0)
-        hyper = example_hyper(self)
-        self._reads_answers = False
-        states = self._first(params, hyper)
-        current = params
+    def _own_steps(self, params: list[Tensor], generator: torch.Generator) -> list[OwnStep]:
+        """Take the steps of the class's own loop, and find what they change for all parameters."""
+        generator_before = torch.get_rng_state()
+        owns: list[Any] = [nn.Parameter(param.clone()) for param in params]
+        optimizer = instance(self._cls, owns, self._arguments)
+        means = [_normal(param.shape, generator) for param in params]
+        steps = []
         for number in range(_STEPS):
-            grads = self._grads(params, number)
-            generator_before = torch.get_rng_state()
+            size = (1.0, 0.3, 30.0, 1.0, 1e-3)[number % 5]
+            grads = [(mean + _normal(mean.shape, generator)) * size for mean in means]
+            if number == 5:  # no other parameter depends on this gradient if they step one by one
+                grads[0] *= 1e4
             for own, grad in zip(owns, grads):
                 own.grad = grad.clone()
+            before = leaves(shared_in(optimizer))
             with torch.no_grad():
                 step_of(optimizer)()
+            self._changing |= changed(before, shared_in(optimizer))
             if not all(own.isfinite().all() for own in owns):
-                raise refusal(self._cls, "its own loop comes to numbers that are not finite")
-            generator_after = torch.get_rng_state()
-            torch.set_rng_state(generator_before)
+                raise RefusedError(self._cls, "its own loop comes to numbers that are not finite")
+            contents = [cloned(each) for each in contents_of(optimizer, owns)]
+            steps.append(OwnStep(grads, [own.detach().clone() for own in owns], contents))
+        if not torch.equal(torch.get_rng_state(), generator_before):
+            raise RefusedError(self._cls, "its step draws random numbers; draw them in a part of a chain")
+        return steps
+
+    def _compare(self, params: list[Tensor], own_steps: list[OwnStep]) -> None:
+        """Raise if some steps are other ones than the class's own loop takes."""
+        hyper = self._example_hyper()
+        states = self._first(params, hyper)
+        current = params
+        for number, own in enumerate(own_steps):
             self._reads_answers = number not in _STEPS_WITH_ALL_PATHS
-            current, states = self._stepped(current, grads, states, torch.tensor(number), hyper)
-            if number and not torch.equal(torch.get_rng_state(), generator_after):
-                raise refusal(self._cls, "its step draws other random numbers as a function than in its loop")
-            for found, own, start in zip(current, owns, params):
-                self._check_near(number, found, own.detach(), _most_apart(own.detach(), start))
-            for entries, contents in zip(states, contents_of(optimizer, owns)):  # type: ignore[arg-type]
+            current, states = self._stepped(Inputs(current, own.grads, states, torch.tensor(number), hyper))
+            for found, wanted, start in zip(current, own.params, params):
+                self._check_near(number, found, wanted, start)
+            for entries, contents in zip(states, own.contents):
                 for name, leaf in leaves(contents).items():
                     if name in entries and is_entry(leaf):  # a count that is off by one may show late
-                        wanted = tensor_of(leaf, owns[0]).to(entries[name].dtype).reshape(entries[name].shape)
-                        self._check_near(number, entries[name], wanted, 2e-3 * _largest(wanted))
+                        wanted = tensor_of(leaf, params[0]).to(entries[name].dtype).reshape(entries[name].shape)
+                        self._check_near(number, entries[name], wanted, torch.zeros_like(wanted))
         self._reads_answers = False
 
-    def _check_near(self, number: int, found: Tensor, wanted: Tensor, most_apart: float) -> None:
+    def _check_near(self, number: int, found: Tensor, wanted: Tensor, start: Tensor) -> None:
+        """Raise if a tensor is far from what it is in the own loop, by its size or by the way that it went."""
+        most_apart = 1e-5 * _largest(wanted - start) + 5e-7 * _largest(wanted)
         if not torch.allclose(found, wanted, rtol=0.0, atol=most_apart, equal_nan=True):
             why = (
                 f"its step number {number} as a function comes to other numbers than in its own loop: it keeps "
                 "something elsewhere, what it computes for one parameter depends on another one, or it uses a number "
                 "of its constructor that is a tensor or a schedule here"
             )
-            raise refusal(self._cls, why, _FIRST)
+            raise RefusedError(self._cls, why, _FIRST)
 
-    def _grads(self, params: list[Tensor], number: int) -> list[Tensor]:
-        """Return gradients of several sizes.
-
-        If parameters step one by one, one gradient is large beside the others, to find that they do not depend on it.
-        """
-        factor = (1.0, 0.3, 30.0, 1.0, 1e-3)[number % 5]
-        grads = []
-        for index, param in enumerate(params):
-            grads.append(_numbers_like(tuple(param.shape), param.dtype, 10 * number + index + 3) * factor)
-        if _SEPARATELY in self._remedies and number == 5:
-            grads[0] = grads[0] * 1e6
-        return grads
+    def _example_hyper(self) -> Hyper:
+        """Return tensors for tensors and schedules, with the numbers that the own loop's constructor gets."""
+        return {name: map_items(_float64, name, self._arguments[name]) for name in self._dynamic}
 
 
-def _source_of(cls: type) -> str:
-    """Return the source of a class; the empty string if there is none."""
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):
-        return ""
-
-
-def example_hyper(optimizer: StatelessOptimizer) -> Hyper:
-    """Return tensors for the tensors and schedules of an optimizer, with the numbers that its constructor gets."""
-
-    def tensor(_: str, value: float) -> Tensor:
-        return torch.full((), value, dtype=torch.float64)
-
-    return {name: map_items(tensor, name, optimizer._arguments[name]) for name in optimizer._dynamic}
+def _float64(_: str, value: float) -> Tensor:
+    return torch.tensor(value, dtype=torch.float64)
 
 
 def _other_number(_: str, argument: Any, hyperparameter: object) -> Any:
@@ -434,17 +381,9 @@ def _selected(condition: Tensor, yes: Stepped, no: Stepped) -> Stepped:
     return Stepped(params, states)
 
 
-def _most_apart(wanted: Tensor, start: Tensor) -> float:
-    """Return how far from a parameter a right one may be, by its size or by the way that it went."""
-    is_double = wanted.dtype == torch.float64 and not torch.equal(wanted, wanted.float().double())
-    of_way, of_size = (1e-5, 1e-15) if is_double else (1e-3, 5e-7)
-    return max(of_way * _largest(wanted - start), of_size * _largest(wanted))
-
-
 def _largest(tensor: Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    return float(tensor.double().abs().max())
 
 
-def _numbers_like(shape: tuple[int, ...], dtype: torch.dtype, offset: int) -> Tensor:
-    position = torch.arange(torch.Size(shape).numel(), dtype=torch.float64) + (0.7 * offset + 0.1)
-    return (position * (2.3 + 0.17 * position)).sin().reshape(shape).to(dtype)
+def _normal(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    return torch.randn(shape, generator=generator, dtype=torch.float64)

@@ -66,17 +66,10 @@ def _rmsprop_step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tu
         new_state["grad_avg"] = grad_avg
         variance = torch.addcmul(square_avg, grad_avg, grad_avg, value=-1)
     denominator = plus(variance.sqrt(), h.eps)
-    plain = addcdiv(param, grad, denominator, -h.lr)
     if is_zero(h.momentum):
-        return plain, new_state
-
+        return addcdiv(param, grad, denominator, -h.lr), new_state
     buffer = addcdiv(times(state["momentum_buffer"], h.momentum), grad, denominator, 1.0)
-    moved = add(param, buffer, -h.lr)
-    if isinstance(h.momentum, Tensor):  # torch neither reads nor writes the buffer if it is 0
-        is_used = h.momentum > 0
-        moved = torch.where(is_used, moved, plain)
-        buffer = torch.where(is_used, buffer, state["momentum_buffer"])
-    return moved, {**new_state, "momentum_buffer": buffer}
+    return add(param, buffer, -h.lr), {**new_state, "momentum_buffer": buffer}
 
 
 RMSPROP = UpdateRule(

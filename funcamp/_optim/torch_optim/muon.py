@@ -46,16 +46,9 @@ def _orthogonal(grad: Tensor, h: Arguments) -> Tensor:
     x = x / clamp(x.norm(), h.eps)
     for _ in range(h.ns_steps):
         gram = x @ x.T
-        polynomial = _addmm(gram, gram, gram, b, c)
-        x = _addmm(x, polynomial, x, a, 1)
+        polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.addmm(x, polynomial, x, beta=a)
     return x.T if is_tall else x
-
-
-def _addmm(tensor: Tensor, left: Tensor, right: Tensor, beta: float | Tensor, alpha: float | Tensor) -> Tensor:
-    """Return beta * tensor + alpha * left @ right."""
-    if isinstance(beta, Tensor) or isinstance(alpha, Tensor):
-        return (beta * tensor.float() + alpha * (left @ right).float()).to(tensor.dtype)
-    return torch.addmm(tensor, left, right, beta=beta, alpha=alpha)
 
 
 MUON = UpdateRule(
@@ -65,6 +58,6 @@ MUON = UpdateRule(
     elementwise=False,
     takes_complex=False,
     dims=2,
-    constants=("ns_steps", "adjust_lr_fn"),
+    constants=("ns_steps", "ns_coefficients", "adjust_lr_fn"),
     texts=("original", "match_rms_adamw", "spectral_unclamped"),
 )

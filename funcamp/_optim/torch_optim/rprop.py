@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funcamp._optim.arithmetic import clamp, plus, times
+from funcamp._optim.arithmetic import clamp, like, plus
 from funcamp._optim.torch_optim.rule import Arguments, State, UpdateRule, zeros
 
 
@@ -16,13 +16,11 @@ def _init(param: Tensor, h: Arguments) -> State:
 
 
 def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
-    (etaminus, etaplus), (smallest, largest) = h.etas, h.step_sizes
     sign = (grad * state["prev"]).sign()
-    ones = torch.ones_like(param)
-    shrinking = times(ones, etaminus)
-    factor = torch.where(sign > 0, times(ones, etaplus), torch.where(sign < 0, shrinking, ones))
-    step_size = clamp(state["step_size"] * factor, smallest, largest)
-    grad = torch.where(factor == shrinking, torch.zeros_like(grad), grad)
+    shrink, grow = (like(eta, sign) for eta in h.etas)
+    factor = torch.where(sign > 0, grow, torch.where(sign < 0, shrink, torch.ones_like(sign)))
+    step_size = clamp(state["step_size"] * factor, *h.step_sizes)
+    grad = torch.where(sign < 0, torch.zeros_like(grad), grad)
     param = torch.addcmul(param, grad.sign(), step_size, value=-1)
     return param, {"prev": grad, "step_size": step_size}
 

@@ -30,17 +30,13 @@ def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tens
     if is_zero(h.momentum):
         return add(param, grad, -h.lr), {}
     new_state = {"momentum_buffer": add(times(state["momentum_buffer"], h.momentum), grad, 1 - h.dampening)}
-    if APPLIED_ENTRY in state:
+    if not is_zero(h.dampening):
         is_first = state[APPLIED_ENTRY] == 0
         new_state["momentum_buffer"] = torch.where(is_first, grad, new_state["momentum_buffer"])
         new_state[APPLIED_ENTRY] = state[APPLIED_ENTRY] + 1
     update = new_state["momentum_buffer"]
     if h.nesterov:
         update = add(grad, update, h.momentum)
-    if isinstance(h.momentum, Tensor):  # torch neither reads nor writes the buffer if it is 0
-        is_used = h.momentum != 0
-        update = torch.where(is_used, update, grad)
-        new_state = {name: torch.where(is_used, new, state[name]) for name, new in new_state.items()}
     return add(param, update, -h.lr), new_state
 
 

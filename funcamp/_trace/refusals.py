@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
 
 from funcamp import _tree, _upstream
 from funcamp._trace.schema import reads_no_value
-from funcamp._trace.tracing import HostError
+from funcamp._trace.tracing import HostError, current
 from funcamp._trace.user_line import line_in_stack
 from funcamp._types import Args, Kwargs, Operation
 
@@ -126,6 +128,33 @@ def refuse_python_branches(func: Operation, args: Args) -> None:
     for arg in args:
         if isinstance(arg, _PYTHON_FUNCTIONS) and not isinstance(arg, fx.GraphModule):
             raise HostError(_BRANCHES.format(name=getattr(func, "__name__", func), line=line_in_stack()))
+
+
+@contextlib.contextmanager
+def assignments_to_data_refused() -> Iterator[None]:
+    """Context manager: HostError for `tensor.data = value` in this thread's trace, since torch does not dispatch it."""
+    data: Any = Tensor.data
+
+    def set_data(tensor: Tensor, value: Tensor) -> None:
+        if current.recorder is not None and not _is_same_view(tensor, value):  # `Module.to` assigns what is there
+            raise HostError(
+                f"not assign to .data, which a program does not see; {line_in_stack()} does, for "
+                f"{_tree.describe(tensor)}: write into it with copy_, or assign a new tensor to the name or attribute"
+            )
+        data.__set__(tensor, value)
+
+    with patch.object(Tensor, "data", property(data.__get__, set_data)):
+        yield
+
+
+def _is_same_view(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same elements of one storage."""
+
+    def elements(tensor: Tensor) -> tuple[object, ...]:
+        storage = tensor.untyped_storage()._cdata
+        return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+    return elements(one) == elements(other)
 
 
 def fake_tensors_of(result: object) -> Iterable[FakeTensor]:

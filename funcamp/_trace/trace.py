@@ -13,7 +13,6 @@ import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx
@@ -27,12 +26,13 @@ from funcamp._trace.inner_casts import watch_autocast
 from funcamp._trace.interface import Input, Outputs
 from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.places import Identity, Survey
+from funcamp._trace.refusals import assignments_to_data_refused
 from funcamp._trace.settle import settle
 from funcamp._trace.tensor_subclass import Wrapper, unwrap_all, wrap, wrapper_of
 from funcamp._trace.trace_errors import explain
-from funcamp._trace.tracing import HostError, current
+from funcamp._trace.tracing import HostError
 from funcamp._trace.user_line import asks_whether_compiled
-from funcamp._trace.watch import TORCH_DATA, TraceWatch
+from funcamp._trace.watch import TraceWatch
 from funcamp._types import Tree
 from funcamp._upstream.batch_norm_layout import give_kernels_layouts
 
@@ -164,7 +164,7 @@ def _trace_once(
     try:
         with (
             as_compiled(is_compiling),
-            patch.object(Tensor, "data", property(TORCH_DATA.__get__, _set_data)),
+            assignments_to_data_refused(),
             # On a GPU autograd would call backward in another thread, outside these modes.
             torch.autograd.set_multithreading_enabled(False),
             fake_mode,
@@ -314,14 +314,6 @@ def _separate_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
-
-
-def _set_data(tensor: Tensor, value: Tensor) -> None:
-    """Set `tensor.data`, which torch does not dispatch."""
-    if isinstance(current.recorder, TraceWatch):
-        current.recorder.set_data(tensor, value)
-    else:
-        TORCH_DATA.__set__(tensor, value)
 
 
 @functools.cache

@@ -12,13 +12,6 @@ from types import FrameType
 
 import torch
 
-#: Torch's layers that read values, by the start of the name of their Python module, and what to take instead.
-_READING_LAYERS = {
-    "torch.ao.quantization.": (
-        "torch.ao.quantization, which branches on its buffers (FusedMovingAvgObsFakeQuantize of "
-        "get_default_qat_qconfig does not)"
-    ),
-}
 #: The starts of the file names of torch, of this library, and of code that is in no file. The separator is needed:
 #: the folder of torchvision begins with torch, too.
 _NOT_USERS = (
@@ -61,26 +54,9 @@ def _innermost_first(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 
 
 def _first_user_line(frames: Iterable[tuple[FrameType, int]]) -> str:
-    """Return the first line of user code among some, and before it what layer of torch it called, if that reads values.
-
-    Args:
-        frames: the frames and their lines, from the inside out.
-    """
-    layer = ""
+    """Return the first line of user code among some frames and their lines, from the inside out."""
     for frame, line in frames:
         file = frame.f_code.co_filename
         if not file.startswith(_NOT_USERS):
-            return f"{layer}{file}:{line} ({linecache.getline(file, line).strip()})"
-        if not layer:  # the line of the user calls a model, and what reads is a module of torch in it
-            layer = _describe_reading_layer(frame)
+            return f"{file}:{line} ({linecache.getline(file, line).strip()})"
     return "a line that is not known"
-
-
-def _describe_reading_layer(frame: FrameType) -> str:
-    """Return which layer of torch a frame is in, and why it reads values; "" if it is in none of those that do."""
-    python_module = str(frame.f_globals.get("__name__"))
-    for start, description in _READING_LAYERS.items():
-        if python_module.startswith(start):
-            layer_class = type(frame.f_locals.get("self")).__name__
-            return f"{layer_class} of {description}, called in "
-    return ""

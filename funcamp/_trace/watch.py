@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
-    get_proxy_slot,
-    set_proxy_slot,
 )
 
 from funcamp import _tree, _upstream
@@ -30,7 +28,7 @@ from funcamp._trace.refusals import (
 )
 from funcamp._trace.torch_draws import TraceDraws
 from funcamp._trace.trace_errors import nested_tensor_error, read_error
-from funcamp._trace.tracing import HostError, LetsDynamoIn, current
+from funcamp._trace.tracing import LetsDynamoIn, current
 from funcamp._trace.user_line import line_in_stack
 from funcamp._types import Args, Kwargs, Operation
 from funcamp._upstream.value_reads import answer_to_read
@@ -50,8 +48,6 @@ _DEVICE = torch.ops.prim.device.default
 #: What torch.tensor calls with its tensor, which is a constant of the graph.
 _LIFTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}
 _PLAIN = {Tensor, torch.nn.Parameter}
-#: torch's own getter and setter of `tensor.data`, because a trace replaces `Tensor.data`.
-TORCH_DATA: Any = Tensor.data
 
 
 class _CapturedTensor(NamedTuple):
@@ -182,31 +178,6 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         """Return the node of a tensor of this graph or of a graph inside it; None for any other tensor."""
         return self.node_of(value) or node_in(innermost_tracer(), value)
 
-    def set_data(self, tensor: Tensor, value: Tensor) -> None:
-        """Record `tensor.data = value` for a tensor that the step made: from now on it is the node of value.
-
-        Raises:
-            HostError: the step did not make the tensor: eager code would leave its former memory as it was, and a
-                program can only write into it.
-        """
-        if _is_same_view(tensor, value):  # Module.to does this
-            return
-        tracer = innermost_tracer()
-        node = node_in(tracer, tensor)
-        is_argument = node is not None and node.op == "placeholder"
-        if is_argument or not isinstance(tensor, FakeTensor):
-            raise HostError(
-                f"not assign to .data of a tensor that it did not make; {line_in_stack()} does, for "
-                f"{_tree.describe(tensor)}: write into it with copy_, or assign a new tensor to the name or attribute"
-            )
-        with torch.no_grad():
-            value = value.detach()
-        TORCH_DATA.__set__(tensor, value)
-        tensor.constant = None  # the value that a trace knows of torch.tensor(2.0)
-        if tracer is not None:
-            value_slot: Any = get_proxy_slot(value, tracer)
-            set_proxy_slot(tensor, tracer, value_slot)
-
     # After the trace
 
     def give_values_to_kept(
@@ -251,14 +222,3 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
 def _is_known_constant(value: object) -> bool:
     """Return whether a trace knows the value of a tensor, as that of `torch.tensor(2.0)`."""
     return getattr(value, "constant", None) is not None
-
-
-def _is_same_view(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same elements of one storage."""
-
-    def elements(tensor: Tensor) -> tuple[object, ...]:
-        storage = tensor.untyped_storage()._cdata
-        return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-    have_storages = all(type(tensor) in (FakeTensor, *_PLAIN) for tensor in (one, other))
-    return have_storages and elements(one) == elements(other)

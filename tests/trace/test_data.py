@@ -1,4 +1,4 @@
-"""`tensor.data = value` in a step is what it is in eager code, although torch does not dispatch it."""
+"""`tensor.data = value` in a jitted step is refused, since torch does not dispatch it, unless it changes nothing."""
 
 from __future__ import annotations
 
@@ -50,17 +50,6 @@ class Activation(Net):
         hidden.data = hidden.data.clamp(-0.3, 0.3)
 
 
-class SavedActivation(Net):
-    """The sine's backward pass reads what it saved: the tensor itself, with its new values."""
-
-    def change(self, hidden: Tensor) -> None:
-        shifted = hidden * 1.0
-        self.mean.data = self.mean + shifted.sin().sum().detach() * 0.0
-        shifted.data = shifted.data * 0.5
-        hidden.data = shifted.data + 0.1
-        hidden.data.mul_(1.5)
-
-
 class Constant(Net):
     def change(self, hidden: Tensor) -> None:
         hidden.data = self.table.expand(len(hidden), 4) * 0.3
@@ -84,7 +73,7 @@ class Moved(Net):
         self.first.weight.data = self.first.weight.data
 
 
-CHANGES: list[type[Net]] = [Buffer, Activation, SavedActivation, Constant, Moved]
+CHANGES: list[type[Net]] = [Moved]
 RUNS: dict[str, Callable[[Any], Any]] = {
     "eager": lambda step: step,
     "traced": lambda step: jit(step, backend="eager"),
@@ -125,23 +114,6 @@ def test_numbers_are_those_of_torchs_loop(kind: type[Net], run: str) -> None:
     assert_same(tensors(model), tensors(twin))
 
 
-@pytest.mark.thorough(keep=1)
-@pytest.mark.compiled
-@pytest.mark.inductor
-def test_compiled_numbers_are_near() -> None:
-    model, other = Buffer(), Buffer()
-    step, plain = (
-        make_train_step(module_loss(m, mse_loss), stateless(torch.optim.SGD, lr=0.3)) for m in (model, other)
-    )
-    run, state, expected = jit(step), step.init(), plain.init()
-    for index in range(STEPS):
-        state, _ = run(state, batch(index))
-        expected, _ = plain(expected, batch(index))
-    for name, value in state.params.tree().items():
-        torch.testing.assert_close(value, expected.params[name])
-    torch.testing.assert_close(tensors(model)["slow.weight"], tensors(other)["slow.weight"])
-
-
 class Momentum(Net):
     """MoCo's second network."""
 
@@ -170,12 +142,12 @@ class Augmented(Net):
         return super().forward(x)
 
 
-@pytest.mark.parametrize("kind", [Momentum, Attribute, Restored, Augmented])
-def test_other_memory_for_a_tensor_that_the_step_did_not_make_is_refused(kind: type[Net]) -> None:
+@pytest.mark.parametrize("kind", [Buffer, Activation, Constant, Momentum, Attribute, Restored, Augmented])
+def test_other_memory_is_refused(kind: type[Net]) -> None:
     model = kind()
     before, data = copy.deepcopy(tensors(model)), batch(0)
     step = make_train_step(module_loss(model, mse_loss), stateless(torch.optim.SGD))
-    with pytest.raises(RuntimeError, match=r"not assign to \.data of a tensor that it did not make; .*\.data = "):
+    with pytest.raises(RuntimeError, match=r"not assign to \.data, .*\.data = "):
         jit(step, backend="eager")(step.init(), data)
     assert_same(tensors(model), before)
     assert_same(data, batch(0))
@@ -196,17 +168,7 @@ def test_other_memory_for_a_leaf_of_the_state_is_refused() -> None:
         state["w"].data = state["w"] + 1
         return {"w": state["w"] * x}, None
 
-    with pytest.raises(RuntimeError, match=r"not assign to \.data of a tensor that it did not make"):
-        jit(step, backend="eager")({"w": torch.ones(3)}, torch.ones(3))
-
-
-def test_a_constant_that_gets_other_memory_is_no_constant() -> None:
-    def step(state: Any, x: Tensor) -> Any:
-        number = torch.tensor(2.0)
-        number.data = x.sum()
-        return {"w": state["w"] * float(number)}, None
-
-    with pytest.raises(RuntimeError, match="not read a tensor's value on the host"):
+    with pytest.raises(RuntimeError, match=r"not assign to \.data, which"):
         jit(step, backend="eager")({"w": torch.ones(3)}, torch.ones(3))
 
 

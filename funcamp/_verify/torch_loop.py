@@ -121,7 +121,9 @@ class TorchLoop:
                 self._unused.add(name)
                 parameter.grad = torch.zeros_like(parameter)
         for group, optimizer in self._optimizers:
-            optimizer.param_groups[0].update(hyperparameters_of(group.optimizer, self._applied))
+            numbers = hyperparameters_of(group.optimizer, self._applied)
+            changing = {name: numbers[name] for name in group.optimizer._dynamic}  # others may be the class's to change
+            optimizer.param_groups[0].update(changing)
             scaler.unscale_(optimizer)
         gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
         if not all(bool(gradient.isfinite().all()) for gradient in gradients):

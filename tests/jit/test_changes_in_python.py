@@ -18,7 +18,7 @@ import threading
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -132,6 +132,25 @@ class Trainer:
     @staticmethod
     def by_global(out: Tensor, y: Tensor) -> Tensor:
         return F.mse_loss(out, y) * WEIGHTS["w"]
+
+
+class Settings:
+    """A class as a namespace."""
+
+    factor = 1.0
+    calls = 0
+    tables: ClassVar[dict[int, Tensor]] = {}
+
+    @staticmethod
+    def scaled(value: Tensor) -> Tensor:
+        return value * Settings.factor
+
+
+class Dropout(nn.Dropout):
+    """A user's layer made of one of torch's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
 
 
 class DropPath(nn.Module):
@@ -500,6 +519,53 @@ def hidden_state_in_a_buffer() -> Program:
     return Program(model)
 
 
+def class_as_namespace() -> Program:
+    Settings.factor = 1.0
+    return Program(
+        linear(), lambda out, y: Settings.scaled(F.mse_loss(out, y)), late(lambda: setattr(Settings, "factor", 2.0))
+    )
+
+
+def table_in_a_class() -> Program:
+    Settings.tables.clear()
+
+    def criterion(out: Tensor, y: Tensor) -> Any:
+        if len(y) not in Settings.tables:
+            Settings.tables[len(y)] = torch.arange(4.0)
+        return F.mse_loss(out, y * Settings.tables[len(y)])
+
+    return Program(linear(), criterion)
+
+
+def attribute_of_a_function() -> Program:
+    def criterion(out: Tensor, y: Tensor) -> Any:
+        function: Any = criterion
+        return F.mse_loss(out, y) * function.factor
+
+    setattr(criterion, "factor", 1.0)  # noqa: B010  mypy knows no attributes of functions
+    return Program(linear(), criterion, late(lambda: setattr(criterion, "factor", 2.0)))
+
+
+def tensor_that_is_added() -> Program:
+    anchors: list[Tensor] = []
+    return Program(
+        linear(),
+        lambda out, y: F.mse_loss(out, y) + sum(anchors),
+        late(lambda: anchors.append(torch.tensor(2.0))),
+    )
+
+
+def long_chain_of_functions() -> Program:
+    def lengthened(inner: Callable[[], float]) -> Callable[[], float]:
+        return lambda: inner()
+
+    weights = {"w": 1.0}
+    weight: Callable[[], float] = lambda: weights["w"]  # noqa: E731  the first of many
+    for _ in range(9):
+        weight = lengthened(weight)
+    return Program(linear(), lambda out, y: F.mse_loss(out, y) * weight(), late(lambda: weights.update(w=2.0)))
+
+
 FOLLOWED: dict[str, Callable[[], Program]] = {
     "the mode of the whole": mode_of_the_whole,
     "the mode of a part": mode_of_a_part,
@@ -550,6 +616,16 @@ FOLLOWED: dict[str, Callable[[], Program]] = {
     "another object": attribute("config", Data(1.0), Data(2.0), lambda self, x: self.layer(x) * self.config.factor),
     "a class attribute": class_attribute,
     "the rate of a dropout": layer_of_torch(nn.Dropout(0.0), "p", 1.0),
+    "the rate of a user's dropout": layer_of_torch(Dropout(0.0), "p", 1.0),
+    "the eps of a layer": layer_of_torch(nn.LayerNorm(4, elementwise_affine=False), "eps", 10.0),
+    "a class": class_as_namespace,
+    "a default of an object's class": held(
+        Settings(), lambda held: held.factor, lambda held: setattr(held, "factor", 2.0)
+    ),
+    "an attribute of a function": attribute_of_a_function,
+    "a tensor that is added": tensor_that_is_added,
+    "a long chain of functions": long_chain_of_functions,
+    "a table in a class": table_in_a_class,
     "the slope of a layer": layer_of_torch(nn.LeakyReLU(0.1), "negative_slope", 0.5),
     "the dimension of a softmax": layer_of_torch(nn.Softmax(0), "dim", 1),
     "the form of an activation": layer_of_torch(nn.GELU(), "approximate", "tanh"),
@@ -615,6 +691,16 @@ def counting_in_a_list() -> Program:
     def criterion(out: Tensor, y: Tensor) -> Tensor:
         seen.append(1)
         return F.mse_loss(out, y) * len(seen)
+
+    return Program(linear(), criterion)
+
+
+def counting_in_a_class() -> Program:
+    Settings.calls = 0
+
+    def criterion(out: Tensor, y: Tensor) -> Tensor:
+        Settings.calls += 1
+        return F.mse_loss(out, y) * Settings.calls
 
     return Program(linear(), criterion)
 
@@ -741,6 +827,7 @@ REFUSED: dict[str, tuple[Callable[[], Program], str]] = {
     "a count": (counting(float), rf"Python changes model\.calls \(from \d to \d\).*{_FIX}"),
     "a count that ends": (counting(lambda calls: min(calls / 4, 1.0)), r"model\.calls"),
     "a count in a list": (counting_in_a_list, r"criterion\.seen\[\d\] \(from nothing to 1\)"),
+    "a count in a class": (counting_in_a_class, r"Settings\.calls \(from \d to \d\)"),
     "Python's generator": (drawing(random.random), "compute the same at every call"),
     "numpy's generator": (drawing(np.random.rand), "compute the same at every call"),
     "a generator of its own": (own_generator, "what no attribute shows, such as an iterator"),

@@ -651,3 +651,26 @@ def test_what_a_schedule_reads_is_followed() -> None:
     run(start, (X, Y))
     settings["rate"] = 0.01
     assert_same(run(start, (X, Y)), step(clone(start), (X, Y)))
+
+
+@pytest.mark.parametrize("kept", [lambda loss: loss, lambda loss: loss.item()])
+def test_a_list_that_only_the_loop_uses_is_not_looked_at(kept: Callable[[Tensor], Any]) -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+            self.losses: list[Any] = []
+            self.traces = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.traces += 1
+            out: Tensor = self.linear(x)
+            return out
+
+    model = Keeps()
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, state = jit(step, backend="eager"), step.init()
+    for _ in range(4):
+        state, metrics = run(state, (X, Y))
+        model.losses.append(kept(metrics.loss))
+    assert model.traces == 2  # a count moved on, so the first call ran twice

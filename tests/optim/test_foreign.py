@@ -472,3 +472,68 @@ def test_torch_compile_is_refused_and_jit_is_named() -> None:
     update = torch.compile(optimizer.update, fullgraph=True, backend="eager")
     with pytest.raises(Exception, match=r"compile the step with funcamp\.jit"):
         update(params, params, optimizer.init(params))
+
+
+class Loops(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        (group,) = self.param_groups
+        group["k"] = group.get("k", 0) + 1
+        k = group["k"]
+        while k > 4:
+            k -= 4
+        return super().step()
+
+
+class Hooked(torch.optim.SGD):
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.register_step_post_hook(lambda *_: None)
+
+
+class DrawsLate(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        (group,) = self.param_groups
+        group["k"] = group.get("k", 0) + 1
+        for p in group["params"]:
+            p.add_(p.grad + torch.rand(()) if group["k"] > 1000 else p.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize(
+    ("cls", "text"),
+    [(Loops, "in more than 16 ways"), (Hooked, "hooks on its step"), (DrawsLate, "draws random numbers")],
+)
+def test_what_an_ordinary_class_may_not_do(cls: Any, text: str) -> None:
+    with pytest.raises(TypeError, match=text):
+        stateless(cls, lr=0.1)
+
+
+class KeepsFloat32(torch.optim.Optimizer):
+    """Makes its state in torch's default dtype, and keeps a mask."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    def step(self, closure: Any = None) -> Any:
+        (group,) = self.param_groups
+        for p in group["params"]:
+            state = self.state[p]
+            mean = state.setdefault("mean", torch.zeros(p.shape)).lerp_(p.grad, 0.1)
+            state["mask"] = p.grad > 0
+            p.sub_(torch.where(state["mask"], mean, mean / 2), alpha=group["lr"])
+
+
+def test_a_state_in_float32_and_a_mask() -> None:
+    params = {"w": torch.ones(3), "b": torch.ones(2, 2)}
+    twins = {name: torch.nn.Parameter(value.clone()) for name, value in params.items()}
+    own, optimizer = KeepsFloat32(twins.values()), stateless(KeepsFloat32)
+    opt_state = optimizer.init(params)
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        grads = {name: torch.randn(value.shape, generator=generator) for name, value in params.items()}
+        for name, twin in twins.items():
+            twin.grad = grads[name].clone()
+        with torch.no_grad():
+            own.step()
+        params, opt_state = optimizer.update(params, grads, opt_state)
+    for name, twin in twins.items():
+        assert torch.equal(params[name], twin.detach())

@@ -61,9 +61,11 @@ def instance(cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: 
     """Return an instance in the mode of training.
 
     Raises:
-        RefusedError: it has several groups.
+        RefusedError: it has several groups, or hooks.
     """
     optimizer: Any = cls(params, **copy.copy(arguments))
+    if optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks:
+        raise RefusedError(cls, "it has hooks on its step; write them as parts of a chain")
     if len(optimizer.param_groups) != 1:
         raise RefusedError(cls, "it sorts its parameters into groups; make one for each, with by_group")
     optimizer._accelerator_graph_capture_health_check = lambda: None  # it would warn of capturable=False

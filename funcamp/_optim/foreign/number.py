@@ -23,6 +23,10 @@ from torch import Tensor
 
 from funcamp._optim.arithmetic import wide
 
+#: How many questions a run may ask besides those whose answers it gets, and how many runs there may be.
+MOST_WAYS = 16
+#: A remedy: parameters step one by one, because each asks its own questions.
+SEPARATELY = "one by one"
 _DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
 
 
@@ -32,6 +36,12 @@ class RefusedError(TypeError):
     def __init__(self, cls: type, why: str, remedy: str | None = None) -> None:
         super().__init__(f"stateless: {cls.__name__} cannot be made pure: {why}")
         self.remedy = remedy
+
+
+def too_many_ways(cls: type) -> RefusedError:
+    """Return the error for a class whose step asks too much."""
+    why = f"its step branches on numbers that change in training in more than {MOST_WAYS} ways"
+    return RefusedError(cls, why, SEPARATELY)
 
 
 class Run:
@@ -67,6 +77,9 @@ class Run:
             return self._known[key]
         if self._answers is None:
             answer = bool(condition)
+        elif len(self.path) >= len(self._answers) + MOST_WAYS:  # also a loop that ends when an answer is no
+            self.refusal = too_many_ways(self._cls)
+            raise self.refusal
         else:
             answer = self._answers[len(self.path)] if len(self.path) < len(self._answers) else True
         self.conditions.append(condition.reshape(()))

@@ -7,6 +7,7 @@ steps are compared with those of the class's own loop (`_compare`).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from funcamp._optim.foreign.instance import (
     step_of,
     tensor_of,
 )
-from funcamp._optim.foreign.number import Number, RefusedError, in_a_step
+from funcamp._optim.foreign.number import MOST_WAYS, SEPARATELY, Number, RefusedError, in_a_step, too_many_ways
 from funcamp._optim.hyperparameters import Hyper, is_dynamic, map_items
 from funcamp._optim.modes import without_modes
 from funcamp._optim.optimizer import Inputs, OptState, StatelessOptimizer, Stepped
@@ -41,9 +42,8 @@ from funcamp._storage.params import collapse, expand
 from funcamp._trace.as_compiled import as_eager
 from funcamp._types import Tree
 
-_MOST_WAYS = 16
-#: Remedies: parameters step one by one, because each asks its own questions; the first step is another formula.
-_SEPARATELY, _FIRST = "one by one", "another first step"
+#: A remedy: the first step is another formula.
+_FIRST = "another first step"
 
 _STEPS = 8
 #: Its values are known, so these suffice to see every path.
@@ -84,12 +84,12 @@ class ForeignOptimizer(StatelessOptimizer):
         self._reads_answers = False
         failure: Exception | None = None
         with as_eager(), in_a_step():
-            for shapes in _TRIALS:
+            for dtype, shapes in itertools.product((torch.float64, torch.float32), _TRIALS):
                 try:
-                    return self._try(shapes)
+                    return self._try(shapes, dtype)
                 except RefusedError:
                     raise
-                except Exception as error:  # of the class's own code, which may refuse a shape
+                except Exception as error:  # of the class's own code, which may refuse a shape or a dtype
                     failure = error
         raise RefusedError(self._cls, f"its step fails ({type(failure).__name__}: {failure})") from failure
 
@@ -114,7 +114,7 @@ class ForeignOptimizer(StatelessOptimizer):
 
     def _first(self, params: list[Tensor], hyper: Hyper) -> list[State]:
         """Return the first values that a step with a zero gradient gives to entries."""
-        if _SEPARATELY in self._remedies and len(params) > 1:
+        if SEPARATELY in self._remedies and len(params) > 1:
             return _joined([self._first_of([param], hyper) for param in params])
         return self._first_of(params, hyper)
 
@@ -166,7 +166,7 @@ class ForeignOptimizer(StatelessOptimizer):
 
     def _all_paths(self, inputs: Inputs) -> Stepped:
         """Take the step along every path, of all parameters together or of each by itself."""
-        if _SEPARATELY not in self._remedies:
+        if SEPARATELY not in self._remedies:
             return self._paths(inputs, (), [])
         results = [self._paths(inputs.of(index), (), []) for index in range(len(inputs.params))]
         params = [result.params[0] for result in results]
@@ -179,9 +179,8 @@ class ForeignOptimizer(StatelessOptimizer):
         result = self._run(inputs, calls)
         if self._reads_answers:
             return result
-        if len(runs) + len(calls.path) - len(answers) > _MOST_WAYS:  # each new question is one more run at least
-            why = f"its step branches on numbers that change in training in more than {_MOST_WAYS} ways"
-            raise RefusedError(self._cls, why, _SEPARATELY)
+        if len(runs) + len(calls.path) - len(answers) > MOST_WAYS:  # each new question is one more run at least
+            raise too_many_ways(self._cls)
         for index in reversed(range(len(answers), len(calls.path))):
             try:
                 other = self._paths(inputs, (*calls.path[:index], not calls.path[index]), runs)
@@ -256,31 +255,38 @@ class ForeignOptimizer(StatelessOptimizer):
 
     # The trial.
 
-    def _try(self, shapes: tuple[tuple[int, ...], ...]) -> None:
+    def _try(self, shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype) -> None:
         """Find how the class steps, or raise with the reason why it cannot be used."""
         generator = torch.Generator().manual_seed(0)
-        params = [_normal(shape, generator) for shape in shapes]
+        params = [_normal(shape, generator).to(dtype) for shape in shapes]
+        generator_before = torch.get_rng_state()
         own_steps = self._own_steps(params, generator)
+        self._refuse_draws(generator_before)
         while True:
             self._forms.clear()
             try:
-                return self._compare(params, own_steps)
+                self._compare(params, own_steps)
+                return self._refuse_draws(generator_before)  # in a branch
             except RefusedError as error:
                 self._reads_answers = False
                 if error.remedy is None or error.remedy in self._remedies:
                     raise
                 self._remedies.add(error.remedy)
 
+    def _refuse_draws(self, generator_before: Tensor) -> None:
+        """Raise if torch's generator is in another state than before."""
+        if not torch.equal(torch.get_rng_state(), generator_before):
+            raise RefusedError(self._cls, "its step draws random numbers; draw them in a part of a chain")
+
     def _own_steps(self, params: list[Tensor], generator: torch.Generator) -> list[OwnStep]:
         """Take the steps of the class's own loop, and find what they change for all parameters."""
-        generator_before = torch.get_rng_state()
         owns: list[Any] = [nn.Parameter(param.clone()) for param in params]
         optimizer = instance(self._cls, owns, self._arguments)
         means = [_normal(param.shape, generator) for param in params]
         steps = []
         for number in range(_STEPS):
             size = (1.0, 0.3, 30.0, 1.0, 1e-3)[number % 5]
-            grads = [(mean + _normal(mean.shape, generator)) * size for mean in means]
+            grads = [((mean + _normal(mean.shape, generator)) * size).to(params[0].dtype) for mean in means]
             if number == 5:  # no other parameter depends on this gradient if they step one by one
                 grads[0] *= 1e4
             for own, grad in zip(owns, grads):
@@ -293,8 +299,6 @@ class ForeignOptimizer(StatelessOptimizer):
                 raise RefusedError(self._cls, "its own loop comes to numbers that are not finite")
             contents = [cloned(each) for each in contents_of(optimizer, owns)]
             steps.append(OwnStep(grads, [own.detach().clone() for own in owns], contents))
-        if not torch.equal(torch.get_rng_state(), generator_before):
-            raise RefusedError(self._cls, "its step draws random numbers; draw them in a part of a chain")
         return steps
 
     def _compare(self, params: list[Tensor], own_steps: list[OwnStep]) -> None:
@@ -316,6 +320,7 @@ class ForeignOptimizer(StatelessOptimizer):
 
     def _check_near(self, number: int, found: Tensor, wanted: Tensor, start: Tensor) -> None:
         """Raise if a tensor is far from what it is in the own loop, by its size or by the way that it went."""
+        found, wanted, start = found.double(), wanted.double(), start.double()  # one may be a mask
         most_apart = 1e-5 * _largest(wanted - start) + 5e-7 * _largest(wanted)
         if not torch.allclose(found, wanted, rtol=0.0, atol=most_apart, equal_nan=True):
             why = (

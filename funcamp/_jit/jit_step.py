@@ -68,10 +68,10 @@ class JitStep(Fixed):
         self._check_call = getattr(step, "check_call", None)
         self._state_moves = getattr(getattr(step, "loss_fn", None), "state_moves", None)
         self._python_values = PythonValues(_python_parts(step))
-        self._new_programs_of_values = 0
-        """How often a value in Python changed, and the step was another program."""
-        self._known_programs_of_values = 0
+        self._traces_in_vain = 0
         """How often a value in Python changed, and the step was a known program."""
+        self._has_dropped = False
+        """Whether a program was dropped."""
         self._last: Executable | None = None
         """That of the last call."""
         self._recent: dict[int, Executable] = {}
@@ -304,13 +304,21 @@ class JitStep(Fixed):
             raise
         # By identity: two programs would be compared field by field.
         is_new = not any(executable is known for known in alike)
-        if alike:
-            self._tell_of_values(key, is_new=is_new)
+        if not is_new:
+            self._tell_of_trace_in_vain(key)
         if is_new:
             self._captured.add(executable.captured, executable.outside_state)
         memory.captured.add(self._captured)
         self._sharing.memory = memory
         self._recent.setdefault(id(executable), executable)
+        if self.programs > options.max_signatures and not self._has_dropped:
+            self._has_dropped = True
+            _log.warning(
+                "jit: at most %d programs are kept (max_signatures), so that the one that was used longest ago is "
+                "dropped now, and compiled again if it comes back; %s",
+                options.max_signatures,
+                self._difference(arguments.batch, key),
+            )
         self._executables[key] = executable
         while self.programs > options.max_signatures:
             self._drop_oldest()
@@ -348,31 +356,15 @@ class JitStep(Fixed):
         is_number = self._python_values.is_of_numbers(self._last_key[-1], key[-1])
         return f"{change}: {ONE_PROGRAM}" if is_number else change
 
-    def _tell_of_values(self, key: Key, *, is_new: bool) -> None:
-        """Log once what values in Python cost that change: a program for each, or a trace that finds nothing new.
-
-        Args:
-            key: the signature.
-            is_new: whether it needed another program.
-        """
-        limit = self._options.max_signatures
-        change = self._python_values.change(self._last_key[-1], key[-1])
-        self._new_programs_of_values += is_new
-        self._known_programs_of_values += not is_new
-        if is_new and self._new_programs_of_values == 2:  # one may be a switch
-            _log.warning(
-                "jit: %s, so that another program is made, as for each further value; of more than %d "
-                "(max_signatures) the one that was used longest ago is dropped: %s",
-                change,
-                limit,
-                ONE_PROGRAM,
-            )
-        if not is_new and self._known_programs_of_values == limit:
+    def _tell_of_trace_in_vain(self, key: Key) -> None:
+        """Log once that values in Python change which change nothing."""
+        self._traces_in_vain += 1
+        if self._traces_in_vain == self._options.max_signatures:
             _log.warning(
                 "jit: %s; %d times now the step was traced again because a value in Python changed, and computes the "
                 "same: if this is at every call, it is slow; read the value outside of the step",
-                change,
-                limit,
+                self._python_values.change(self._last_key[-1], key[-1]),
+                self._traces_in_vain,
             )
 
     def _task(self, batch: Tree, key: Key) -> str:

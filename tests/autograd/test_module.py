@@ -438,7 +438,7 @@ def test_quantization_aware_training_equals_torchs_loop(fused: bool) -> None:
     if fused:
         assert_same(dict(jitted_state.params.tree()), dict(state.params.tree()))
     else:
-        with pytest.raises(RuntimeError, match=r"FakeQuantize of torch.ao.quantization, .*\(FusedMovingAvg"):
+        with pytest.raises(RuntimeError, match="not read a tensor's value"):
             jitted(jitted_state, batches[0])
 
 

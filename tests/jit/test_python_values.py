@@ -363,7 +363,7 @@ def test_programs_of_values_that_are_not_used_any_more_are_dropped(caplog: pytes
     assert not caplog.records
 
 
-def test_the_log_names_the_place_that_makes_programs(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_names_the_place_whose_programs_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
     model = Model()
     step = make_train_step(module_loss(model, F.mse_loss), SGD)
     run, state = jit(step, backend="eager", max_signatures=2), step.init()
@@ -371,8 +371,8 @@ def test_the_log_names_the_place_that_makes_programs(caplog: pytest.LogCaptureFi
         model.factor = factor
         state, _ = run(state, (X, Y))
     (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-    assert "model.factor changed from 2.0 to 3.0, so that another program is made" in warning
-    assert "of more than 2 (max_signatures)" in warning
+    assert "at most 2 programs are kept" in warning
+    assert "model.factor changed from 2.0 to 3.0: keep it in a tensor" in warning
     state, _ = run(state, (X[:4], Y[:4]))  # another size of batches drops another value's program
     assert run.programs == 2
 

@@ -555,17 +555,6 @@ def tensor_that_is_added() -> Program:
     )
 
 
-def long_chain_of_functions() -> Program:
-    def lengthened(inner: Callable[[], float]) -> Callable[[], float]:
-        return lambda: inner()
-
-    weights = {"w": 1.0}
-    weight: Callable[[], float] = lambda: weights["w"]  # noqa: E731  the first of many
-    for _ in range(9):
-        weight = lengthened(weight)
-    return Program(linear(), lambda out, y: F.mse_loss(out, y) * weight(), late(lambda: weights.update(w=2.0)))
-
-
 FOLLOWED: dict[str, Callable[[], Program]] = {
     "the mode of the whole": mode_of_the_whole,
     "the mode of a part": mode_of_a_part,
@@ -624,7 +613,6 @@ FOLLOWED: dict[str, Callable[[], Program]] = {
     ),
     "an attribute of a function": attribute_of_a_function,
     "a tensor that is added": tensor_that_is_added,
-    "a long chain of functions": long_chain_of_functions,
     "a table in a class": table_in_a_class,
     "the slope of a layer": layer_of_torch(nn.LeakyReLU(0.1), "negative_slope", 0.5),
     "the dimension of a softmax": layer_of_torch(nn.Softmax(0), "dim", 1),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
+from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
+    get_proxy_slot,
+    track_tensor_tree,
 )
 
 from funcamp import _tree, _upstream
@@ -23,12 +27,13 @@ from funcamp._trace.refusals import (
     refuse_capture,
     refuse_draw_on_host,
     refuse_move,
+    refuse_offset,
     refuse_packing,
     refuse_python_branches,
 )
 from funcamp._trace.torch_draws import TraceDraws
 from funcamp._trace.trace_errors import nested_tensor_error, read_error
-from funcamp._trace.tracing import LetsDynamoIn, current
+from funcamp._trace.tracing import LetsDynamoIn, RequestedViews, current
 from funcamp._trace.user_line import line_in_stack
 from funcamp._types import Args, Kwargs, Operation
 from funcamp._upstream.value_reads import answer_to_read
@@ -76,6 +81,8 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         self._tracer: Any = None
         self._captured: dict[int, _CapturedTensor] = {}
         """By the id of the tensor that the step reads."""
+        self._slice_storages: set[int] = set()
+        """The storages of `slices`, whose offset in the trace is not that in the state."""
         self._draws = TraceDraws(self._node_in_any_graph)
         self.notes: set[str] = set()
         """What the log has to say of this trace."""
@@ -102,6 +109,7 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         if any(kind.__module__.startswith("torch.nested.") for kind in types):
             raise nested_tensor_error(line_in_stack())
         refuse_python_branches(func, args)
+        refuse_offset(func, args, kwargs, self._slice_storages)
         refuse_packing(func)
         args, kwargs = self._with_fakes(func, args, kwargs)
         if func is _ITEM:
@@ -177,6 +185,28 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
     def _node_in_any_graph(self, value: Tensor) -> fx.Node | None:
         """Return the node of a tensor of this graph or of a graph inside it; None for any other tensor."""
         return self.node_of(value) or node_in(innermost_tracer(), value)
+
+    def slices(self, tensor: Tensor, sizes: Sequence[int], requested: RequestedViews) -> list[Tensor] | None:
+        """Record views; None for a tensor of no or another trace, and where derivatives have to pass."""
+        if innermost_tracer() is not self._tracer:
+            return None
+        slot: Any = get_proxy_slot(tensor, self._tracer, None)
+        if slot is None or tensor.requires_grad or forward_ad._current_level >= 0:
+            return None
+        parts = _aten.split_with_sizes.default(slot.proxy, list(sizes))
+        views: list[Tensor] = []
+        for number, shape in requested:
+            part = parts[number]
+            count = math.prod(shape)
+            if count < sizes[number]:
+                part = _aten.slice.Tensor(part, 0, 0, count)
+            # The operations are recorded on proxies, without tensors. The view gets one with an offset of zero.
+            with disable_proxy_modes_tracing():
+                view = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+            proxy = _aten.view.default(part, list(shape))
+            views.append(track_tensor_tree(view, proxy, constant=None, tracer=self._tracer))
+            self._slice_storages.add(view.untyped_storage()._cdata)
+        return views
 
     # After the trace
 

@@ -119,10 +119,10 @@ def test_changelog_of_the_release_is_short() -> None:
 #: The tokens of code that a room may have. A figure may only be lowered, or raised in a commit that names the users who
 #: need it, and why nothing simpler serves them.
 MOST_TOKENS: dict[str, int] = {
-    "_jit": 22_968,
+    "_jit": 22_979,
     "report": 27_993,
     "_optim": 20_857,
-    "_trace": 15_925,
+    "_trace": 16_499,
     "_autograd": 9_745,
     "_step": 10_248,
     "_cpu": 7_069,
@@ -131,7 +131,7 @@ MOST_TOKENS: dict[str, int] = {
     "_upstream": 3_970,
     "_amp": 5_631,
     "files beside": 5_179,
-    "_storage": 4_952,
+    "_storage": 4_907,
     "_scaler": 4_522,
     "rules": 4_401,
     "distributed": 4_503,

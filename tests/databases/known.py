@@ -9,6 +9,7 @@ from __future__ import annotations
 UNINITIALIZED = {"empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided"}
 
 _VALUE, _SHAPE = "refused: reads a value", "refused: takes a shape from values"
+_CASTS = "refused: casts inside"
 
 #: torch reads a value on the host, or returns one.
 _READS_A_VALUE: dict[str, dict[str, int]] = {
@@ -37,6 +38,13 @@ _TAKES_A_SHAPE: dict[str, dict[str, int]] = {
     "nn.functional.ctc_loss": {_SHAPE: 8},
 }
 
+#: Under autocast, which casts inside of torch's kernels.
+_CASTS_INSIDE: dict[str, dict[str, int]] = {
+    "linalg.pinv": {_CASTS: 2},
+    "linalg.pinv.hermitian": {_CASTS: 2},
+    "nn.functional.bilinear": {_CASTS: 4},
+}
+
 #: torch differentiates by another formula if a tensor has no values, as in a trace. Both are right; they round
 #: differently. Of `masked_fill` it adds zeros between the numbers that count, and of `prod` it does not divide by the
 #: input, which may have a zero.
@@ -45,12 +53,13 @@ _OTHER_DERIVATIVE: dict[str, dict[str, int]] = {
     "prod": {"differs: new state": 4, "differs: gradients": 1},
 }
 
-KNOWN = _READS_A_VALUE | _TAKES_A_SHAPE | _OTHER_DERIVATIVE
+KNOWN = _READS_A_VALUE | _TAKES_A_SHAPE | _CASTS_INSIDE | _OTHER_DERIVATIVE
 
 #: Of torch's modules, with "eager" or "jit".
 KNOWN_MODULES: dict[str, dict[str, int]] = {
     # As the operation.
     "nn.CTCLoss jit": {f"jit {_SHAPE}": 12},
+    "nn.Bilinear jit": {f"jit {_CASTS}": 4},
     # With momentum=None: their count of batches.
     **{f"nn.BatchNorm{dims}d jit": {f"jit {_VALUE}": 2} for dims in (1, 2, 3)},
 }

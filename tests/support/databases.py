@@ -221,6 +221,7 @@ def is_same_kind(one: object, other: object) -> bool:
 #: What an error of a jitted step is about, by its text.
 REFUSALS = {
     "reads a value": "must not read a tensor's value on the host",
+    "casts inside": "under autocast, which casts inside of its kernel",
     "takes a shape from values": "must not take a shape from values",
 }
 FAILS = "fails in plain Python"

@@ -304,10 +304,10 @@ class JitStep(Fixed):
             raise
         # By identity: two programs would be compared field by field.
         is_new = not any(executable is known for known in alike)
-        if not is_new:
-            self._tell_of_trace_in_vain(key)
         if is_new:
             self._captured.add(executable.captured, executable.outside_state)
+        else:
+            self._tell_of_trace_in_vain(key)
         memory.captured.add(self._captured)
         self._sharing.memory = memory
         self._recent.setdefault(id(executable), executable)

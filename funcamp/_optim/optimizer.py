@@ -317,8 +317,7 @@ class StatelessOptimizer(Fixed):
                 raise ValueError(
                     f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected)}; got "
                     f"{sorted(opt_state.state)}, another's: begin anew with "
-                    "state._replace(opt_state=optimizer.init(params)), or keep what both have with "
-                    "step.load_state_dict(saved, like=step.init(), strict=False)"
+                    "state._replace(opt_state=optimizer.init(params))"
                 )
         states: list[State] = [{} for _ in flat]
         for name, tree in opt_state.state.items():

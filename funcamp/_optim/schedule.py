@@ -121,7 +121,9 @@ def _scheduled(optimizers: _Optimizers, make: _Make, steps: int) -> _Optimizers:
             if any(value != before[name] for value in values_of_name):
                 given = optimizer._hyperparameters.get(name, before[name])
                 changed[name] = map_items(functools.partial(_table, source), name, given, before[name], *values_of_name)
-        scheduled[label] = type(optimizer)(optimizer._cls, optimizer._hyperparameters | changed)
+        scheduled[label] = optimizer
+        if changed:  # making a class of another package takes its trial
+            scheduled[label] = type(optimizer)(optimizer._cls, optimizer._hyperparameters | changed)
     return scheduled
 
 

@@ -178,7 +178,8 @@ def _is_same_view(one: Tensor, other: Tensor) -> bool:
         storage = tensor.untyped_storage()._cdata
         return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
 
-    return elements(one) == elements(other)
+    have_storages = all(type(tensor) in (FakeTensor, Tensor, torch.nn.Parameter) for tensor in (one, other))
+    return have_storages and elements(one) == elements(other)
 
 
 def fake_tensors_of(result: object) -> Iterable[FakeTensor]:

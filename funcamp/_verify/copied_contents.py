@@ -20,9 +20,12 @@ class CopiedContents:
     """
 
     def __init__(self, objects: Sequence[object]) -> None:
-        owners = list(objects)
-        for module in objects:
-            for part in module.modules() if isinstance(module, nn.Module) else []:
+        owners: list[object] = []
+        for found in objects:
+            if not isinstance(found, nn.Module):
+                owners.append(found)
+                continue
+            for part in found.modules():
                 # funcamp's own hook notes in its attributes what the steps do.
                 owners += [part, *part._forward_pre_hooks.values()]
         self._containers: list[dict[str, Any]] = []
@@ -53,7 +56,7 @@ class CopiedContents:
                 container.clear()
                 container.update(contents)
             for tensor, value, grad in values:
-                with contextlib.suppress(RuntimeError):  # an expanded tensor, which nobody can write
+                with contextlib.suppress(RuntimeError):  # an expanded tensor cannot be written
                     tensor.data.copy_(value)
                 if tensor.is_leaf:
                     tensor.grad = grad

@@ -2,10 +2,10 @@
 
     python tests/mutations.py funcamp/_jit/donation.py tests/jit/test_donation.py --breaks 10
 
-Each break is made in a temporary copy of the repository, in which the given tests run until the first one fails. A break is also
-noticed if the tests do not end in time. The same seed breaks the same lines as long as the file stays as it is, so that the
-figures before and after a change of the tests can be compared. A break that nobody notices is not always a gap: some change
-nothing that a user sees, such as a text or the size of a cache.
+Each break is made in a temporary copy of the repository, in which the given tests run until the first one fails. A
+break is also noticed if the tests do not end in time. The same seed breaks the same lines as long as the file stays as
+it is, so that the figures before and after a change of the tests can be compared. A break that no test notices is not
+always a gap: some change nothing that a user sees, such as the size of a cache.
 """
 
 from __future__ import annotations

@@ -49,13 +49,6 @@ def test_schedule_and_scale_compile_once() -> None:
     assert run(optimizer, 12, lambda: None) == [1] * 12
 
 
-def test_tensor_learning_rate_changed_in_place_compiles_once() -> None:
-    lr = torch.tensor(1e-3)
-    optimizer = funcamp.stateless(torch.optim.SGD, lr=lr, momentum=0.9, dampening=0.1)
-    assert run(optimizer, 12, lambda: lr.mul_(0.9)) == [1] * 12
-    assert lr < 3e-4
-
-
 @pytest.mark.inductor
 def test_a_second_start_takes_the_program_from_inductors_cache() -> None:
     state, x = {"w": torch.ones(3)}, torch.ones(3)

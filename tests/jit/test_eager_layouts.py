@@ -116,11 +116,3 @@ def test_a_batch_keeps_the_order_of_its_dimensions(order: tuple[int, ...], is_de
     expected = step(state, x)[1]
     assert torch.equal(jit(step, backend="eager")(state, x)[1], expected)
     assert orders[0] == orders[1]
-
-
-@pytest.mark.thorough
-@pytest.mark.inductor
-def test_batch_norm_compiled_then_run_one_by_one() -> None:
-    """The second batch's size is not compiled at its first call."""
-    rows = [3, 2, 2, 3]
-    torch.testing.assert_close(losses(jit, rows), losses(lambda step: step, rows))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import re
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,11 +13,8 @@ from torch import Tensor, nn
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
 from funcamp import ScalerConfig, ScalerState, TrainState, TrainStep, init, jit, make_train_step, module_loss, stateless
-from funcamp._cpu import options
-from funcamp._jit import session
 from funcamp._step.check import flag_and_norm, squares_and_finite
 from tests.support.generated import code_of, written
-from tests.support.helpers import assert_same
 
 pytestmark = pytest.mark.inductor
 
@@ -81,12 +77,6 @@ def test_powers_of_the_step_count_are_taken_outside_the_loops(small: tuple[str, 
     assert not [loop for loop in found if "std::pow(" in loop]
 
 
-@pytest.mark.thorough
-def test_powers_are_taken_outside_the_loops_of_many_large_tensors(by_tensor: str) -> None:
-    assert by_tensor.count("std::pow(") >= 18
-    assert not [loop for loop in loops(by_tensor) if "std::pow(" in loop]
-
-
 def test_weight_gradients_are_written_into_the_flat_one(large: tuple[str, TrainState]) -> None:
     code, _ = large
     slices = re.findall(rf"(buf\d+) = reinterpret_tensor\((buf\d+), \({WIDTH}, {WIDTH}\), .*# alias", code)
@@ -139,23 +129,6 @@ def test_a_donated_step_allocates_copies_and_gradients_and_no_new_state() -> Non
     assert undonated >= 3
 
 
-def test_inductor_may_recurse_deeply_while_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It does so for a deep model: 48 blocks of a GPT, minutes to compile, failed without when it planned memory."""
-    from torch._inductor import compile_fx
-
-    depths = []
-
-    def compiled(*_: Any, **__: Any) -> Any:
-        depths.append(sys.getrecursionlimit())
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(compile_fx, "compile_fx", compiled)
-    before, run = sys.getrecursionlimit(), jit(lambda state, batch: (state + batch, None))
-    with pytest.raises(KeyboardInterrupt):
-        run(torch.zeros(2), torch.ones(2))
-    assert (depths, sys.getrecursionlimit()) == ([session._DEEP], before)
-
-
 def test_what_cannot_be_called_from_cpp_is_called_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no such call in C++")
@@ -171,17 +144,6 @@ def test_what_cannot_be_called_from_cpp_is_called_from_python(monkeypatch: pytes
     run = jit(step, donate=False)
     assert "CppWrapperCodeCache" not in code_of(run, state, batch)
     torch.testing.assert_close(run(state, batch), step(state, batch))
-
-
-@pytest.mark.thorough
-def test_a_long_programs_kernels_have_a_file_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    step, states = step_of(2), []
-    for long, apart in ((0, True), (10**6, False)):
-        monkeypatch.setattr(options, "LONG", long)
-        run = jit(step, donate=False)
-        assert ("kernel_src = (" in code_of(run, step.init(), BATCH)) == apart
-        states.append(run(step.init(), BATCH)[0])
-    assert_same(*states)
 
 
 @pytest.mark.thorough

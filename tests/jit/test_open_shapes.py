@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout
 
-from funcamp import ScalerConfig, _upstream, jit, loss, make_train_step, module_loss, stateless
+from funcamp import ScalerConfig, _upstream, jit, make_train_step, module_loss, stateless
 from funcamp._jit import cuda_graph
 from tests.support.helpers import assert_close, assert_same, clone
 from tests.support.stand_in import StandIn
@@ -131,41 +131,6 @@ def test_draws_keep_their_order() -> None:
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_the_callers_autocast_changes_nothing_and_its_default_dtype_acts_as_in_eager_mode(backend: str) -> None:
-    def step(state: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
-        with torch.autocast("cpu", enabled=False):
-            rows = state[mask] @ state
-            new = state + rows.t() @ rows
-        return new, (rows, torch.ones(rows.shape) * torch.eye(4)[mask])
-
-    run, state, mask = jit(step, backend=backend, donate=False), torch.randn(4, 4), torch.arange(4) < 3
-    wanted = step(state, mask)
-    assert_close(run(state, mask), wanted, 1e-6)
-    try:
-        torch.set_default_dtype(torch.float64)
-        assert_close(run(state, mask), step(state, mask), 1e-6)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        run = jit(step, backend=backend, donate=False)
-        assert_close(run(state, mask), wanted, 1e-6)
-
-
-@pytest.mark.inductor
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_strides_that_follow_from_values(backend: str) -> None:
-    def step(state: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        first = batch[0][:, batch[1]][:, 0]
-        return state + first.sin(), first * 2
-
-    run, x, state = jit(step, backend=backend, donate=False), torch.randn(6, 6), torch.zeros(6)
-    for size in (3, 1, 6, 2):
-        mask = torch.randperm(6) < size
-        assert_close(run(state, (x, mask)), step(state, (x, mask)), 1e-6)
-
-
-@pytest.mark.inductor
 @pytest.mark.parametrize("name", ["index_put", "scatter_reduce"])
 def test_a_write_to_places_that_are_not_there_is_an_error(name: str) -> None:
     def put(x: Tensor, places: Tensor) -> Tensor:
@@ -210,65 +175,6 @@ def test_random_numbers_of_such_a_shape() -> None:
     # torch 2.11 asks, in its formula for uniform_, whether the size is 1.
     with pytest.raises(RuntimeError, match="a size that follows") if _upstream.VERSION < (2, 13) else nullcontext():
         assert_same(run(torch.ones(()), x), wanted)
-
-
-class Keeps(nn.Module):
-    """Keeps the places of what it selected first, as caches of masks do."""
-
-    places: Tensor | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.places is None:
-            self.places = torch.tensor([True, False, True, True]).nonzero()[:, 0]
-        return (x * self.weight)[:, self.places].sum()
-
-
-def test_a_kept_tensor_of_such_a_shape_has_its_values() -> None:
-    kept = Keeps()
-    step = make_train_step(module_loss(kept, lambda out, _: out), ADAMW)
-    jit(step, backend="eager")(step.init(), (torch.ones(2, 4), torch.ones(())))
-    assert kept.places is not None
-    assert kept.places.tolist() == [0, 2, 3]
-
-
-def test_a_second_signature_is_compiled_later() -> None:
-    step = make_train_step(module_loss(model(), labeled), ADAMW)
-    run, eager, state = jit(step, backend="aot_eager", compile_after=2), step.init(), step.init()
-    for batch in batches():
-        for rows in (ROWS, ROWS - 1):
-            part = batch[0][:rows], batch[1][:rows]
-            (eager, wanted), (state, metrics) = step(eager, part), run(state, part)
-            assert_same((state, metrics), (eager, wanted))
-
-
-REFUSED: dict[str, Any] = {
-    "branch": lambda w, x: (w * x)[x > 0].sum() if x[x > 0].numel() > 2 else w.sum(),
-    "range": lambda w, x: torch.stack([w[i] for i in range(x.nonzero().shape[0])]).sum(),
-    "dropout": lambda w, x: dropout((w * x)[x > 0]).sum(),  # torch asks whether there is nothing to drop
-    "int": lambda w, x: w.sum() * int(x[x > 0].shape[0]),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_python_reads_of_such_a_shape_is_refused_with_its_line(name: str) -> None:
-    step = make_train_step(loss(lambda p, x: REFUSED[name](p["w"], x)), ADAMW)
-    text = r"jit: step must not read a tensor's value .* or a size that follows from values.*; .*test_open_shapes.py:"
-    with pytest.raises(RuntimeError, match=text):
-        jit(step, backend="eager")(step.init({"w": torch.ones(4)}), torch.ones(4))
-
-
-def test_such_a_size_or_shape_where_it_cannot_be_returned() -> None:
-    x, state = torch.ones(4), torch.ones(4)
-    with pytest.raises(RuntimeError, match=r"jit: step must return tensors .*; metrics\['n'\] is a number that"):
-        jit(lambda s, x: (s, {"n": x[x > 0].shape[0]}), backend="eager")(state, x)
-    with pytest.raises(ValueError, match="jit: the step's new state must have the shapes"):
-        jit(lambda s, x: (s[x > 0], x), backend="eager")(state, x)
-    with pytest.raises(RuntimeError, match="jit: step must return metrics of fixed shapes with unroll"):
-        jit(lambda s, x: (s, x[x > 0]), backend="eager", unroll=2)(state, torch.ones(2, 4))
 
 
 def test_a_cuda_graph_has_fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

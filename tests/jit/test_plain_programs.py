@@ -153,63 +153,6 @@ def test_branches_that_torch_compile_does_not_trace_are_refused(region: str) -> 
             run(state, SAMPLES[0])
 
 
-@pytest.mark.parametrize("region", REGIONS)
-def test_an_eager_step_in_a_branch_that_torch_compile_does_not_trace(region: str) -> None:
-    step, maybe = step_in_branch()
-    refused = r"step: torch.autograd must record the loss; .*torch.cond.*: take torch.where .*, or engine='func'$"
-    with REGIONS[region]():
-        with pytest.raises(RuntimeError, match=refused):
-            maybe(step.init(), SAMPLES[0])
-        step, maybe = step_in_branch(engine="func")
-        state = step.init()
-        for batch in SAMPLES:
-            state, _ = maybe(state, batch)
-    assert_same(state, steps_taken(step))
-
-
-class Nested(nn.Module):
-    """Sequences of different lengths in one tensor."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        rows = torch.nested.nested_tensor([x[:1], x[1:]], layout=torch.jagged)
-        return torch.cat(list(self.layer(rows).unbind())).square().mean()
-
-
-def test_nested_tensors_are_refused_by_jit() -> None:
-    step = make_train_step(module_loss(Nested()), stateless(torch.optim.SGD, lr=0.1))
-    step(step.init(), torch.ones(3, 4))
-    refused = r"jit: step must not make nested tensors.*test_plain_programs\.py.*: pad"
-    with pytest.raises(RuntimeError, match=refused):
-        jit(step, backend="eager")(step.init(), torch.ones(3, 4))
-
-
-class Packed(nn.Module):
-    """A recurrent layer over sequences of different lengths."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.GRU(4, 4, batch_first=True)
-
-    def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
-        packed = nn.utils.rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
-        return self.layer(packed)[1].square().mean()  # type: ignore[no-any-return]
-
-
-def test_packed_sequences_are_refused_by_jit() -> None:
-    step = make_train_step(module_loss(Packed()), stateless(torch.optim.SGD, lr=0.1))
-    batch = torch.ones(2, 3, 4), torch.tensor([2, 3])
-    step(step.init(), batch)
-    refused = (
-        r"jit: step must not pack sequences, whose lengths are values; .*test_plain_programs\.py.*: give the layer"
-    )
-    with pytest.raises(RuntimeError, match=refused):
-        jit(step, backend="eager")(step.init(), batch)
-
-
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
 @pytest.mark.parametrize("script", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(3, 4))])
 def test_scripted_modules_are_torchs(script: Callable[[nn.Module], nn.Module]) -> None:
@@ -225,16 +168,6 @@ class Mean(nn.Module):
         return x.square().mean()
 
 
-def test_a_ctc_loss_is_refused_under_jit_by_name() -> None:
-    lengths = torch.tensor([10, 8, 9])
-
-    def loss(w: Tensor, x: Tensor) -> Tensor:
-        return F.ctc_loss((x @ w).log_softmax(-1), torch.ones(3, 4, dtype=torch.int64), lengths, lengths // 4)
-
-    with pytest.raises(RuntimeError, match=r"what a CTC loss keeps .* call the step without jit"):
-        jit(lambda w, x: (w, torch.func.grad(loss)(w, x)), backend="eager")(torch.ones(5, 7), torch.ones(10, 3, 5))
-
-
 def test_anomaly_mode_is_left_out_of_a_jitted_step(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(4, 1)
     step = make_train_step(module_loss(model, F.mse_loss), stateless(torch.optim.SGD, lr=0.1))
@@ -245,17 +178,6 @@ def test_anomaly_mode_is_left_out_of_a_jitted_step(caplog: pytest.LogCaptureFixt
         found = jit(step, backend="eager", donate=False)(state, batch)
     assert_same(found, expected)
     assert sum("set_detect_anomaly" in record.message for record in caplog.records) == 1
-
-
-def test_a_users_own_check_for_nan_is_still_refused_in_anomaly_mode_under_jit() -> None:
-    def checked(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        if x.isnan().any():
-            return state, x
-        return state, x + 1
-
-    refused = pytest.raises(RuntimeError, match="jit: step must not read")
-    with torch.autograd.set_detect_anomaly(True), refused:
-        jit(checked, backend="eager")(torch.ones(1), torch.ones(1))
 
 
 ROWS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
@@ -299,39 +221,6 @@ def test_compiled_losses_of_values_that_are_not_finite() -> None:
 
     _, found = jit(lambda state, x: (state + 1, losses(x)))(torch.zeros(1), x)
     torch.testing.assert_close(found, losses(x), equal_nan=True)
-
-
-@pytest.mark.thorough(keep=1)
-@pytest.mark.inductor
-@pytest.mark.parametrize("zero", [0, 0.0, False])
-def test_an_overflow_behind_a_product_with_zero_is_seen(zero: float) -> None:
-    def loss(params: Params, x: Tensor) -> Tensor:
-        unused = (x * params["unused"]).exp().sum()
-        return (x * params["w"]).square().sum() + zero * unused
-
-    step = make_train_step(funcamp.loss(loss), stateless(torch.optim.SGD, lr=0.1))
-    state = step.init({"w": torch.ones(3), "unused": torch.ones(3)}, flat=False)
-    for factor, skipped in ((1.0, 0.0), (200.0, 1.0)):
-        x = torch.ones(3) * factor
-        for metrics in (step(state, x)[1], jit(step, donate=False)(state, x)[1]):
-            assert metrics.found_inf.item() == skipped
-            assert metrics.loss.isnan().item() == bool(skipped)
-
-
-@pytest.mark.inductor
-@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-def test_lists_of_one_tensor_in_generated_cpp() -> None:
-    wave, x = torch.randn(4, dtype=torch.complex64), torch.arange(4.0)
-
-    def lists(wave: Tensor, x: Tensor) -> tuple[Tensor, ...]:
-        (part,) = torch.split(wave * 2, [4])
-        (row,) = torch.unbind(wave[None] + 1)
-        (edges,) = torch.histogramdd(x[:, None], [4])[1]
-        return part.sin(), row.abs(), edges * 2
-
-    _, found = jit(lambda state, batch: (state + 1, lists(*batch)))(torch.zeros(1), (wave, x))
-    for value, expected in zip(found, lists(wave, x)):
-        torch.testing.assert_close(value, expected)
 
 
 @pytest.mark.inductor

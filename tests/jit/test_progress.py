@@ -108,13 +108,6 @@ def test_it_is_silent_if_asked(monkeypatch: pytest.MonkeyPatch, log: logging.Log
     assert not [thread for thread in threading.enumerate() if thread.name == "funcamp-progress"]
 
 
-def test_without_stderr_it_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Stream()
-    monkeypatch.setattr("sys.stderr", None)
-    stream.spoken.set()
-    assert compiled(stream, torch.ones(3)) == ""
-
-
 def test_a_closed_stream_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     closed = io.StringIO()
     closed.close()
@@ -135,11 +128,3 @@ def test_a_failure_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="mine"):
         jit(fails, backend="eager")(torch.zeros(()), torch.ones(3))
     assert re.search(r"jit: failed after \d+ s \(tracing \d+ s\): fails for a batch", stream.getvalue())
-
-
-def test_a_short_call_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PATIENCE", 60.0)
-    stream = Stream()
-    stream.spoken.set()
-    monkeypatch.setattr("sys.stderr", stream)
-    assert compiled(stream, torch.ones(3)) == ""

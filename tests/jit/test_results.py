@@ -68,29 +68,6 @@ def test_results_have_memory_of_their_own(backend: str, donate: bool, unroll: in
     assert_same(known, values)  # later calls changed none
 
 
-@pytest.mark.inductor
-def test_metrics_stay_when_the_new_state_is_donated() -> None:
-    state, metrics = jit(step, donate=False)(start(), {"x": torch.ones(4)})
-    before = {name: leaf.clone() for name, leaf in metrics.items()}
-    run = jit(step, backend="eager")
-    for _ in range(2):
-        state, _ = run(state, {"x": torch.ones(4)})
-    assert_same(metrics, before)
-
-
-@pytest.mark.inductor
-def test_a_program_compiled_after_some_calls_has_separate_results() -> None:
-    def step(state: Tensor, batch: Tensor) -> Any:
-        doubled = batch * 2
-        return state + batch.sum(), {"a": doubled, "b": doubled.view(-1)}
-
-    run = jit(step, compile_after=1)
-    state = torch.zeros(())
-    for size in (2, 3, 3, 3):
-        state, metrics = run(state, torch.ones(size))
-        assert list(overlaps(metrics)) == []
-
-
 def test_nothing_is_copied_if_no_result_shares_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     run = jit(lambda state, batch: (state + batch, {"a": state * 2}), backend="aot_eager", donate=False)
     state, _ = run(torch.zeros(4), torch.ones(4))

@@ -79,13 +79,6 @@ def test_step_is_the_eager_one(kind: str, policy: str | None, backend: str) -> N
             assert_close(state.params, expected.params, 3e-2)
 
 
-def test_whole_operations_in_micro_batches_are_the_eager_ones() -> None:
-    step = step_of(Layers("plain"), None, accumulate=2)
-    state = step.init(flat=False)
-    expected, _ = step(state, batch(0, 2))
-    assert_close(jit(step, backend="aot_eager")(state, batch(0, 2))[0].params, expected.params, 1e-6)
-
-
 @pytest.mark.thorough
 @pytest.mark.inductor
 def test_every_gradient_of_the_generated_code_is_the_eager_one() -> None:
@@ -96,14 +89,6 @@ def test_every_gradient_of_the_generated_code_is_the_eager_one() -> None:
     for name, grad in expected.observed["gradients"].items():
         assert_close(found.observed["gradients"][name], grad, 1e-5)
         assert grad.any()
-
-
-def test_an_evaluation_without_gradients_is_the_eager_one() -> None:
-    model = Layers("plain")
-    with torch.no_grad():
-        expected = model(batch(0)[0])
-        run = jit(lambda state, x: (state, model(x)), backend="aot_eager")
-        assert_same(run((), batch(0)[0])[1], expected)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -137,12 +122,6 @@ def hessian_steps(run: Any) -> Tensor:
         state, metrics = call(state, torch.linspace(-1, 1, 32).view(4, 8))
     loss: Tensor = metrics.loss
     return loss
-
-
-@pytest.mark.thorough
-@pytest.mark.inductor
-def test_a_hessian_product_is_the_eager_ones() -> None:
-    assert_close(hessian_steps(jit), hessian_steps(lambda step: step), 1e-5)
 
 
 @pytest.mark.thorough

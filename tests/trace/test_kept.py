@@ -123,22 +123,6 @@ def test_a_part_of_the_batch_that_nothing_reads_again_may_be_kept(caplog: pytest
     run(state, (torch.ones(1, 3), torch.zeros(1, 3)))
 
 
-def test_a_value_of_its_own_is_not_read_through_a_computation() -> None:
-    own = torch.tensor(3.0)
-    with pytest.raises(
-        RuntimeError, match=r"must not read a tensor's value.*test_kept.py:\d+ \(.*\(own \* 2\).item\(\)"
-    ):
-        jit(lambda state, batch: (state * (own * 2).item(), None), backend="eager")(torch.zeros(()), X)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-@pytest.mark.parametrize("layout", ["coo", "csr"])
-def test_a_sparse_tensor_of_its_own_is_refused(layout: str) -> None:
-    own = torch.eye(3).to_sparse() if layout == "coo" else torch.eye(3).to_sparse_csr()
-    with pytest.raises(RuntimeError, match=r"read strided tensors only, besides its arguments; .*make it dense"):
-        jit(lambda state, batch: (state + (own @ batch[:, None]).sum(), None), backend="eager")(torch.zeros(()), X)
-
-
 @pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize(
     ("kind", "dtype"),

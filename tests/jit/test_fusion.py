@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
 from funcamp import ScalerConfig, ScalerState, TrainState, TrainStep, init, jit, make_train_step, module_loss, stateless
+from funcamp._jit import session
 from funcamp._step.check import flag_and_norm, squares_and_finite
 from tests.support.generated import code_of, written
 
@@ -154,3 +156,20 @@ def test_gradients_of_convolutions_are_joined_in_the_order_they_come_in() -> Non
     code = written(jit(step), step.init(), (torch.randn(2, 3, 8, 8), torch.tensor([0, 3])))
     assert "convolution_backward" in code
     assert "div_floor_integer" not in code  # to find an element of a gradient with channels last
+
+
+def test_inductor_may_recurse_deeply_while_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It does so for a deep model: 48 blocks of a GPT, minutes to compile, failed without when it planned memory."""
+    from torch._inductor import compile_fx
+
+    depths = []
+
+    def compiled(*_: Any, **__: Any) -> Any:
+        depths.append(sys.getrecursionlimit())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(compile_fx, "compile_fx", compiled)
+    before, run = sys.getrecursionlimit(), jit(lambda state, batch: (state + batch, None))
+    with pytest.raises(KeyboardInterrupt):
+        run(torch.zeros(2), torch.ones(2))
+    assert (depths, sys.getrecursionlimit()) == ([session._DEEP], before)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from typing import Any
 
 import pytest
@@ -124,17 +122,6 @@ def hessian_steps(run: Any) -> Tensor:
     return loss
 
 
-@pytest.mark.thorough
-@pytest.mark.inductor
-@pytest.mark.filterwarnings("ignore")
-def test_zeros_without_memory_are_needed_as_long_as_torch_has_the_defect() -> None:
-    uncached = torch._inductor.config.patch(force_disable_caches=True)
-    fails = pytest.raises(RuntimeError, match="mm_out") if _upstream.ZERO_TENSORS else contextlib.nullcontext()
-    # Without the products of torch, which look at what they get, the process ends.
-    with uncached, fails:
-        hessian_steps(functools.partial(jit, without=["zero_tensors", "products"]))
-
-
 @pytest.mark.inductor
 def test_trilinear_interpolation_where_tests_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def step(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,3 +130,9 @@ def test_trilinear_interpolation_where_tests_run(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv("CI", "true")
     x = torch.arange(24.0).view(1, 1, 2, 3, 4)
     torch.testing.assert_close(jit(step)(torch.ones(1), x), step(torch.ones(1), x))
+
+
+@pytest.mark.thorough
+@pytest.mark.inductor
+def test_a_hessian_product_is_the_eager_ones() -> None:
+    assert_close(hessian_steps(jit), hessian_steps(lambda step: step), 1e-5)

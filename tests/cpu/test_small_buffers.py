@@ -57,10 +57,6 @@ def test_what_only_kernels_see_is_a_part() -> None:
     ]
 
 
-def test_two_spaces_before_the_device_are_the_same() -> None:
-    assert parts(scalar("buf0").replace("_cpu, 0", "_cpu,  0")) == ["Part buf0{small_buffers_first + 0, 4};"]
-
-
 @pytest.mark.parametrize(
     "use",
     [
@@ -99,10 +95,6 @@ def test_what_is_not_known_is_a_tensor(allocation: str) -> None:
     assert parts(allocation + scalar("buf1")) == ["Part buf1{small_buffers_first + 0, 4};"]
 
 
-def test_an_array_of_constants_with_two_meanings_is_not_known() -> None:
-    assert parts("    static constexpr int64_t shape[] = {9L, 8L, };\n" + matrix("buf0")) == []
-
-
 def test_large_buffers_are_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_buffers, "SMALL", 4 * 8 * 4 - 1)
     assert parts(matrix("buf0")) == []
@@ -113,16 +105,6 @@ def test_large_buffers_are_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_block_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(small_buffers, "BLOCK", 64 + 4)
     assert len(parts(scalar("buf0") + scalar("buf1") + scalar("buf2"))) == 2
-
-
-def test_an_empty_buffer_has_a_place() -> None:
-    empty = "    static constexpr int64_t nothing[] = {0L, 8L, };\n"
-    assert len(parts(empty + matrix("buf0", shape="nothing") + scalar("buf1"))) == 2
-
-
-@pytest.mark.parametrize("source", ["", "void something_else(int);", "void inductor_entry_impl(int) { }"])
-def test_other_sources_stay(source: str) -> None:
-    assert in_one_block(source) is source
 
 
 def train(**options: Any) -> tuple[Any, list[Any], str]:

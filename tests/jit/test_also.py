@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,25 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import clone, jit, make_train_step, module_loss, stateless
-from funcamp._jit import cuda_graph
 from funcamp._jit.donation import OwnedState
 from tests.support.helpers import assert_same
-from tests.support.stand_in import StandIn
 
-MODES = ["donated", "captured", "undonated"]
 State = dict[str, Tensor]
-
-
-@pytest.fixture(params=MODES)
-def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    if request.param == "captured":
-        monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
-    name: str = request.param
-    return name
-
-
-def compiled(step: Any, mode: str, **options: Any) -> Any:
-    return jit(step, backend="aot_eager", donate=mode != "undonated", **options)
+Compiled = Callable[..., Any]
 
 
 def generator_step(state: State, batch: Tensor) -> tuple[State, Tensor]:
@@ -62,9 +49,9 @@ def refills(monkeypatch: pytest.MonkeyPatch) -> list[None]:
     return counted
 
 
-def test_steps_take_turns_on_one_state(mode: str, refills: list[None]) -> None:
+def test_steps_take_turns_on_one_state(mode: str, compiled: Compiled, refills: list[None]) -> None:
     eager = [generator_step, discriminator_step, difference]
-    run = compiled(generator_step, mode)
+    run = compiled(generator_step)
     steps = [run, run.also(discriminator_step), run.also(difference)]
     state, expected = begun(), begun()
     for number in range(4):
@@ -79,8 +66,8 @@ def test_steps_take_turns_on_one_state(mode: str, refills: list[None]) -> None:
     assert refills == [] or mode == "undonated"
 
 
-def test_an_evaluation_leaves_the_state_where_it_is(mode: str, refills: list[None]) -> None:
-    run = compiled(generator_step, mode)
+def test_an_evaluation_leaves_the_state_where_it_is(mode: str, compiled: Compiled, refills: list[None]) -> None:
+    run = compiled(generator_step)
     evaluate = run.also(difference)
     state, _ = run(begun(), torch.ones(4))
     kept = clone(state)
@@ -92,11 +79,11 @@ def test_an_evaluation_leaves_the_state_where_it_is(mode: str, refills: list[Non
     assert refills == [] or mode == "undonated"
 
 
-def test_a_first_call_that_fails_leaves_the_other_steps_as_they_were(mode: str) -> None:
+def test_a_first_call_that_fails_leaves_the_other_steps_as_they_were(compiled: Compiled) -> None:
     def wrong(state: State, batch: Tensor) -> Any:
         return state, state["missing"]
 
-    run = compiled(wrong, mode)
+    run = compiled(wrong)
     other = run.also(generator_step)
     with pytest.raises(KeyError, match="missing"):
         run({"generator": torch.zeros(())}, torch.ones(4))
@@ -107,10 +94,10 @@ def test_a_first_call_that_fails_leaves_the_other_steps_as_they_were(mode: str) 
     assert_same(other(state, torch.ones(4))[0], generator_step(before, torch.ones(4))[0])
 
 
-def test_a_tensor_in_the_memory_of_the_state_that_a_later_step_reads(mode: str) -> None:
+def test_a_tensor_in_the_memory_of_the_state_that_a_later_step_reads(mode: str, compiled: Compiled) -> None:
     state = begun()
     anchor = state["generator"].detach()
-    run = compiled(generator_step, mode)
+    run = compiled(generator_step)
     evaluate = run.also(lambda state, batch: (state, (state["generator"] - anchor).sum() + batch.sum()))
     state, _ = run(state, torch.ones(4))
     if mode == "captured":  # an earlier graph writes into it
@@ -144,9 +131,9 @@ def test_what_is_no_step_is_refused() -> None:
         run.also(difference, unroll=0)
 
 
-def test_a_step_that_no_one_has_is_dropped_with_what_it_reads(mode: str) -> None:
+def test_a_step_that_no_one_has_is_dropped_with_what_it_reads(compiled: Compiled) -> None:
     anchor = torch.arange(4.0)
-    run = compiled(generator_step, mode)
+    run = compiled(generator_step)
     evaluate = run.also(lambda state, batch, anchor=anchor: (state, (state["generator"] - anchor).sum()))
     state, _ = run(begun(), torch.ones(4))
     evaluate(state, torch.ones(4))
@@ -158,11 +145,11 @@ def test_a_step_that_no_one_has_is_dropped_with_what_it_reads(mode: str) -> None
 
 
 @pytest.mark.parametrize("mode", ["donated", "captured"], indirect=True)  # else the module does not follow
-def test_an_evaluation_reads_the_module_that_shares_the_states_memory(mode: str) -> None:
+def test_an_evaluation_reads_the_module_that_shares_the_states_memory(compiled: Compiled) -> None:
     """With consume the module has the trained values, also after a program that reads it was compiled."""
     module = nn.Linear(4, 1)
     step = make_train_step(module_loss(module, nn.functional.mse_loss), stateless(torch.optim.SGD, lr=0.1))
-    run = compiled(step, mode)
+    run = compiled(step)
     evaluate = run.also(lambda state, batch: (state, nn.functional.mse_loss(module(batch[0]), batch[1])))
     state, batch = step.init(consume=True), (torch.randn(8, 4), torch.randn(8, 1))
     losses = []

@@ -205,28 +205,6 @@ def test_metrics_arrive_late_in_order_and_none_is_lost(monkeypatch: pytest.Monke
     assert reader.drain() == []
 
 
-def test_metrics_of_two_devices_arrive_when_both_copies_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Second(Tensor):
-        device = torch.device("cuda:1")
-
-    events: dict[torch.device, Late] = {}
-    monkeypatch.setattr(metric_reader, "_record_event", lambda device: events.setdefault(device, Late()))
-    monkeypatch.setattr(metric_reader, "_on_device", lambda leaf: True)
-    reader = MetricReader()
-    for number in (1.0, 2.0):
-        reader.put({"first": torch.tensor(number), "second": torch.tensor(number).as_subclass(Second), "other": None})
-    assert events.keys() == {torch.device("cpu"), torch.device("cuda:1")}
-    for event in events.values():
-        assert reader.ready() == []
-        event.done = True
-    assert [row["second"] for row in reader.ready()] == [1.0, 2.0]
-    for event in events.values():
-        event.done = False
-    reader.put({"first": torch.tensor(3.0), "second": torch.tensor(3.0).as_subclass(Second)})
-    assert [row["first"] for row in reader.drain()] == [3.0]
-    assert all(event.done for event in events.values())
-
-
 def test_metrics_on_a_cpu_arrive_at_once() -> None:
     reader = MetricReader()
     reader.put((torch.tensor(2), torch.tensor(True), None, torch.ones(2)))

@@ -100,16 +100,3 @@ STRUCTURES: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
 def test_equal_structures_that_are_not_the_same_compile_again(name: str) -> None:
     one, other = STRUCTURES[name]
     assert programs([one(), other(), one(), other()]) == 2
-
-
-def test_classes_of_one_name_are_two_structures() -> None:
-    kinds = []
-    for _ in range(2):
-
-        class Batch:
-            def __init__(self, x: Any) -> None:
-                self.x = x
-
-        torch.utils._pytree.register_pytree_node(Batch, lambda batch: ([batch.x], None), lambda x, _: None)
-        kinds.append(Batch)
-    assert programs([kinds[0](leaf()), kinds[1](leaf())]) == 2

@@ -16,8 +16,6 @@ from tests.support.generated import written
 from tests.support.helpers import assert_same, clone
 from tests.support.patterns import PATTERNS, state, step_of
 
-BACKENDS = [pytest.param("aot_eager"), pytest.param("inductor", marks=pytest.mark.inductor)]
-
 
 def like_first(leaf: Tensor, first: Tensor) -> Tensor:
     return torch.empty_like(first, memory_format=torch.preserve_format).copy_(leaf)
@@ -98,17 +96,6 @@ def random_step(program: list[tuple[int, int, int]]) -> Callable[[Any, Any], Any
 @given(PROGRAM)
 def test_random_aliasing_is_the_eager_step(program: list[tuple[int, int, int]]) -> None:
     assert_same_as_eager(random_step(program), [torch.randn(3, 3) for _ in range(LEAVES)], "aot_eager")
-
-
-@pytest.mark.inductor
-@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-def test_parts_of_a_complex_leaf_are_the_eager_steps() -> None:
-    def step(state: Any, batch: Tensor) -> Any:
-        wave = state["wave"]
-        return {"wave": wave * 2, "real": wave.real, "imag": wave.imag}, wave.real
-
-    start = {"wave": torch.randn(4, dtype=torch.complex64), "real": torch.zeros(4), "imag": torch.zeros(4)}
-    assert_same_as_eager(step, start, "inductor")
 
 
 def double(state: Any, batch: Tensor) -> Any:

@@ -24,41 +24,6 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-class Normalized(nn.Module):
-    """A batch norm over the last dimension: its input is transposed, and its result is read as rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.last = nn.BatchNorm1d(6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.norm(x.transpose(1, 2)).transpose(1, 2))
-        return out
-
-
-def batch(rows: int) -> tuple[Tensor, Tensor]:
-    made = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, 4, 6, generator=made), torch.randn(rows, 4, 2, generator=made)
-
-
-def losses(wrap: Any, rows: list[int]) -> list[Tensor]:
-    torch.manual_seed(0)
-    step = make_train_step(module_loss(Normalized(), F.mse_loss), SGD)
-    run, state, found = wrap(step), step.init(), []
-    for count in rows:
-        state, metrics = run(state, batch(count))
-        found.append(metrics.loss.clone())
-    return found
-
-
-@pytest.mark.parametrize("rows", [[3, 3, 3], [3, 2, 3, 2]])
-def test_batch_norm_of_a_transposed_input(rows: list[int]) -> None:
-    def traced(step: Any) -> Any:
-        return jit(step, backend="eager")
-
-    torch.testing.assert_close(losses(traced, rows), losses(lambda step: step, rows))
-
-
 @pytest.mark.parametrize("inner", [nn.Identity(), nn.Dropout(0.3)], ids=["norm", "dropout"])
 @pytest.mark.parametrize("turn", [(0, 2, 1), (1, 2, 0)], ids=str)
 def test_what_follows_a_batch_norm_of_a_transposed_input_draws_and_sums_in_eagers_order(

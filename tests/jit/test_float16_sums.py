@@ -51,15 +51,10 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "weight of a convolution, over places": lambda v: grad_of(
         lambda w: F.conv1d(v.view(1, 1, 4), w), ones(1, 1, 1), ones(4)
     ),
-    "weight of a convolution, over images": lambda v: grad_of(
-        lambda w: F.conv2d(v.view(4, 1, 1, 1), w), ones(1, 1, 1, 1), ones(4)
-    ),
     "convolution over channels": lambda v: F.conv1d(v.view(1, 4, 1), ones(1, 4, 1)),
-    "transposed convolution": lambda v: F.conv_transpose1d(v.view(1, 4, 1), ones(4, 1, 1)),
     "product": lambda v: v.view(1, 4).repeat(8, 1) @ ones(4, 8),
     "batched product": lambda v: torch.bmm(v.view(1, 1, 4).repeat(2, 8, 1), ones(2, 4, 8)),
     "dot": lambda v: v.dot(ones(4)),
-    "addmm": lambda v: torch.addmm(ones(8), v.view(1, 4).repeat(8, 1), ones(4, 8)),
     "linear": lambda v: F.linear(v.view(1, 4), ones(2, 4)),
     "attention": lambda v: F.scaled_dot_product_attention(
         zeros(1, 1, 1, 4), zeros(1, 1, 4, 4), v.view(1, 1, 4, 1).repeat(1, 1, 1, 4)
@@ -72,15 +67,11 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "logsumexp": lambda v: v.logsumexp(0),
     "index_add": lambda v: zeros(2).index_add(0, PLACES, v),
     "scatter_add": lambda v: zeros(2).scatter_add(0, PLACES, v),
-    "mean by scatter_reduce": lambda v: zeros(2).scatter_reduce(0, PLACES, v, "mean"),
     "index_put": lambda v: zeros(2).index_put((PLACES,), v, accumulate=True),
-    "gradient of gather": lambda v: grad_of(lambda w: w.gather(0, PLACES), ones(2), v),
     "gradient of expand": lambda v: grad_of(lambda w: w.expand(4), ones(1), v),
     "gradient of an embedding": lambda v: grad_of(lambda w: F.embedding(PLACES, w), ones(2, 1), v),
     "pool of means": lambda v: F.avg_pool1d(v.view(1, 1, 4), 4),
-    "adaptive pool": lambda v: F.adaptive_avg_pool1d(v.view(1, 1, 4), 1),
     "gradient of a maximum pool": lambda v: pooled(v, F.max_pool1d, (1, 1, 4)),
-    "gradient of nearest": lambda v: resized(v, "nearest", (1, 1, 2), 2),
     "gradient of linear": lambda v: resized(v, "linear", (1, 1, 1), 4),
     "fold": lambda v: F.fold(torch.stack([v, v]).view(1, 2, 4), (1, 5), (1, 2)),
     "layer_norm": lambda v: F.layer_norm(v, (4,)),

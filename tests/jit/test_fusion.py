@@ -148,16 +148,6 @@ def test_what_cannot_be_called_from_cpp_is_called_from_python(monkeypatch: pytes
     torch.testing.assert_close(run(state, batch), step(state, batch))
 
 
-@pytest.mark.thorough
-def test_gradients_of_convolutions_are_joined_in_the_order_they_come_in() -> None:
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.Flatten(), nn.Linear(512, 4))
-    loss_fn = module_loss(model, nn.functional.cross_entropy)
-    step = make_train_step(loss_fn, stateless(torch.optim.AdamW), policy="bfloat16")
-    code = written(jit(step), step.init(), (torch.randn(2, 3, 8, 8), torch.tensor([0, 3])))
-    assert "convolution_backward" in code
-    assert "div_floor_integer" not in code  # to find an element of a gradient with channels last
-
-
 def test_inductor_may_recurse_deeply_while_it_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """It does so for a deep model: 48 blocks of a GPT, minutes to compile, failed without when it planned memory."""
     from torch._inductor import compile_fx

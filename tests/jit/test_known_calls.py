@@ -104,7 +104,6 @@ def kept_by(transform: Callable[..., Any], x: Tensor) -> Tensor:
 OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "shape": lambda x: x[:1].clone(),
     "strides": lambda x: x.t().contiguous().t(),
-    "steps": lambda x: x.repeat_interleave(2, 1)[:, ::2],
     "expanded": lambda x: x[:1].expand(2, 3),
     "dtype": lambda x: x.double(),
     "meta": lambda x: x.to("meta"),
@@ -115,11 +114,7 @@ OTHERS: dict[str, Callable[[Tensor], Tensor]] = {
     "nested": lambda x: torch.nested.nested_tensor([x[0], x[1]]),
     "jagged": lambda x: torch.nested.nested_tensor([x[0], x[1]], layout=torch.jagged),
     "batched": lambda x: kept_by(torch.vmap, x),
-    "differentiated": lambda x: kept_by(torch.func.grad, x),
-    "functional": lambda x: torch._to_functional_tensor(x),
-    "mkldnn": lambda x: x.to_mkldnn(),
     "quantized": lambda x: torch._empty_affine_quantized((2, 3), scale=1.0, zero_point=0, dtype=torch.qint8),
-    "masked": lambda x: torch.masked.masked_tensor(x, x > 0),
     "zeros without memory": lambda x: torch._efficientzerotensor((2, 3)),
 }
 WARNINGS = ("ignore:.*(beta state|prototype stage|quantiz|mask_fill)",)
@@ -144,7 +139,7 @@ def weighed(state: dict[str, Tensor], batch: Any) -> Any:
     return {"a": state["a"] + (x * torch.arange(6.0).view(2, 3)).sum(0)}, {"x": x * 2}
 
 
-ARRANGED = ("strides", "steps", "expanded", "negative", "gradient", "parameter")
+ARRANGED = ("strides", "expanded", "negative", "gradient", "parameter")
 
 
 @pytest.mark.parametrize("donate", [True, False], ids=["donate", "keep"])
@@ -161,13 +156,3 @@ def test_a_call_with_another_layout_after_known_ones_is_right(name: str, donate:
         state, own = run(state, {"x": x})
         assert_same(_pytree.tree_map(Tensor.detach, (state, own)), (expected, metrics))
     assert run.programs == 1 + (name == "gradient")
-
-
-@pytest.mark.parametrize("first", [True, False], ids=["first", "later"])
-def test_inference_mode_around_a_call_is_no_other_signature(first: bool) -> None:
-    run, state = jit(add, backend="eager"), torch.zeros(())
-    for number in range(6):
-        with torch.inference_mode(first is (number % 2 == 0)):
-            state, _ = run(state, {"x": X.clone()})
-    assert_same(state.clone(), 6 * X.sum())
-    assert run.programs == 1

@@ -11,14 +11,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from funcamp import _cpu, jit
-from funcamp._cpu import options as cpu_options
 from funcamp._cpu import part_inputs
 from funcamp._jit import explain, passes
-from funcamp._jit.passes import options as core_options
 from funcamp._jit.passes import pipeline
-from funcamp._jit.passes.program import Program, Target
+from funcamp._jit.passes.program import Target
 from funcamp._trace.trace import trace
-from funcamp._upstream.bugs import BUGS
 from tests.support.helpers import assert_close, clone
 from tests.support.launch import ROOT
 
@@ -81,13 +78,6 @@ def test_no_name_is_used_twice() -> None:
     assert len(every) == len(set(every)) == len(explain.names())
 
 
-def test_a_pass_is_a_file_of_its_name() -> None:
-    files = [file for folder in ("_jit/passes", "_cpu") for file in (ROOT / "funcamp" / folder).glob("*.py")]
-    with_a_pass = {file.stem for file in files if "PASS = Pass(" in file.read_text()}
-    options = {one.name for one in (*core_options.OPTIONS, *cpu_options.OPTIONS)}
-    assert with_a_pass | options | {bug.name for bug in BUGS} == {one.name for one in PASSES}
-
-
 def test_what_is_left_out_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
 
@@ -144,28 +134,3 @@ def test_the_traced_graph_stays_as_it_was() -> None:
     before = str(graph.module.graph)
     compile_graph(graph, CPU._replace(backend="eager"))
     assert str(graph.module.graph) == before
-
-
-def test_graphs_inside_the_traced_graph_stay_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
-    from funcamp._jit.compile import compile_graph
-
-    def tanh_to_sin(program: Program) -> Program:
-        for graph in program.graphs():
-            for node in graph.nodes:
-                if node.target is torch.ops.aten.tanh.default:
-                    node.target = torch.ops.aten.sin.default
-        return program
-
-    def flat(values: list[Tensor]) -> tuple[list[Tensor], Any]:
-        (x,) = values
-        return [], torch.cond(x.sum() > 0, lambda x: x.tanh(), lambda x: x.cos(), (x,))
-
-    only = part_inputs.PASS._replace(run=tanh_to_sin, where=lambda _: True)
-    monkeypatch.setattr(passes, "pipeline", lambda: (only,))
-    x = torch.ones(2)
-    graph = trace(flat, [x], {"cpu"})
-    (result,) = compile_graph(graph, CPU._replace(backend="eager"))([x])
-    assert_close(result, x.sin(), 1e-6)
-    inside = [str(module.graph) for module in graph.module.modules() if isinstance(module, torch.fx.GraphModule)]
-    assert sum("tanh" in text for text in inside) == 1
-    assert not any("sin" in text for text in inside)

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 import funcamp
 from funcamp import jit
-from tests.support.helpers import assert_same, clone
+from tests.support.helpers import assert_close, assert_same, clone
 
 
 @pytest.mark.inductor

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch._higher_order_ops.while_loop import while_loop
 from torch.nn import functional as F
 from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -51,35 +50,12 @@ class Branches(nn.Module):
         return loss
 
 
-class Loop(nn.Module):
-    """A loop whose number of turns follows from values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.layer(x)
-        turns = (x.sum() > 0).long() * 2 + 1
-
-        def again(turn: Tensor, value: Tensor) -> Tensor:
-            return turn < turns
-
-        def halve(turn: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-            return turn + 1, value * 0.5
-
-        with torch.no_grad():
-            _, shift = while_loop(again, halve, (torch.tensor(0), hidden.detach()))
-        loss: Tensor = (hidden + shift).square().mean()
-        return loss
-
-
 @pytest.mark.thorough(keep=1)
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf"
 )  # Dynamo's, in torch's loop too
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("model", [Branches, Loop])
+@pytest.mark.parametrize("model", [Branches])
 def test_branches_and_loops_that_follow_from_values_are_torchs(model: Callable[[], nn.Module], backend: str) -> None:
     x = torch.randn(3, 4).abs()
     assert_same_as_torch(model, [(x,), (-x,), (x * 2,)], backend)
@@ -153,21 +129,6 @@ def test_branches_that_torch_compile_does_not_trace_are_refused(region: str) -> 
             run(state, SAMPLES[0])
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*torch.jit:FutureWarning")
-@pytest.mark.parametrize("script", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(3, 4))])
-def test_scripted_modules_are_torchs(script: Callable[[nn.Module], nn.Module]) -> None:
-    assert_same_as_torch(
-        lambda: script(nn.Sequential(nn.Linear(4, 3), nn.Tanh(), Mean())), [(torch.randn(3, 4),)] * 3, "eager"
-    )
-
-
-class Mean(nn.Module):
-    """A loss of one's own."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.square().mean()
-
-
 def test_anomaly_mode_is_left_out_of_a_jitted_step(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(4, 1)
     step = make_train_step(module_loss(model, F.mse_loss), stateless(torch.optim.SGD, lr=0.1))
@@ -218,23 +179,6 @@ def test_compiled_losses_of_values_that_are_not_finite() -> None:
 
     _, found = jit(lambda state, x: (state + 1, losses(x)))(torch.zeros(1), x)
     torch.testing.assert_close(found, losses(x), equal_nan=True)
-
-
-@pytest.mark.inductor
-@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-def test_one_complex_parameter_in_flat_storage_compiled() -> None:
-    class Wave(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.wave = nn.Parameter(torch.randn(4, dtype=torch.cfloat))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return (x * self.wave).abs().mean()
-
-    step = make_train_step(module_loss(Wave()), stateless(torch.optim.SGD, lr=0.1))
-    expected, _ = step(step.init(), torch.ones(8, 4))
-    found, _ = jit(step)(step.init(), torch.ones(8, 4))
-    torch.testing.assert_close(dict(found.params.tree()), dict(expected.params.tree()))
 
 
 @pytest.mark.inductor

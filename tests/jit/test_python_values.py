@@ -92,7 +92,7 @@ def test_what_is_equal_or_is_not_read_may_change() -> None:
 
 
 def test_a_count_that_nothing_reads_makes_no_program() -> None:
-    model, step, run, state = made(donate=False)
+    model, _, run, state = made(donate=False)
     for _ in range(3):
         run(state, (X, Y))
     assert model.traces == 2  # the count moved on, so the first call ran twice

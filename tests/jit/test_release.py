@@ -88,17 +88,6 @@ def test_graphs_and_memory_are_freed(interfaces: list[Watched]) -> None:
     assert memory.expired()
 
 
-def test_a_later_call_captures_again(interfaces: list[Watched]) -> None:
-    run = jit(add, backend="aot_eager")
-    state: Any = {"sum": torch.zeros(())}
-    for calls in range(3):
-        for _ in range(2):
-            state, _ = run(state, torch.ones(2))
-        assert state["sum"] == 4 * (calls + 1)
-        assert [graphs.captures for graphs in interfaces] == [1] * (calls + 1)
-        run.release()
-
-
 def test_all_steps_on_the_state_are_freed(interfaces: list[Watched]) -> None:
     run = jit(add, backend="aot_eager")
     other = run.also(read)

@@ -38,10 +38,7 @@ READERS: dict[str, Reader] = {
     "within the largest": _within_the_largest,
 }
 MORE_READERS: dict[str, Reader] = {
-    "aminmax": lambda x: torch.cat(torch.aminmax(x, dim=1)),
     "max of all": lambda x: x.max(),
-    "max with indices": lambda x: x.max(1).values,
-    "maximum of a sum": lambda x: (x + x.flip(1)).amax(1),
     "pooled": lambda x: F.adaptive_max_pool1d(x[None], 1),
 }
 

@@ -23,19 +23,6 @@ def plain() -> dict[str, Tensor]:
     return {"a": torch.zeros(2, 2)}
 
 
-@pytest.mark.parametrize("later", [False, True])
-def test_a_parameter_is_a_tensor(later: bool) -> None:
-    run, state = jit(add, backend="aot_eager"), plain()
-    if later:
-        state, _ = run(state, {"x": torch.zeros(2, 2)})
-    state, _ = run(state, {"x": torch.nn.Parameter(torch.eye(2))})
-    assert_same(state["a"], torch.full((2, 2), 2.0))
-    assert not state["a"].requires_grad
-    assert run.programs == 1 + later, "one that requires a gradient is another signature"
-    run(state, {"x": torch.nn.Parameter(torch.eye(2), requires_grad=False)})
-    assert run.programs == 2
-
-
 def test_a_compiled_step_inside_another_says_what_to_do() -> None:
     inner = jit(add, backend="aot_eager")
     state, _ = inner(plain(), {"x": torch.eye(2)})  # compiled before, too
@@ -67,14 +54,6 @@ def test_copies_and_pickles_are_not_compiled_yet() -> None:
         before = plain()
         other(before, {"x": torch.eye(2)})
         assert before["a"].sum() == 0  # the options too
-
-
-def test_a_step_that_cannot_be_pickled_is_named() -> None:
-    def local(state: Any, batch: Any) -> Any:
-        return state, batch
-
-    with pytest.raises((AttributeError, pickle.PicklingError), match="local"):
-        pickle.dumps(jit(local))
 
 
 def test_another_autocast_around_the_call_is_another_signature() -> None:

@@ -19,9 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not sup
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "time first": {"batch_first": False},
     "two layers, both directions": {"num_layers": 2, "bidirectional": True},
-    "no bias": {"bias": False},
     "projected": {"proj_size": 4},
 }
 

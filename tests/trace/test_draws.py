@@ -39,16 +39,10 @@ def written(x: Tensor) -> Tensor:
 DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.5),
     "rrelu": lambda x: F.rrelu(x, training=True),
-    "rrelu in place": lambda x: F.rrelu(x.clone(), training=True, inplace=True),
     "rand": lambda x: torch.rand(3),
     "rand of the default generator by its name": lambda x: torch.rand(3, generator=torch.default_generator),
-    "poisson of the default generator by its name": lambda x: torch.poisson(x.abs(), generator=torch.default_generator),
     "rand out": written,
-    "randint": lambda x: torch.randint(0, 9, (3,)),
     "randperm": lambda x: torch.randperm(5),
-    "random_ of a range": lambda x: torch.empty(3).random_(0, 10),
-    "bernoulli of probabilities": lambda x: torch.bernoulli(x.abs()),
-    "normal of means": lambda x: torch.normal(x, 1.0),
     "a transposed tensor": lambda x: torch.rand_like(x.view(2, 3).t()),
     "filled in place": lambda x: torch.empty(3, 2).t().normal_(),
     "multinomial": lambda x: torch.multinomial(x.abs(), 2),
@@ -88,9 +82,7 @@ def again(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Tensor:
 SET_BACK: dict[str, Callable[[Tensor], Tensor]] = {
     "rand": lambda x: again(lambda: torch.rand(6), lambda: torch.rand(6)),
     "dropout": lambda x: again(lambda: F.dropout(x), lambda: F.dropout(x * 2)),
-    "the same probabilities": lambda x: again(lambda: torch.bernoulli(x.abs()), lambda: torch.bernoulli(x.abs())),
     "rrelu": lambda x: again(lambda: F.rrelu(x.sin(), training=True), lambda: F.rrelu(x.sin(), training=True)),
-    "filled": lambda x: again(lambda: torch.empty(6).uniform_(), lambda: torch.empty(6).uniform_()),
     "a captured tensor": lambda x: again(lambda: torch.bernoulli(OFTEN), lambda: torch.bernoulli(OFTEN)),
 }
 

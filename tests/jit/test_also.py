@@ -124,11 +124,9 @@ def test_the_other_step_has_options_of_its_own() -> None:
 
 def test_what_is_no_step_is_refused() -> None:
     run = jit(generator_step, backend="eager")
-    for wrong, message in ((3, "must be callable; got 3"), (run, "compiled already"), (nn.Linear(1, 1), "got the mod")):
-        with pytest.raises(TypeError, match=f"also: step must.*{message}|also: step {message}"):
+    for wrong, text in ((3, "must be callable; got 3"), (run, "compiled already"), (nn.Linear(1, 1), "got the mod")):
+        with pytest.raises(TypeError, match=f"also: step .*{text}"):
             run.also(wrong)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="also: unroll must be 1 or more; got 0"):
-        run.also(difference, unroll=0)
 
 
 def test_a_step_that_no_one_has_is_dropped_with_what_it_reads(compiled: Compiled) -> None:

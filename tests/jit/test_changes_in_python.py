@@ -153,8 +153,6 @@ class Config:
         return 2 * self.factor
 
 
-
-
 class Trainer:
     epoch = 0
 
@@ -506,8 +504,6 @@ def hidden(first: Any, read: Callable[[Any], Any], pack: Callable[[Any, Tensor],
         return out
 
     return lambda: Program(Net(forward, hidden=copy.deepcopy(first)))
-
-
 
 
 def first(value: Callable[[Any, Tensor], Tensor]) -> Make:

@@ -37,22 +37,7 @@ def start() -> dict[str, Any]:
     return {"total": torch.zeros(()), "rest": [torch.ones(2, 2), None]}
 
 
-def trained(steps: int, run: Any, state: Any, task: Any) -> tuple[Any, list[Any]]:
-    rows = []
-    for index in range(steps):
-        state, metrics = run(state, task.batch(index))
-        rows.append(metrics)
-    return state, rows
-
-
 CONFIG = ScalerConfig(2.0**24, growth_interval=5)
-
-
-def test_metrics_keep_their_structure_and_their_constants() -> None:
-    state, metrics = eager_backend(add)(start(), {"x": torch.ones(3), "times": 2})
-    assert state["total"] == 6
-    assert metrics == {"total": 6, "name": "sum", "nothing": None}
-    assert state["rest"][1] is None
 
 
 def test_the_state_passed_in_is_consumed_and_clone_keeps_one() -> None:
@@ -90,7 +75,10 @@ def test_a_leaf_put_into_the_state_between_calls_is_used() -> None:
 def test_steps_in_one_call_are_as_many_calls() -> None:
     task = mlp()
     step = build(task, stateless(torch.optim.AdamW, lr=1e-2), policy="float16", config=CONFIG)
-    expected, rows = trained(6, eager_backend(step), step.init(), task)
+    run, expected, rows = eager_backend(step), step.init(), []
+    for index in range(6):
+        expected, metrics = run(expected, task.batch(index))
+        rows.append(metrics)
     run, state, found = eager_backend(step, unroll=3), step.init(), []
     for index in (0, 3):
         pieces = [task.batch(index + part) for part in range(3)]
@@ -246,6 +234,7 @@ def test_a_constant_that_changes_drops_the_oldest_program(caplog: pytest.LogCapt
         state, _ = run(state, {"x": torch.ones(2), "times": times})
         assert state["total"] == expected
         assert run.programs <= 2
+    assert state["rest"][1] is None
     (dropped,) = [record.getMessage() for record in caplog.records if "at most 2 programs" in record.getMessage()]
     assert "batch['times'] changed from 0 to 2" in dropped
 

@@ -14,26 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcamp
 from funcamp import jit, make_train_step, module_loss, stateless
-from tests.support.helpers import assert_close, assert_same
+from tests.support.steps import assert_as_eager
 
-BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.inductor)]
-Params = dict[str, Tensor]
-
-
-def assert_same_as_torch(model: Callable[[], nn.Module], batches: list[Any], backend: str) -> None:
-    """Three steps of SGD, against torch's loop with a model of its own."""
-    torch.manual_seed(0)
-    reference = model()
-    optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
-    torch.manual_seed(0)
-    step = make_train_step(module_loss(model()), stateless(torch.optim.SGD, lr=0.1))
-    run, state = jit(step, backend=backend, compile_after=0), step.init()
-    for batch in batches:
-        optimizer.zero_grad()
-        reference(*batch).backward()
-        optimizer.step()
-        state, _ = run(state, batch)
-    assert_close(dict(state.params.tree()), dict(reference.named_parameters()), 1e-6)
+SGD = stateless(torch.optim.SGD, lr=0.1)
 
 
 class Branches(nn.Module):
@@ -50,15 +33,12 @@ class Branches(nn.Module):
         return loss
 
 
-@pytest.mark.thorough(keep=1)
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # Dynamo's, in torch's loop too
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("model", [Branches])
-def test_branches_and_loops_that_follow_from_values_are_torchs(model: Callable[[], nn.Module], backend: str) -> None:
-    x = torch.randn(3, 4).abs()
-    assert_same_as_torch(model, [(x,), (-x,), (x * 2,)], backend)
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_branches_that_follow_from_values_are_the_eager_ones(backend: str) -> None:
+    x, step = torch.randn(3, 4).abs(), make_train_step(module_loss(Branches()), SGD)
+    run = jit(step, backend=backend, compile_after=0)
+    assert_as_eager(step, run, step.init(), [(x,), (-x,), (x * 2,)], 1e-6)
 
 
 class Passing(TorchDispatchMode):
@@ -79,12 +59,10 @@ X = torch.randn(3, 4)
 SAMPLES = [((X, X.sum(1, keepdim=True)), torch.tensor(flag)) for flag in (True, False, True)]
 
 
-def step_in_branch(engine: Any = None) -> tuple[funcamp.TrainStep, Callable[[Any, Any], Any]]:
+def step_in_branch() -> tuple[funcamp.TrainStep, Callable[[Any, Any], Any]]:
     """Return a step, and a function that calls it in a branch of torch.cond."""
-    torch.manual_seed(0)
-    loss_fn = module_loss(nn.Linear(4, 1), F.mse_loss, engine=engine)
-    config = funcamp.ScalerConfig(init_scale=8.0)
-    step = make_train_step(loss_fn, stateless(torch.optim.Adam, lr=0.1), config, policy="float16")
+    config, adam = funcamp.ScalerConfig(init_scale=8.0), stateless(torch.optim.Adam, lr=0.1)
+    step = make_train_step(module_loss(nn.Linear(4, 1), F.mse_loss), adam, config, policy="float16")
 
     def maybe(state: Any, batch: Any) -> Any:
         data, flag = batch
@@ -100,20 +78,14 @@ def step_in_branch(engine: Any = None) -> tuple[funcamp.TrainStep, Callable[[Any
     return step, maybe
 
 
-def steps_taken(step: funcamp.TrainStep) -> Any:
-    state = step.init()
-    for data, flag in SAMPLES:
-        if flag:
-            state, _ = step(state, data)
-    return state
-
-
 def test_a_step_in_a_branch() -> None:
     step, maybe = step_in_branch()
-    run, state = jit(maybe, backend="eager"), step.init()
-    for batch in SAMPLES:
-        state, _ = run(state, batch)
-    assert_same(state, steps_taken(step))
+    assert_as_eager(
+        lambda state, batch: (step(state, batch[0])[0] if batch[1] else state, None),
+        jit(maybe, backend="eager"),
+        step.init(),
+        SAMPLES,
+    )
 
 
 @pytest.mark.parametrize("region", REGIONS)
@@ -131,13 +103,9 @@ def test_branches_that_torch_compile_does_not_trace_are_refused(region: str) -> 
 
 def test_anomaly_mode_is_left_out_of_a_jitted_step(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(4, 1)
-    step = make_train_step(module_loss(model, F.mse_loss), stateless(torch.optim.SGD, lr=0.1))
-    batch = torch.ones(2, 4), torch.ones(2, 1)
-    state = step.init(flat=False)
-    expected = step(state, batch)
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
     with torch.autograd.set_detect_anomaly(True):
-        found = jit(step, backend="eager", donate=False)(state, batch)
-    assert_same(found, expected)
+        assert_as_eager(step, jit(step, backend="eager"), step.init(), [(torch.ones(2, 4), torch.ones(2, 1))])
     assert sum("set_detect_anomaly" in record.message for record in caplog.records) == 1
 
 
@@ -161,11 +129,10 @@ def test_compiled_code_keeps_keyword_arguments(dtype: torch.dtype) -> None:
         grads = torch.autograd.grad(ROWS["a sum with alpha"](*leaves).float().square().sum(), leaves)
         return found | {f"gradient {index}": grad for index, grad in enumerate(grads)}
 
-    expected = all_rows(a, x, y)
-    _, found = jit(lambda state, batch: (state + 1, all_rows(*batch)))(torch.zeros(1), (a, x, y))
-    for name, value in expected.items():
-        assert found[name].dtype == value.dtype, name
-        assert_close(found[name], value, 1e-5 if dtype == torch.float32 else 2e-2)
+    def step(state: Tensor, batch: Any) -> Any:
+        return state + 1, all_rows(*batch)
+
+    assert_as_eager(step, jit(step), torch.zeros(1), [(a, x, y)], 1e-5 if dtype == torch.float32 else 2e-2)
 
 
 @pytest.mark.inductor
@@ -183,11 +150,11 @@ def test_compiled_losses_of_values_that_are_not_finite() -> None:
 
 @pytest.mark.inductor
 def test_an_overflow_behind_a_product_with_zero_is_seen() -> None:
-    def loss(params: Params, x: Tensor) -> Tensor:
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
         unused = (x * params["unused"]).exp().sum()
         return (x * params["w"]).square().sum() + 0 * unused
 
-    step = make_train_step(funcamp.loss(loss), stateless(torch.optim.SGD, lr=0.1))
+    step = make_train_step(funcamp.loss(loss), SGD)
     state = step.init({"w": torch.ones(3), "unused": torch.ones(3)}, flat=False)
     for factor, skipped in ((1.0, 0.0), (200.0, 1.0)):
         x = torch.ones(3) * factor

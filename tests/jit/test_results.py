@@ -26,6 +26,10 @@ def step(state: Any, batch: Any) -> Any:
     sums = {"sum": w.sum(), "sum again": w.sum() + 0}
     others = {"batch": batch["x"], "batch part": batch["x"][2:]}
     others |= {"captured": CAPTURED, "captured view": CAPTURED.view(2, 2) * 1}
+    x, ones = batch["x"], torch.ones(4)
+    equal = [x * ones, x + torch.zeros(4), x - 0 * ones, x / ones, (x * 1)[1:] * 1, x.double().float()]
+    equal += [x.view(2, 2).transpose(0, 1).mT.reshape(4) * 1, torch.cat([x]), CAPTURED * ones, state["w"] * ones]
+    others |= {f"equal {number}": value for number, value in enumerate(equal)}
     return new, {**of_the_state, **sums, **others}
 
 

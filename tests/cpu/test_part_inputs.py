@@ -160,20 +160,3 @@ def test_another_state_and_other_memory_are_read_where_they_are() -> None:
         before = clone(state)
         torch.testing.assert_close(run(state, x), plain(state, x))
         assert_same(state, before)
-
-
-def test_a_compilation_that_was_interrupted_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = jit(plain, donate=False, compile_after=1)
-    state = {name: torch.ones(PARTS * WIDTH) for name in ("flat", "other")}
-    run(state, torch.ones(WIDTH))
-    other = torch.ones(1, WIDTH)  # another signature, run operation by operation first
-    run(state, other)
-
-    def interrupted(*_: Any, **_options: Any) -> Any:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(compiler, "_by_inductor", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            run(state, other)
-    torch.testing.assert_close(run(state, other), plain(state, other))

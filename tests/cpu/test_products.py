@@ -125,16 +125,6 @@ def test_the_way_that_was_faster_is_chosen(faster: bool, monkeypatch: pytest.Mon
     assert kernel_is_faster.__wrapped__(Product(BLOCK + 1, 20, 30, 1)) == faster
 
 
-def test_what_is_timed_is_the_product() -> None:
-    brgemm = product_times._brgemm()
-    left, right, out = torch.randn(300, 270), torch.randn(270, 50), torch.empty(300, 50)
-    if brgemm is None:  # not on this platform: no product becomes a kernel
-        assert not kernel_is_faster(Product(300, 270, 50, 1))
-    else:
-        product_times.multiply(brgemm, left, right, out)
-        assert_close(out, left @ right, 1e-4)
-
-
 @pytest.mark.inductor
 def test_operations_of_other_shapes_follow_a_product() -> None:
     """The last one has the product's shape, and one before it has not."""

@@ -13,6 +13,7 @@ from funcamp._cpu import small_buffers
 from funcamp._cpu.small_buffers import in_one_block
 from tests.support.generated import code_of
 from tests.support.helpers import assert_same
+from tests.support.steps import assert_as_eager
 
 MAKE = """    AtenTensorHandle {0}_handle;
     AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided({1}, {2}, {3}, cached_torch_dtype_{4}, cached_torch_device_type_cpu, 0, &{0}_handle));
@@ -63,11 +64,6 @@ def test_what_only_kernels_see_is_a_part() -> None:
         "    output_handles[0] = {}.release();\n",
         "    aoti_torch_cpu_mm_out({}, arg0_1, arg0_1);\n",
         "    auto buf9 = std::move({});  // reuse\n    output_handles[0] = buf9.release();\n",
-        (
-            "    auto buf9 = wrap_with_raii_handle_if_needed(reinterpret_tensor_wrapper({}, 1, shape, strides, 6L));\n"
-            "    aoti_torch_copy_(buf9, arg0_1, 0);\n"
-        ),
-        "    carried = std::move({});\n",
         "    auto buf9 = something_new({});\n",
     ],
 )
@@ -85,9 +81,7 @@ def test_moves_and_views_are_parts_as_well() -> None:
     "allocation",
     [
         matrix("buf0", shape="open"),
-        matrix("buf0", shape="unknown"),
         matrix("buf0", "complex64") + "    cpp_fused_0((c10::complex<float>*)(buf0.data_ptr()));\n",
-        scalar("buf0") + scalar("buf0"),
         scalar("buf0").replace("_type_cpu", "_type_cuda"),
     ],
 )
@@ -144,9 +138,5 @@ def test_branches_have_their_own_values() -> None:
         )
         return state + more, (total, more.square())
 
-    run, state, expected = jit(step), torch.ones(3), torch.ones(3)
-    for sign in (1.0, -1.0, 1.0):
-        x = torch.linspace(0.1, 1, 3) * sign
-        expected, wanted = step(expected, x)
-        state, found = run(state, x)
-        torch.testing.assert_close((state, found), (expected, wanted))
+    x = torch.linspace(0.1, 1, 3)
+    assert_as_eager(step, jit(step), torch.ones(3), [x, -x, x], 1e-6)

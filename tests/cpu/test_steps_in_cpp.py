@@ -154,24 +154,6 @@ def test_an_error_in_a_step_is_the_calls(caplog: pytest.LogCaptureFixture) -> No
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [({"donate": False}, "returns the next state"), ({"without": ["steps_in_cpp"]}, "left out")],
-    ids=["donate", "without"],
-)
-def test_where_the_loop_is_in_python(options: Any, why: str) -> None:
-    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
-        return state + batch, state.sum()
-
-    batch = torch.randn(CALLS, STEPS, 4)
-    after, metrics, code = in_calls(step, torch.zeros(4), batch, **options)
-    assert "entry_of_one_step" not in code, why
-    expected_after, expected = one_by_one(step, torch.zeros(4), batch)
-    assert_same(after, expected_after)
-    assert_same(metrics, expected)
-
-
-@pytest.mark.inductor
 def test_a_program_that_cpp_cannot_call_is_compiled_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

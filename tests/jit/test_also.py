@@ -79,21 +79,6 @@ def test_an_evaluation_leaves_the_state_where_it_is(mode: str, compiled: Compile
     assert refills == [] or mode == "undonated"
 
 
-def test_a_first_call_that_fails_leaves_the_other_steps_as_they_were(compiled: Compiled) -> None:
-    def wrong(state: State, batch: Tensor) -> Any:
-        return state, state["missing"]
-
-    run = compiled(wrong)
-    other = run.also(generator_step)
-    with pytest.raises(KeyError, match="missing"):
-        run({"generator": torch.zeros(())}, torch.ones(4))
-    state, _ = other(begun(), torch.ones(4))
-    with pytest.raises(KeyError, match="missing"):
-        run(state, torch.ones(4))
-    before = clone(state)
-    assert_same(other(state, torch.ones(4))[0], generator_step(before, torch.ones(4))[0])
-
-
 def test_a_tensor_in_the_memory_of_the_state_that_a_later_step_reads(mode: str, compiled: Compiled) -> None:
     state = begun()
     anchor = state["generator"].detach()

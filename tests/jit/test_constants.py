@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import enum
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -40,17 +39,11 @@ class Mode(enum.IntEnum):
     FIRST = 1
 
 
-class OtherMode(enum.IntEnum):
-    FIRST = 1
-
-
 NUMBERS: list[tuple[Any, Any]] = [(2, 2.0), (1, True), (0.0, -0.0), (0j, -0j), (2, numpy.int64(2)), (1, Mode.FIRST)]
 UNLIKE: dict[str, tuple[Any, Any]] = {
     **{f"leaf {a!r} {b!r}": (a, b) for a, b in NUMBERS},
     **{f"member {a!r} {b!r}": (frozenset([a]), frozenset([b])) for a, b in NUMBERS},
     "field": (Options(1), Options(2)),
-    "enumeration": (Mode.FIRST, OtherMode.FIRST),
-    "partial": (Options(functools.partial(max, 2)), Options(functools.partial(max, 2))),
 }
 
 
@@ -74,7 +67,6 @@ SAME: dict[str, Callable[[], Any]] = {
     "dataclass": lambda: Options((1, 2.0, None, "a", b"b", torch.float16)),
     "field of another type": itertools.cycle([Options(2), Options(2.0)]).__next__,
     "nan": lambda: float("nan"),
-    "enumeration": lambda: Options(Mode.FIRST),
 }
 
 

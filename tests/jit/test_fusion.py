@@ -13,9 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
-from funcamp import ScalerConfig, ScalerState, TrainState, TrainStep, init, jit, make_train_step, module_loss, stateless
+from funcamp import TrainState, TrainStep, jit, make_train_step, module_loss, stateless
 from funcamp._jit import session
-from funcamp._step.check import flag_and_norm, squares_and_finite
 from tests.support.generated import code_of, written
 
 pytestmark = pytest.mark.inductor
@@ -94,22 +93,6 @@ def test_the_optimizer_is_one_loop_a_group_whatever_the_number_of_tensors(
     assert roots[0] == roots[1] > 0
     assert [len(state.params.groups) for _, state in (small, large)] == [2, 2]
     assert by_tensor.count(".sqrt()") > 4 * roots[1]
-
-
-@pytest.mark.thorough
-def test_a_gradient_is_judged_in_one_pass_whatever_the_number_of_tensors() -> None:
-    """The innermost loops that take the check take the sum of squares of the same elements."""
-
-    def judged(state: ScalerState, grads: list[Tensor]) -> tuple[Tensor, Tensor]:
-        checked, norm = flag_and_norm(state, *squares_and_finite(state, grads), None)
-        return checked.found_inf, norm
-
-    # Of other lengths, so that no two gradients share a loop.
-    grads = [torch.randn(2048 * (rows + 2)) for rows in range(40)]
-    code = written(torch.compile(judged, fullgraph=True), init(ScalerConfig()), grads)
-    rows = [loop for loop in loops(code) if loop.count("for(") == 1 and "::maximum(" in loop]
-    assert len(rows) == 40
-    assert not [loop for loop in rows if "tmp_acc1_vec" not in loop]
 
 
 def allocated(code: str) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 from collections.abc import Callable
 from typing import Any
@@ -294,18 +293,3 @@ def test_a_signature_that_is_compiled_later_keeps_no_state(backends: list[str]) 
     del state
     gc.collect()
     assert storage.expired()
-
-
-@pytest.mark.parametrize("thresholds", [(700, 10, 10), (0, 10, 10)])
-def test_garbage_is_collected_afterwards_as_before(thresholds: tuple[int, int, int]) -> None:
-    usual = gc.get_threshold()
-    gc.unfreeze()
-    gc.set_threshold(*thresholds)
-    try:
-        for wrong in (add, lambda state, _: state.missing):  # after an error too
-            with contextlib.suppress(AttributeError):
-                eager_backend(wrong)(start(), X)
-            assert (gc.get_freeze_count(), gc.get_threshold()) == (0, thresholds)
-    finally:
-        gc.freeze()
-        gc.set_threshold(*usual)

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-from funcamp._memory import Memory
 from tests.support.helpers import assert_same, clone
 
 
@@ -125,27 +124,6 @@ def test_memory_that_is_not_torchs_own_is_never_written(tmp_path: Path, compiled
             state, _ = run(state, torch.ones(2))
         assert state["a"].tolist() == [4, 4, 4, 4]
         assert first.tolist() == [0, 0, 0, 0]
-
-
-def test_memory_meets_what_shares_a_byte_of_a_storage() -> None:
-    base = torch.zeros(16)
-    memory = Memory([base[4:8], torch.zeros(3), torch.zeros(0)])  # ranges of storages: a slice takes all of its own
-    assert memory.meets(base[:2])
-    assert memory.meets(torch.from_numpy(base.numpy()[9::3]))
-    assert not memory.meets(torch.zeros(16))
-    assert not memory.meets(base[:0])
-    assert not memory.meets(torch.empty(4, device="meta"))
-    start = base.data_ptr()
-    for low, size, free in ((-8, 8, True), (-8, 9, False), (0, 1, False), (64, 8, True), (63, 8, False)):
-        assert Memory([base]).is_free(start + low, size) is free
-    memory = Memory([])
-    assert memory.is_free(start, 64)
-    halves = [torch.from_numpy(base.numpy()[i : i + 4]) for i in (8, 4, 6)]
-    for half in halves:
-        memory.add(half)
-    assert memory.is_free(start, 16)
-    assert not memory.is_free(start + 40, 1)
-    assert memory.is_free(start + 48, 1)
 
 
 REBOUND: dict[str, Callable[[Tensor, Tensor], object]] = {

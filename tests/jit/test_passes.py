@@ -15,9 +15,8 @@ from funcamp._cpu import part_inputs
 from funcamp._jit import explain, passes
 from funcamp._jit.passes import pipeline
 from funcamp._jit.passes.program import Target
-from funcamp._trace.trace import trace
-from tests.support.helpers import assert_close, clone
 from tests.support.launch import ROOT
+from tests.support.steps import assert_as_eager
 
 PARTS, WIDTH, CHANNELS = part_inputs.MANY, 4, 32
 CPU = Target("inductor", frozenset({"cpu"}))
@@ -56,13 +55,7 @@ def step(state: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Any]:
 @pytest.mark.parametrize("name", sorted(one.name for one in PASSES))
 def test_a_program_without_one_of_them_computes_the_same(name: str) -> None:
     """This step meets no defect of torch; where the reason is one, the other tests fail without it."""
-    run, compiled, eager = jit(step, without=[name]), state(), state()
-    for seed in range(3):
-        x = torch.randn(2, CHANNELS, 6, 6, generator=torch.Generator().manual_seed(seed))
-        compiled, loss = run(compiled, x)
-        eager, expected = step(clone(eager), x)
-        assert_close(loss, expected, 1e-5)
-    assert_close(compiled, eager, 1e-5)
+    assert_as_eager(step, jit(step, without=[name]), state(), torch.randn(3, 2, CHANNELS, 6, 6), 1e-5)
 
 
 def test_each_says_why_and_what_shows_it() -> None:
@@ -119,18 +112,3 @@ def test_an_unknown_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUNCAMP_WITHOUT", "other")
     with pytest.raises(ValueError, match=r"got 'other' \(FUNCAMP_WITHOUT counts too\)"):
         jit(step)
-
-
-def test_the_traced_graph_stays_as_it_was() -> None:
-    from funcamp._jit.compile import compile_graph
-
-    names, leaves = list(state()), list(state().values())
-
-    def flat(values: list[Tensor]) -> tuple[list[Tensor], Any]:
-        new, loss = step(dict(zip(names, values)), torch.ones(2, CHANNELS, 6, 6))
-        return list(new.values()), loss
-
-    graph = trace(flat, leaves, {"cpu"})
-    before = str(graph.module.graph)
-    compile_graph(graph, CPU._replace(backend="eager"))
-    assert str(graph.module.graph) == before

@@ -165,16 +165,6 @@ def test_another_mode_is_another_program_and_the_log_says_why(caplog: pytest.Log
     assert "modules changed between training and eval mode" in caplog.text
 
 
-def test_the_mode_of_a_module_that_a_function_calls_is_followed() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout())
-    run = jit(lambda state, x: (state, torch.func.functional_call(model, state, (x,))), backend="eager", donate=False)
-    state = {name: value.detach() for name, value in model.named_parameters()}
-    run(state, X)
-    model.eval()
-    assert_same(run(state, X), run(state, X))
-    assert run.programs == 2
-
-
 def test_a_step_in_eval_mode_says_so_once_and_an_evaluation_does_not(caplog: pytest.LogCaptureFixture) -> None:
     model, step, run, state = made(donate=False)
     step.loss(state, (X, Y))

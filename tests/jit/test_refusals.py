@@ -66,8 +66,6 @@ ARGUMENTS: dict[str, tuple[Call, type[Exception], str]] = {
     "an unknown pass": (lambda: jit(add, without=["layout"]), ValueError, "without must have names of .*; got 'layout'"),
     "an array": (constant([numpy.zeros(2)]), TypeError, r"batch\['x'\]\[0\] must be a tensor, or a constant"),
     "an object": (constant(Box(torch.ones(2))), TypeError, r"batch\['x'\] must be .* a Box with some in it.* pass a dict"),
-    "an empty object": (constant(Box(None)), TypeError, "a Box, equal only to itself"),
-    "a set of tensors": (constant(frozenset([torch.ones(2)])), TypeError, "a frozenset with some in it"),
     "a module": (constant(nn.Linear(2, 2)), TypeError, "a Linear with some in it.* or register"),
     "a number in the state": (called(add, {"w": 1.0}), TypeError, r"state\['w'\] must be a tensor or None; got 1.0"),
     "no pair": (called(lambda state, _: state), TypeError, r"must return the pair \(state, metrics\); got dict"),
@@ -95,31 +93,16 @@ class Named(Tensor):
     """A subclass with memory of its own."""
 
 
-class Wrapper(Tensor):
-    """A subclass without."""
-
-    @staticmethod
-    def __new__(cls, inner: Tensor) -> Wrapper:
-        made: Wrapper = Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
-        return made
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        raise NotImplementedError
-
-
 def nested(**options: Any) -> Tensor:
     return torch.nested.nested_tensor([torch.ones(2), torch.ones(1)], **options)
 
 
 KINDS: dict[str, tuple[Callable[[], Tensor], str]] = {
     "sparse": (lambda: torch.eye(2).to_sparse(), "must be strided; got layout torch.sparse_coo"),
-    "mkldnn": (lambda: torch.eye(2).to_mkldnn(), "must be strided; got layout torch._mkldnn"),
     "masked": (lambda: masked_tensor(torch.eye(2), torch.eye(2) > 0), "must be a plain tensor; got a MaskedTensor"),
     "nested": (nested, "must be .*; got a nested tensor"),
     "jagged": (lambda: nested(layout=torch.jagged), "must be a plain tensor; got a NestedTensor"),
     "subclass": (lambda: torch.eye(2).as_subclass(Named), "must be a plain tensor; got a Named: pass .*as_subclass"),
-    "wrapper": (lambda: Wrapper(torch.eye(2)), "must be a plain tensor; got a Wrapper"),
     "quantized": (lambda: torch._empty_affine_quantized((2, 2), scale=1.0, zero_point=0, dtype=torch.qint8), "quantiz"),
     "meta": (lambda: torch.ones(2, 2, device="meta"), "must be a tensor of numbers; got a meta one"),
 }
@@ -152,12 +135,9 @@ def branch(w: Tensor, x: Tensor) -> Any:
     return x if w > 1 else -x
 
 
-def seeds(seed: int) -> Callable[[Tensor, Tensor], Any]:
-    def drawn(w: Tensor, x: Tensor) -> Tensor:
-        torch.manual_seed(seed)
-        return torch.rand(2)
-
-    return drawn
+def seeds(w: Tensor, x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return torch.rand(2)
 
 
 def seeds_last(w: Tensor, x: Tensor) -> Tensor:
@@ -187,13 +167,6 @@ def assigns(target: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Ten
         return leaf
 
     return assigned
-
-
-def restores_data(w: Tensor, x: Tensor) -> Tensor:
-    kept = OWN.data
-    OWN.data = kept * 0.5
-    OWN.data = kept
-    return x * OWN
 
 
 def under_autocast(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Any]:
@@ -242,23 +215,18 @@ PYTHON: dict[str, tuple[Callable[[Tensor, Tensor], Any], str, str]] = {
     "a range of such a size": (lambda w, x: [x[i] for i in range(x.nonzero().shape[0])], OPEN, "nonzero"),
     "a size as a number": (lambda w, x: x * int(x[x > 0].shape[0]), OPEN, "int"),
     "dropout of such a size": (lambda w, x: F.dropout(x[x > 0]), OPEN, "dropout"),
-    "a seed": (seeds(0), SEED, r"torch.rand\(2\)"),
-    "a negative seed": (seeds(-1), SEED, r"torch.rand\(2\)"),
+    "a seed": (seeds, SEED, r"torch.rand\(2\)"),
     "a seed at the end": (seeds_last, f"{SEED}.*seed before the call", ""),
     "its own generator": (lambda w, x: torch.rand(2, generator=GENERATOR), "default generator", "GENERATOR"),
     "set back for other probabilities": (set_back(torch.bernoulli, lambda p: torch.bernoulli(p / 2)), BACK, ""),
-    "set back for other means": (set_back(lambda m: torch.normal(m, 1.0), lambda m: torch.normal(-m, 1.0)), BACK, ""),
     "set back for another kind": (set_back(torch.rand_like, torch.randn_like), BACK, ""),
-    "set back for another shape": (set_back(torch.rand_like, lambda _: torch.rand(12)), BACK, ""),
     "set back for other rates": (set_back(torch.poisson, lambda rate: torch.poisson(rate * 9)), BACK, ""),
     "data of a result": (assigns(lambda w, x: w * x), DATA, "leaf.data = "),
     "data of the state": (assigns(lambda w, x: w), DATA, "leaf.data = "),
     "data of the batch": (assigns(lambda w, x: x), DATA, "leaf.data = "),
     "data of what it reads": (assigns(lambda w, x: OWN), DATA, "leaf.data = "),
-    "data that is restored": (restores_data, DATA, "OWN.data = "),
     "a write into the batch": (lambda w, x: x.add_(1), BATCH, ""),
     "a write into a row of it": (lambda w, x: x[:3].mul_(3), BATCH, ""),
-    "a write into it, detached": (lambda w, x: x.detach().zero_(), BATCH, ""),
     "a write into what it reads": (lambda w, x: OWN.add_(x), "must write into nothing but its state.*OWN", ""),
     "a batch norm in training": (lambda w, x: NORM(x.view(3, 2)), "NORM.num_batches_tracked.*in eval mode", ""),
     "a cast inside of affine_grid": (

@@ -23,28 +23,6 @@ def plain() -> dict[str, Tensor]:
     return {"a": torch.zeros(2, 2)}
 
 
-def test_a_compiled_step_inside_another_says_what_to_do() -> None:
-    inner = jit(add, backend="aot_eager")
-    state, _ = inner(plain(), {"x": torch.eye(2)})  # compiled before, too
-    for used in (inner, jit(add, backend="aot_eager")):
-
-        def calls(state: Any, batch: Any, used: JitStep = used) -> Any:
-            return used(state, batch)
-
-        outer = jit(calls, backend="aot_eager")
-        with pytest.raises(RuntimeError, match=r"jit: jit\(.*add.*\) must not be called inside another jit"):
-            outer(plain(), {"x": torch.eye(2)})
-    state, _ = inner(state, {"x": torch.eye(2)})
-    assert_same(state["a"], torch.full((2, 2), 4.0))
-
-
-def test_a_compiled_step_inside_a_transform_says_what_to_do() -> None:
-    run = jit(add, backend="aot_eager")
-    run(plain(), {"x": torch.ones(2)})
-    with pytest.raises(RuntimeError, match=r"not be called inside .* a transform of torch\.func"):
-        torch.vmap(lambda row: run(plain(), {"x": row})[0])(torch.ones(3, 2))
-
-
 def test_copies_and_pickles_are_not_compiled_yet() -> None:
     run = jit(add, backend="aot_eager", donate=False)
     run(plain(), {"x": torch.eye(2)})
@@ -91,3 +69,13 @@ def test_another_default_dtype_is_another_signature(backend: str) -> None:
             run(state, batch)
     finally:
         torch.set_default_dtype(torch.float32)
+
+
+def test_a_jitted_step_inside_another_or_inside_a_transform_says_what_to_do() -> None:
+    run = jit(add, backend="eager")
+    run(plain(), {"x": torch.eye(2)})
+    for used in (run, jit(add, backend="eager")):  # compiled before, too
+        with pytest.raises(RuntimeError, match=r"jit: jit\(.*add.*\) must not be called inside another jit"):
+            jit(lambda state, batch, used=used: used(state, batch), backend="eager")(plain(), {"x": torch.eye(2)})
+    with pytest.raises(RuntimeError, match=r"not be called inside .* a transform of torch\.func"):
+        torch.vmap(lambda row: run(plain(), {"x": row})[0])(torch.ones(3, 2))

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import Params, jit, loss, make_train_step, module_loss, ravel, stateless
+from tests.support.steps import assert_as_eager
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
 X = torch.arange(6.0).reshape(2, 3)
@@ -44,13 +45,7 @@ def strided(params: Any, x: Tensor) -> tuple[Any, Tensor]:
 @pytest.mark.parametrize("step", [written, differentiated, strided])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_program_is_that_of_views(step: Any, backend: str) -> None:
-    eager, run = flat(), jit(step, backend=backend)
-    compiled = flat()
-    for _ in range(2):
-        eager, expected = step(eager, X)
-        compiled, got = run(compiled, X)
-        torch.testing.assert_close(got, expected, rtol=1e-6, atol=0)
-    torch.testing.assert_close(compiled.tree(), eager.tree(), rtol=1e-6, atol=0)
+    assert_as_eager(step, jit(step, backend=backend), flat(), [X, X], 1e-6)
 
 
 def test_parameters_of_identical_blocks_are_alike_in_a_trace() -> None:

@@ -88,7 +88,8 @@ def broken(source: str, change: Break) -> str:
     before = b"".join(lines[: node.lineno - 1]) + lines[node.lineno - 1][: node.col_offset]
     after = lines[node.end_lineno - 1][node.end_col_offset :] + b"".join(lines[node.end_lineno :])
     text = change.text if isinstance(node, ast.stmt) else f"({change.text})"
-    return (before + text.encode() + after).decode()
+    changed: bytes = before + text.encode() + after
+    return changed.decode()
 
 
 def outcome(folder: Path, tests: list[str], limit: float) -> str:

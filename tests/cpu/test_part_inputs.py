@@ -79,11 +79,6 @@ def two_leaves_change_places(state: State, x: Tensor) -> tuple[State, Any]:
     return {"flat": state["other"], "other": state["flat"]}, value
 
 
-def both_leaves_have_parts(state: State, x: Tensor) -> tuple[State, Any]:
-    other = torch.stack([part - part.mean() for part in parts(state, "other")]).reshape(-1)
-    return {"flat": scaled(state, x) + state["other"], "other": other + state["flat"]}, x.sum()
-
-
 def a_part_is_written_in_place(state: State, x: Tensor) -> tuple[State, Any]:
     new = scaled(state, x)
     state["flat"].add_(1.0)
@@ -97,11 +92,6 @@ def a_leaf_is_copied_to(state: State, x: Tensor) -> tuple[State, Any]:
     return {"flat": state["flat"], "other": state["other"] * 2 + value}, value + early.sum()
 
 
-def a_part_is_read_at_an_offset(state: State, x: Tensor) -> tuple[State, Any]:
-    part = parts(state)[1]
-    return {**state, "flat": scaled(state, x)}, part.as_strided((4,), (1,), part.storage_offset() + 2) + x[:4]
-
-
 def a_part_of_a_copy_is_written_in_place(state: State, x: Tensor) -> tuple[State, Any]:
     copy = state["flat"].clone()
     copy[:WIDTH].mul_(x.sum())
@@ -113,10 +103,8 @@ STEPS: dict[Callable[[State, Tensor], tuple[State, Any]], int] = {
     plain: 1,
     results_are_the_old_values: 1,
     two_leaves_change_places: 2,
-    both_leaves_have_parts: 2,
     a_part_is_written_in_place: 0,
     a_leaf_is_copied_to: 0,
-    a_part_is_read_at_an_offset: 0,
     a_part_of_a_copy_is_written_in_place: 1,
 }
 

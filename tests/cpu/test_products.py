@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from funcamp import jit
-from funcamp._cpu import product_times, products
-from funcamp._cpu.product_kernel import BLOCK, SHARED, split_of
-from funcamp._cpu.product_times import Product, kernel_is_faster
+from funcamp._cpu import products
+from funcamp._cpu.product_times import Product
 from tests.support.helpers import assert_close, clone
 
 Case = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
@@ -103,26 +102,6 @@ def test_large_products_are_torch_s_if_those_are_faster(monkeypatch: pytest.Monk
     run = jit(lambda total, batch: (total + 1, batch[0] @ batch[1].t()))
     assert "brgemm" not in code_of(lambda: run(torch.zeros(()), batch))
     assert asked == [Product(128, 128, 128, torch.get_num_threads())]
-
-
-@pytest.mark.parametrize(
-    ("m", "n", "k", "threads"), [(64, 64, 64, 4), (1000, 10, 100, 3), (10, 1000, 100, 3), (2, 2, SHARED, 8)]
-)
-def test_every_result_is_in_one_share(m: int, n: int, k: int, threads: int) -> None:
-    split = split_of(m, n, k, threads)
-    counts = torch.zeros(m, n)
-    for share in range(split.shares):
-        counts[share * split.rows : (share + 1) * split.rows] += 1
-    assert (counts == 1).all()
-    assert split.shares in (1, threads)
-
-
-@pytest.mark.parametrize("faster", [True, False])
-def test_the_way_that_was_faster_is_chosen(faster: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seconds = iter([5.0, 4.9 if faster else 5.1])  # torch's product, the kernel
-    monkeypatch.setattr(product_times, "_least_seconds", lambda call: next(seconds))
-    monkeypatch.setattr(product_times, "_brgemm", lambda: lambda *_: None)
-    assert kernel_is_faster.__wrapped__(Product(BLOCK + 1, 20, 30, 1)) == faster
 
 
 @pytest.mark.inductor

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import jit, make_train_step, module_loss, stateless
-from funcamp._cpu import small_buffers
 from funcamp._cpu.small_buffers import in_one_block
 from tests.support.generated import code_of
 from tests.support.helpers import assert_same
@@ -87,18 +86,6 @@ def test_moves_and_views_are_parts_as_well() -> None:
 )
 def test_what_is_not_known_is_a_tensor(allocation: str) -> None:
     assert parts(allocation + scalar("buf1")) == ["Part buf1{small_buffers_first + 0, 4};"]
-
-
-def test_large_buffers_are_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_buffers, "SMALL", 4 * 8 * 4 - 1)
-    assert parts(matrix("buf0")) == []
-    monkeypatch.setattr(small_buffers, "SMALL", 4 * 8 * 4)
-    assert len(parts(matrix("buf0"))) == 1
-
-
-def test_the_block_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_buffers, "BLOCK", 64 + 4)
-    assert len(parts(scalar("buf0") + scalar("buf1") + scalar("buf2"))) == 2
 
 
 def train(**options: Any) -> tuple[Any, list[Any], str]:

@@ -15,7 +15,6 @@ from torch.utils import _pytree
 
 from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
 from funcamp._cpu import steps_in_cpp
-from funcamp._jit.passes.program import Steps
 from tests.support.generated import code_of
 from tests.support.helpers import assert_same, clone
 
@@ -195,31 +194,14 @@ def test_a_signal_is_handled_between_two_steps() -> None:
     assert many < state < 2 * many
 
 
-SOURCE = """// before
-void inductor_entry_impl(
-    AtenTensorHandle* input_handles, AtenTensorHandle* output_handles) {
-    auto inputs = steal_from_raw_handles_to_raii_handles(input_handles, 3);
-    auto arg0_1 = std::move(inputs[0]);
-    auto arg1_1 = std::move(inputs[1]);
-    [[maybe_unused]] auto constant0 = std::move(inputs[2]);
-    output_handles[0] = buf0.release();
-}
-"""
+@pytest.mark.inductor
+def test_numbers_of_python_are_constants_of_every_step() -> None:
+    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Any]:
+        changed = batch.clone()
+        changed[0] = 7
+        return state + changed, {"sum": state.sum(), "constant": torch.tensor(3.0)}
 
-
-def with_loop(source: str, inputs: int, results: int, constants: int = 0) -> str:
-    return steps_in_cpp._with_loop(Steps(4, 1, 1, donated=True), constants, inputs, results, source)
-
-
-def test_inductors_constants_are_the_same_in_every_step() -> None:
-    source = with_loop(SOURCE, 2, 1)
-    assert "first_of_batch = 1, end_of_batch = 2" in source
-    assert "input_count = 3, result_count = 1" in source
-    assert source.startswith("// before\n")
-    assert source.endswith("static void entry_of_one_step(" + SOURCE.partition("inductor_entry_impl(")[2])
-
-
-@pytest.mark.parametrize(("inputs", "results"), [(1, 1), (3, 1), (2, 0), (2, 2)])
-def test_other_inputs_and_results_are_refused(inputs: int, results: int) -> None:
-    with pytest.raises(RuntimeError, match="in C\\+\\+ are not"):
-        with_loop(SOURCE, inputs, results)
+    batch = torch.randn(CALLS, STEPS, 5)
+    after, metrics = assert_in_cpp_as_in_python(step, torch.zeros(5), batch)
+    assert after[0] == 7 * CALLS * STEPS
+    assert_same(metrics["constant"], torch.full((CALLS, STEPS), 3.0))

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from funcamp import clone, jit, make_train_step, module_loss, stateless
+from funcamp import jit, make_train_step, module_loss, stateless
 from funcamp._jit.donation import OwnedState
 from tests.support.helpers import assert_same
 
@@ -63,19 +63,6 @@ def test_steps_take_turns_on_one_state(mode: str, compiled: Compiled, refills: l
             assert_same((state, metric), (expected, row))
             assert (state is before) == (mode != "undonated")
     assert [step.programs for step in steps] == [1, 1, 1]
-    assert refills == [] or mode == "undonated"
-
-
-def test_an_evaluation_leaves_the_state_where_it_is(mode: str, compiled: Compiled, refills: list[None]) -> None:
-    run = compiled(generator_step)
-    evaluate = run.also(difference)
-    state, _ = run(begun(), torch.ones(4))
-    kept = clone(state)
-    for size in (4, 2):
-        _, metric = evaluate(state, torch.ones(size))
-        assert_same((metric, state), (difference(kept, torch.ones(size))[1], kept))
-    state, _ = run(state, torch.ones(4))
-    assert_same(state, generator_step(kept, torch.ones(4))[0])
     assert refills == [] or mode == "undonated"
 
 

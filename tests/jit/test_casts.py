@@ -100,14 +100,6 @@ def test_a_group_is_cast_once_and_no_number_changes(graphs: list[fx.Graph], tied
     assert_same(found, trained(tied, accumulate=accumulate, without=["casts"]))
 
 
-@pytest.mark.compiled
-def test_without_flat_storage_each_is_cast_by_itself(graphs: list[fx.Graph]) -> None:
-    found = trained(True, flat=False)
-    assert len(casts_of_inputs(graphs[0])) == 5
-    assert joined_in_low_precision(graphs[0]) == 0
-    assert_same(found, trained(True, flat=False, without=["casts"]))
-
-
 def part_written(flat: Tensor) -> tuple[Tensor, ...]:
     """A part that is written after the other one's cast."""
     first, second = flat.split_with_sizes([8, 8])

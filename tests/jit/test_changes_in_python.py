@@ -471,7 +471,7 @@ class Center(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how = how
-        self.center = nn.Buffer(torch.zeros(4))
+        self.center: Tensor = nn.Buffer(torch.zeros(4))
 
     def forward(self, out: Tensor, y: Tensor) -> Tensor:
         loss = F.mse_loss(out - self.center, y)

@@ -42,10 +42,6 @@ def pooled(values: Tensor, pool: Any, shape: tuple[int, ...]) -> Tensor:
     return grad_of(lambda x: pool(x, 3, stride=1, padding=1), inputs, values)
 
 
-def resized(values: Tensor, mode: str, shape: tuple[int, ...], factor: int) -> Tensor:
-    return grad_of(lambda w: F.interpolate(w, scale_factor=factor, mode=mode), ones(*shape), values)
-
-
 #: Functions of the four values.
 SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "weight of a convolution, over places": lambda v: grad_of(

@@ -282,14 +282,3 @@ def test_a_program_that_is_not_compiled_yet_says_so(
     assert backends == ["inductor", "eager" if compile_after else "inductor"]
     assert len(lines) == bool(compile_after)
     assert all("for its first 3 calls; it is compiled at the next one" in line for line in lines)
-
-
-def test_a_signature_that_is_compiled_later_keeps_no_state(backends: list[str]) -> None:
-    run, state = jit(add, backend="inductor", compile_after=2), start()
-    for size in (4, 3):
-        state, _ = run(state, {"x": torch.ones(size)})
-    storage = StorageWeakRef(state["total"].untyped_storage())
-    run(start(), {"x": torch.ones(4)})
-    del state
-    gc.collect()
-    assert storage.expired()

@@ -51,21 +51,10 @@ def part() -> Any:
     return make_train_step(weighted, funcamp.chain(part, SGD))
 
 
-def observation() -> Any:
-    count = [0]
-
-    def observed(gradients: Any) -> Any:
-        count[0] += 1
-        return {"times": gradients["w"] * count[0]}
-
-    return make_train_step(weighted, SGD, observe={"gradients": observed})
-
-
 NAMES: dict[Callable[[], Any], str] = {
     loss: "loss.count[0]",
     weight: "weight.count[0]",
     part: "optimizer[0].count[0]",
-    observation: "observe['gradients'].count[0]",
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import pickle
 from typing import Any
 
@@ -71,11 +72,15 @@ def test_another_default_dtype_is_another_signature(backend: str) -> None:
         torch.set_default_dtype(torch.float32)
 
 
+def call(run: JitStep, state: Any, batch: Any) -> Any:
+    return run(state, batch)
+
+
 def test_a_jitted_step_inside_another_or_inside_a_transform_says_what_to_do() -> None:
     run = jit(add, backend="eager")
     run(plain(), {"x": torch.eye(2)})
     for used in (run, jit(add, backend="eager")):  # compiled before, too
         with pytest.raises(RuntimeError, match=r"jit: jit\(.*add.*\) must not be called inside another jit"):
-            jit(lambda state, batch, used=used: used(state, batch), backend="eager")(plain(), {"x": torch.eye(2)})
+            jit(functools.partial(call, used), backend="eager")(plain(), {"x": torch.eye(2)})
     with pytest.raises(RuntimeError, match=r"not be called inside .* a transform of torch\.func"):
         torch.vmap(lambda row: run(plain(), {"x": row})[0])(torch.ones(3, 2))

@@ -73,8 +73,8 @@ class Inverse(nn.Module):
 
 @pytest.mark.parametrize("kind", [UsedTwice, TiedEmbedding, lambda: Inverse(torch.pinverse)])
 def test_a_trace_casts_where_the_eager_step_does(kind: Callable[[], nn.Module]) -> None:
-    config = ScalerConfig(init_scale=2.0**20, growth_interval=2)
+    config = ScalerConfig(init_scale=2.0**12, growth_interval=2)
     loss_fn = module_loss(kind(), loss_of)
     step = make_train_step(loss_fn, SGD, config, policy="float16", accumulate=MICRO_BATCHES)
     rows = assert_as_eager(step, traced(step), step.init(), windows())
-    assert any(row.found_inf for row in rows)
+    assert {row.found_inf.item() for row in rows} == {0.0, 1.0}

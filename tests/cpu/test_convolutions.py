@@ -22,7 +22,6 @@ BATCH = torch.randn(2, 4, 8, 8, generator=torch.Generator().manual_seed(0)), tor
 DEPTHWISE: dict[str, tuple[Any, ...]] = {
     "7x7": (2, 6, 6, 6, [7, 7], [1, 1], [3, 3], [1, 1], False),
     "5x3, strides, no padding": (2, 6, 6, 6, [5, 3], [2, 3], [0, 1], [1, 1], False),
-    "1-d, wide, strides": (1, 6, 6, 6, [9], [4], [4], [1], False),
     "3-d": (3, 4, 4, 4, [3, 3, 3], [1, 1, 2], [1, 1, 1], [1, 1, 1], False),
 }
 STRIDED = {"3x3, strides": (2, 6, 6, 6, [3, 3], [2, 2], [1, 1], [1, 1], False)}

@@ -12,7 +12,8 @@ from torch import Tensor
 from funcamp import jit
 from funcamp._cpu import products
 from funcamp._cpu.product_times import Product
-from tests.support.helpers import assert_close, clone
+from tests.support.helpers import assert_close
+from tests.support.steps import assert_as_eager
 
 Case = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
 
@@ -115,8 +116,4 @@ def test_operations_of_other_shapes_follow_a_product() -> None:
         return state, {"halves": halves, "whole": whole}
 
     state = {"w": torch.randn(8, 32), "b": torch.randn(16), "u": torch.randn(32)}
-    x = torch.randn(18, 8)
-    _, expected = step(state, x)
-    _, actual = jit(step)(clone(state), x)
-    for name, value in expected.items():
-        assert_close(actual[name], value, 1e-6)
+    assert_as_eager(step, jit(step), state, [torch.randn(18, 8)], 1e-6)

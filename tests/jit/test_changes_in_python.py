@@ -355,11 +355,9 @@ FOLLOWED: dict[str, Make] = {
         "layer", "bend", lambda self, x: self.layer(x) + getattr(self, self.factor)(x)
     ),
     "whether to save memory": attribute(True, False, checkpoint_flag),
-    "another object": attribute(Config(), Config(2.0), lambda self, x: self.layer(x) * self.factor.factor),
     "an item of a list": held([1.0], lambda held: held[0], lambda held: put(held, 0, 2.0)),
     "a tensor in a list": held([torch.ones(4)], lambda held: held[0], lambda held: put(held, 0, torch.zeros(4))),
     "an item of a dict": held({"k": 1.0}, lambda held: held["k"], lambda held: held.update(k=2.0)),
-    "an item that is added": held({}, lambda held: held.get("k", 1.0), lambda held: held.update(k=2.0)),
     "an inner item": held({"a": {"b": [1.0]}}, lambda held: held["a"]["b"][0], lambda held: held["a"].update(b=[2.0])),
     "a property": held(Config(), lambda held: held.doubled, lambda held: setattr(held, "factor", 2.0)),
     "the dict of an object": held(
@@ -532,7 +530,6 @@ REFUSED: dict[str, tuple[Make, str]] = {
         hidden(None, lambda kept: 0.0 if kept is None else kept, lambda _, new: new),
         r"model\.hidden",
     ),
-    "the first weight": (first(lambda self, _: self.layer.weight.detach().clone()), "not keep a tensor .* model.first"),
     "the first batch": (first(lambda _, x: x), r"not keep a tensor in Python .* model\.first"),
     "a criterion's center": (lambda: Program(linear(), Center("replaced")), r"not replace .* criterion\.center"),
     "a criterion's center in place": (lambda: Program(linear(), Center("in place")), r"writes into criterion\.center"),

@@ -108,20 +108,6 @@ def test_leaves_that_share_storage_are_taken_apart() -> None:
     assert not torch.equal(one, before)  # the first leaf is consumed
 
 
-def test_a_tensor_the_step_reads_of_its_own_is_never_written() -> None:
-    constant = torch.ones(3)
-
-    def step(state: Any, batch: Tensor) -> Any:
-        return {"a": state["a"] + constant + batch}, constant * 1
-
-    run = jit(step, backend="aot_eager")
-    current: Any = {"a": constant}  # one object, as state and as constant
-    for index in range(3):
-        current, metric = run(current, torch.zeros(3))
-        assert_same((current["a"], metric), (torch.full((3,), index + 2.0), torch.ones(3)))
-    assert_same(constant, torch.ones(3))
-
-
 def test_batches_with_lazy_bits_are_settled() -> None:
     def step(state: Any, batch: Tensor) -> Any:
         return {"x": state["x"] + batch.sum()}, None

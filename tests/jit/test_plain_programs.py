@@ -52,7 +52,6 @@ class Passing(TorchDispatchMode):
 
 REGIONS: dict[str, Callable[[], Any]] = {
     "stance": lambda: torch.compiler.set_stance("force_eager"),
-    "disabled": lambda: torch._dynamo.config.patch(disable=True),
     "mode": Passing,
 }
 X = torch.randn(3, 4)

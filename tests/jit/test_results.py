@@ -20,7 +20,7 @@ BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.ind
 def step(state: Any, batch: Any) -> Any:
     """Every kind of result that is equal to another one or to an input, as one program: compiling takes long."""
     w = state["w"] + batch["x"]
-    new = {"w": w, "ema": w + 0, "same": w, "view": w.view(2, 2), "old": state["w"] * 1, "kept": state["kept"]}
+    new = {"w": w, "ema": w + 0, "same": w, "old": state["w"] * 1, "kept": state["kept"], "view": w.view(2, 2)}
     of_the_state = {"w": w, "flat": w.view(2, 2).view(-1), "part": w[1:3], "expanded": w[:1].expand(4)}
     of_the_state |= {"kept": state["kept"], "old": state["w"], "bits": w.view(torch.int32)}
     sums = {"sum": w.sum(), "sum again": w.sum() + 0}
@@ -34,12 +34,8 @@ def step(state: Any, batch: Any) -> Any:
 
 
 def start() -> Any:
-    first, last = ("w", "ema", "same"), ("old", "kept")
-    return {
-        **{name: torch.zeros(4) for name in first},
-        "view": torch.zeros(2, 2),
-        **{name: torch.zeros(4) for name in last},
-    }
+    leaves = {name: torch.zeros(4) for name in ("w", "ema", "same", "old", "kept")}
+    return {**leaves, "view": torch.zeros(2, 2)}
 
 
 def tensors(*trees: Any) -> dict[str, Tensor]:

@@ -52,10 +52,12 @@ def assert_as_eager(
     for number, batch in enumerate(batches):
         torch.manual_seed(number)
         expected, expected_metrics = step(expected, batch)
+        drawn = torch.get_rng_state()
         torch.manual_seed(number)
         found, metrics = run(found, batch)
         rows.append((metrics, clone(expected_metrics)))
         compare((found, metrics), (expected, expected_metrics))
+        assert relative or torch.equal(torch.get_rng_state(), drawn), "other counts of random numbers are drawn"
     for row in rows:
         compare(*row)
     return [metrics for metrics, _ in rows]

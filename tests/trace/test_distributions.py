@@ -12,8 +12,7 @@ from torch import Tensor
 from torch import distributions as d
 
 from funcamp import jit, loss, make_train_step, stateless
-from tests.support.helpers import assert_same, clone
-from tests.support.steps import eager, traced
+from tests.support.steps import assert_as_eager, traced
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
 X = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)) * 0.8 + 0.1
@@ -35,18 +34,9 @@ def start() -> Params:
     return {"a": torch.tensor([0.1, -0.2, 0.3]), "b": torch.tensor([0.2, 0.1, -0.3])}
 
 
-def trained(fn: Callable[[Params, Tensor], Any], wrap: Callable[[Any], Any]) -> Any:
-    step = make_train_step(loss(fn), SGD)
-    run, state, losses = wrap(step), step.init(start()), []
-    torch.manual_seed(1)
-    for _ in range(3):
-        state, metrics = run(state, X)
-        losses.append(metrics.loss)
-    return clone(losses), dict(state.params.tree())
-
-
 def assert_same_as_eager(fn: Callable[[Params, Tensor], Any]) -> None:
-    assert_same(trained(fn, traced), trained(fn, eager))
+    step = make_train_step(loss(fn), SGD)
+    assert_as_eager(step, traced(step), step.init(start()), [X] * 3)
 
 
 @pytest.mark.thorough(keep=2)

@@ -53,6 +53,10 @@ class Scaled(torch.autograd.Function):
         return grad * 3 + 0 * x
 
 
+def halved(module: Any, grads: Any, _: Any) -> Any:
+    return (grads[0] * 0.5,)
+
+
 class AsItComes(nn.Module):
     """A mixture of experts with a Function, hooks, the older spectral_norm, which writes buffers, and a logger."""
 
@@ -62,7 +66,7 @@ class AsItComes(nn.Module):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
             self.first = nn.utils.spectral_norm(nn.Linear(8, 8))
-        self.first.register_full_backward_hook(lambda module, grads, _: (grads[0] * 0.5,))
+        self.first.register_full_backward_hook(halved)
         self.gate.register_forward_hook(lambda module, args, out: out * 2)
 
     def forward(self, x: Tensor) -> Tensor:

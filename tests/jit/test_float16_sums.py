@@ -85,4 +85,4 @@ def test_an_exact_program_overflows_where_eager_code_does() -> None:
     expected = {name: value.isfinite() for name, value in all_of_them(ones(1), VALUES)[1].items()}
     found = jit(all_of_them, exact=True)(ones(1), clone(VALUES))[1]
     assert [name for name in SUMS if not torch.equal(found[name].isfinite(), expected[name])] == [OUTSIDE]
-    assert 10 < sum(not value.all() for value in expected.values()) < len(SUMS)  # both are among them
+    assert 5 < sum(not value.all() for value in expected.values()) < len(SUMS)  # both are among them

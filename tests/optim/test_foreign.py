@@ -537,3 +537,11 @@ def test_a_state_in_float32_and_a_mask() -> None:
         params, opt_state = optimizer.update(params, grads, opt_state)
     for name, twin in twins.items():
         assert torch.equal(params[name], twin.detach())
+
+
+def test_a_state_of_another_class_is_refused() -> None:
+    params = {"w": torch.ones(2, 2)}
+    others = stateless(CountsInState), stateless(torch.optim.SGD, momentum=0.9)
+    for optimizer in others:
+        with pytest.raises(ValueError, match="update: opt_state must hold the entries that"):
+            stateless(KeepsFloat32).update(params, params, optimizer.init(params))

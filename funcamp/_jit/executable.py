@@ -15,7 +15,6 @@ from funcamp._jit.constants import constant_key, structure_key
 from funcamp._jit.cuda_graph import Captured
 from funcamp._jit.donation import Layouts, OwnedState, arranged, layouts_for
 from funcamp._jit.kinds import check_like
-from funcamp._jit.packed_metrics import with_packed_metrics
 from funcamp._jit.passes.program import Flat, Steps, Target
 from funcamp._jit.python_values import PythonValues
 from funcamp._jit.session import CompileSession, keeping_generators
@@ -162,8 +161,6 @@ def make_executable(
     else:
         # An evaluation may read a module whose memory is the state's, and follow it.
         outside_state = [tensor for tensor in graph.captured if not memory.current.memory.meets(tensor)]
-    if options.unroll is None:
-        graph = with_packed_metrics(graph)
     run = _compiled(graph, options, memory.current, session, compile_at_once=compile_at_once or graphs is not None)
     if graphs is not None:
         # Not `state_leaves`: the state may have been moved away since.

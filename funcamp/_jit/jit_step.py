@@ -7,7 +7,6 @@ import logging
 import operator
 import threading
 import weakref
-from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
@@ -20,17 +19,15 @@ from funcamp._jit.donation import arranged
 from funcamp._jit.executable import Arguments, Executable, Options, make_executable
 from funcamp._jit.jit import check_step
 from funcamp._jit.known_calls import KnownCalls
-from funcamp._jit.python_values import PythonValues
+from funcamp._jit.python_values import MOST_COMBINATIONS, PythonValues
 from funcamp._jit.session import CompileSession
-from funcamp._jit.signature import ONE_PROGRAM, Key, difference, flattened, frame_of, key_of, shapes, without_values
+from funcamp._jit.signature import Key, difference, flattened, frame_of, key_of, shapes, without_values
 from funcamp._jit.state_memory import StateMemory
 from funcamp._trace.tracing import running
 from funcamp._types import Step, Tree
 from funcamp._upstream.advice import advise
 
 _log = logging.getLogger("funcamp")
-#: The largest number of signatures, with the values of Python, that are kept.
-_MAX_KEYS = 64
 
 
 class Sharing:
@@ -70,12 +67,8 @@ class JitStep(Fixed):
         self._python_values = PythonValues(_python_parts(step))
         self._traces_in_vain = 0
         """How often a value in Python changed, and the step was a known program."""
-        self._has_dropped = False
-        """Whether a program was dropped."""
         self._last: Executable | None = None
         """That of the last call."""
-        self._recent: dict[int, Executable] = {}
-        """All, by id, the one that was used last at the end."""
 
     def __repr__(self) -> str:
         return f"jit({self._step!r})"
@@ -94,7 +87,7 @@ class JitStep(Fixed):
     @property
     def programs(self) -> int:
         """Return the number of programs that are kept: for each batch signature, and values that its Python reads."""
-        return len(self._recent)
+        return len({*map(id, self._executables.values())})
 
     def __call__(self, state: Tree, batch: Tree, *more: NoReturn) -> tuple[Tree, Tree]:
         """Take one step, or `unroll` steps. Compiles at the first call for a batch signature. No sync.
@@ -179,9 +172,6 @@ class JitStep(Fixed):
 
         Written in one piece, because every call of Python takes time here; rare cases are in separate functions.
         """
-        if len(self._executables) > _MAX_KEYS:
-            self._forget_values()
-
         # Find the program: by a comparison with an earlier call, else by the signature.
         structure, leaves = flattened(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -230,8 +220,7 @@ class JitStep(Fixed):
         # Tensors of a known call are read as they are, so only a call that did so is noted.
         if known_program is None and all(map(operator.is_, inputs, tensors)):
             self._known_calls.add(frame, tensors, executable)
-        if executable is not self._last:
-            self._last = self._recent[id(executable)] = self._recent.pop(id(executable))
+        self._last = executable
 
         outputs = executable.outputs
         next_state = memory.keep(outputs.state_of(results)) if outputs.next_state_count else owned.tree
@@ -303,36 +292,26 @@ class JitStep(Fixed):
             advise("jit", error)
             raise
         # By identity: two programs would be compared field by field.
-        is_new = not any(executable is known for known in alike)
-        if is_new:
-            self._captured.add(executable.captured, executable.outside_state)
+        if any(executable is known for known in alike):
+            self._note_trace_in_vain(key)
         else:
-            self._tell_of_trace_in_vain(key)
+            self._captured.add(executable.captured, executable.outside_state)
+            if self.programs >= options.max_signatures:
+                self._drop_programs(arguments.batch, key)
         memory.captured.add(self._captured)
         self._sharing.memory = memory
-        self._recent.setdefault(id(executable), executable)
-        if self.programs > options.max_signatures and not self._has_dropped:
-            self._has_dropped = True
-            _log.warning(
-                "jit: at most %d programs are kept (max_signatures), so that the one that was used longest ago is "
-                "dropped now, and compiled again if it comes back; %s",
-                options.max_signatures,
-                self._difference(arguments.batch, key),
-            )
         self._executables[key] = executable
-        while self.programs > options.max_signatures:
-            self._drop_oldest()
         return executable, results, inputs
 
-    def _drop_oldest(self) -> None:
-        """Drop the program that was used longest ago, of those that differ from another one in values only."""
-        signatures = {id(executable): without_values(key) for key, executable in self._executables.items()}
-        counts = Counter(signatures.values())
-        oldest_id = next(number for number in self._recent if counts[signatures[number]] > 1)
-        del self._recent[oldest_id]
-        self._executables = {
-            key: executable for key, executable in self._executables.items() if id(executable) != oldest_id
-        }
+    def _drop_programs(self, batch: Tree, key: Key) -> None:
+        """Drop all programs, because a further value makes one too many."""
+        _log.warning(
+            "jit: at most %d programs are kept (max_signatures), so that all are dropped now, and compiled again when "
+            "they come back; %s",
+            self._options.max_signatures,
+            self._difference(batch, key),
+        )
+        self._executables = {}
         self._known_calls = KnownCalls()
 
     def _programs_of_other_values(self, key: Key) -> list[Executable]:
@@ -350,22 +329,22 @@ class JitStep(Fixed):
     def _difference(self, batch: Tree, key: Key) -> str:
         """Return how a signature differs from that of the last call."""
         text = difference(batch, self._last_key, key)
-        if text:
-            return text
-        change = self._python_values.change(self._last_key[-1], key[-1])
-        is_number = self._python_values.is_of_numbers(self._last_key[-1], key[-1])
-        return f"{change}: {ONE_PROGRAM}" if is_number else change
+        return text or self._python_values.change(self._last_key[-1], key[-1])
 
-    def _tell_of_trace_in_vain(self, key: Key) -> None:
-        """Log once that values in Python change which change nothing."""
+    def _note_trace_in_vain(self, key: Key) -> None:
+        """Count a change of a value in Python that changes nothing; log that there are many; forget old values."""
         self._traces_in_vain += 1
         if self._traces_in_vain == self._options.max_signatures:
             _log.warning(
-                "jit: %s; %d times now the step was traced again because a value in Python changed, and computes the "
-                "same: if this is at every call, it is slow; read the value outside of the step",
-                self._python_values.change(self._last_key[-1], key[-1]),
+                "jit: %d times now the step was traced again because a value in Python changed, and computes the same: "
+                "if this is at every call, it is slow, and the value should be read outside of the step; %s",
                 self._traces_in_vain,
+                self._python_values.change(self._last_key[-1], key[-1]),
             )
+        if len(self._executables) > MOST_COMBINATIONS:
+            newest_keys = {id(executable): key for key, executable in self._executables.items()}
+            self._executables = {key: self._executables[key] for key in newest_keys.values()}
+            self._known_calls = KnownCalls()
 
     def _task(self, batch: Tree, key: Key) -> str:
         """Return what is compiled, for the report of the progress: for a later signature, with what changed."""
@@ -380,23 +359,8 @@ class JitStep(Fixed):
         """Return the fields of the signature of the last call."""
         return next(key for key, executable in reversed(self._executables.items()) if executable is self._last)
 
-    def _forget_values(self) -> None:
-        """Forget the values of Python under which each program was found: a loop that changes them often makes many.
-
-        The programs stay; the next trace finds the one that computes the same.
-        """
-        programs = {id(executable): (key, executable) for key, executable in self._executables.items()}
-        self._executables = {}
-        for number, (key, executable) in enumerate(programs.values()):
-            structure, leaves, autocast, dtype, _ = key
-            # A number that no values have.
-            self._executables[structure, leaves, autocast, dtype, -1 - number] = executable
-        self._known_calls = KnownCalls()
-        self._python_values = PythonValues(_python_parts(self._step))
-
     def _forget_programs(self) -> None:
         self._executables = {}
-        self._recent = {}
         self._last = None
         self._known_calls = KnownCalls()
         self._captured = CapturedTensors()

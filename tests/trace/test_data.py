@@ -70,7 +70,7 @@ class Moved(Net):
     def change(self, hidden: Tensor) -> None:
         self.slow(hidden)
         self.slow.to(hidden.device)
-        self.first.weight.data = self.first.weight.data
+        self.first.to(hidden.device)
 
 
 CHANGES: list[type[Net]] = [Moved]

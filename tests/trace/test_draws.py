@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from funcamp import jit
 from tests.support import defects
@@ -42,8 +43,6 @@ DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
     "rrelu": lambda x: F.rrelu(x, training=True),
     "rrelu in place": lambda x: F.rrelu(x.clone(), training=True, inplace=True),
     "rand": lambda x: torch.rand(3),
-    "rand of the default generator by its name": lambda x: torch.rand(3, generator=torch.default_generator),
-    "poisson of the default generator by its name": lambda x: torch.poisson(x.abs(), generator=torch.default_generator),
     "rand out": written,
     "randint": lambda x: torch.randint(0, 9, (3,)),
     "randperm": lambda x: torch.randperm(5),
@@ -86,11 +85,28 @@ def again(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Tensor:
     return torch.stack([one, second()])
 
 
+def of_means(x: Tensor) -> Tensor:
+    return again(lambda: torch.normal(x, 1.0), lambda: torch.normal(x, 1.0))
+
+
+def checkpointed(draw: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The gradient of a function that draws, and that the backward pass computes again."""
+
+    def gradient(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = checkpoint(lambda inner: (draw(inner.sin()) * inner).sin(), x, use_reentrant=False)
+        return torch.autograd.grad(out.sum(), x)[0]
+
+    return gradient
+
+
 SET_BACK: dict[str, Callable[[Tensor], Tensor]] = {
     "rand": lambda x: again(lambda: torch.rand(6), lambda: torch.rand(6)),
     "dropout": lambda x: again(lambda: F.dropout(x), lambda: F.dropout(x * 2)),
-    "the same probabilities": lambda x: again(lambda: torch.bernoulli(x.abs()), lambda: torch.bernoulli(x.abs())),
-    "rrelu": lambda x: again(lambda: F.rrelu(x.sin(), training=True), lambda: F.rrelu(x.sin(), training=True)),
+    "the same means": lambda x: of_means(x.sin()),
+    "probabilities, computed again": checkpointed(lambda x: torch.bernoulli(x.detach().abs())),
+    "rrelu, computed again": checkpointed(lambda x: F.rrelu(x, training=True)),
+    "dropout with its mask, computed again": checkpointed(lambda x: torch.native_dropout(x, 0.5, True)[0]),
     "filled": lambda x: again(lambda: torch.empty(6).uniform_(), lambda: torch.empty(6).uniform_()),
     "a captured tensor": lambda x: again(lambda: torch.bernoulli(OFTEN), lambda: torch.bernoulli(OFTEN)),
 }
@@ -144,12 +160,17 @@ def draws_from_its_own(state: Tensor, batch: Tensor) -> Any:
     return state + torch.rand(2, generator=GENERATOR).sum(), None
 
 
+def names_torchs(state: Tensor, batch: Tensor) -> Any:
+    return state + torch.rand(2, generator=torch.default_generator).sum(), None
+
+
 @pytest.mark.parametrize(
     ("step", "text"),
     [
         (seeds, r"must not seed torch's generator.*test_draws.py:\d+ \(.*torch.rand\(2\).*\) draws"),
         (seeds_negative, r"must not seed torch's generator.*draws after it was seeded"),
         (seeds_last, r"must not seed torch's generator \(torch.manual_seed\).*seed before the call"),
+        (names_torchs, r"draws from its own: leave out generator="),
         (draws_from_its_own, r"default generator.*test_draws.py:\d+ \(.*generator=GENERATOR.*\) draws from its own"),
     ],
 )

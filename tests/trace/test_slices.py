@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from funcamp import Params, jit, loss, make_train_step, module_loss, ravel, stateless
+from funcamp import Params, jit, loss, make_train_step, ravel, stateless
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
 X = torch.arange(6.0).reshape(2, 3)
@@ -76,25 +76,3 @@ def test_parameters_of_identical_blocks_are_alike_in_a_trace() -> None:
     offsets.clear()
     jit(step, backend="eager")(state, X)
     assert offsets == {0}
-
-
-class Strided(nn.Module):
-    def __init__(self, method: str) -> None:
-        super().__init__()
-        self.bias, self.weight, self.method = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4)), method
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, offset = self.weight, self.weight.storage_offset() + 1
-        if self.method == "scatter":
-            rest = torch.as_strided_scatter(weight, x[0, :1], (1,), (1,), storage_offset=offset)
-        else:
-            rest = getattr(torch, self.method)(weight, (3,), (1,), offset)
-        return (x + self.bias).sum() * rest.sum()
-
-
-@pytest.mark.parametrize("method", ["as_strided", "as_strided_copy", "scatter"])
-def test_offset_of_a_parameter_is_refused(method: str) -> None:
-    step = make_train_step(module_loss(Strided(method), lambda out, _: out), SGD)
-    state = step.init()
-    with pytest.raises(RuntimeError, match=r"must not pass the offset of a parameter.*test_slices\.py:\d+"):
-        jit(step, backend="eager")(state, (X, X))

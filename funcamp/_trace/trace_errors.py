@@ -8,7 +8,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from funcamp import _upstream
 from funcamp._trace.tracing import HostError
-from funcamp._trace.user_line import in_nested_tensor, line_in_traceback
+from funcamp._trace.user_line import line_in_traceback
 
 #: torch's error for an operation whose result has a shape that follows from values, if there must be none.
 _SHAPE_FROM_VALUES = tuple(
@@ -82,8 +82,6 @@ def explain(error: Exception, *, in_cuda_graph: bool, operations: Collection[str
         if in_cuda_graph:
             instead += ", or pass capture=False"
         return HostError(f"not take a shape from values {where}; {line} does: {instead}")
-    if isinstance(error, RuntimeError) and in_nested_tensor(error):
-        return nested_tensor_error(line)
     if isinstance(error, _NUMBER_FROM_VALUES) or _reads_values(error):
         return read_error(line, operations)
     return None

@@ -68,7 +68,6 @@ MADE: dict[str, Callable[[], Any]] = {
     "expanded": lambda: torch.ones(3, 1).expand(3, 3),
     "a tensor and a view of it": base_and_view,
     "in a dict": lambda: {3: torch.ones(3, 3).triu()},
-    "a parameter": lambda: nn.Parameter(torch.eye(3), requires_grad=False),
     "nothing": lambda: torch.zeros(0, 3),
 }
 

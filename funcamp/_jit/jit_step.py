@@ -16,7 +16,7 @@ from funcamp._check import Fixed, integer, one_batch
 from funcamp._jit.arguments import check_batch, check_state
 from funcamp._jit.captured_tensors import CapturedTensors
 from funcamp._jit.donation import arranged
-from funcamp._jit.executable import Arguments, Executable, Options, make_executable
+from funcamp._jit.executable import Executable, Options, make_executable
 from funcamp._jit.jit import check_step
 from funcamp._jit.known_calls import KnownCalls
 from funcamp._jit.python_values import MOST_COMBINATIONS, PythonValues
@@ -168,18 +168,14 @@ class JitStep(Fixed):
             gc.collect()  # graphs and results may be in cycles, as programs of torch.fx are
 
     def _call(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
-        """Take one step, in this thread's turn.
-
-        Written in one piece, because every call of Python takes time here; rare cases are in separate functions.
-        """
+        """Take one step, in this thread's turn. Every call of Python takes time here."""
         # Find the program: by a comparison with an earlier call, else by the signature.
         structure, leaves = flattened(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         try:
             frame = frame_of(structure, leaves, tensors, self._python_values.number())
-            executable = known_program = self._known_calls.find(frame, tensors)
-            if executable is None:
-                executable = self._executables.get(key_of(frame, leaves))
+            known_program = self._known_calls.find(frame, tensors)
+            executable = known_program or self._executables.get(key_of(frame, leaves))
         except Exception:  # what cannot be hashed
             check_batch(_tree.plain(batch))
             raise
@@ -187,107 +183,87 @@ class JitStep(Fixed):
             batch = _tree.plain(batch)
             check_batch(batch)
 
-        # Python may have given tensors that programs read other memory.
-        memory = self._sharing.memory
-        if memory is not None and self._captured.tensors and not self._captured.are_as_before():
-            memory.follow(self._captured)
-
-        # Put the state where programs read it; the state of the last call is there.
-        owned = None if memory is None else memory.current
-        is_current = owned is not None and owned.is_of(state)
-        if not is_current or not self._executables:
-            state = self._checked_state(state, batch)
-        if not is_current:
-            memory, tensors = self._take_state(state, tensors)
-            owned = memory.current
-        assert memory is not None
-        assert owned is not None
-
-        # Run the program.
+        # Put the state where programs read it.
+        memory, tensors = self._take_state(state, batch, tensors)
         if self._state_moves is not None:
             self._state_moves()
+
+        # Run the program.
+        owned = memory.current
         if executable is None:
-            arguments = Arguments(state, batch, tensors)
-            executable, results, inputs = self._first_run(key_of(frame, leaves), memory, arguments)
-            owned = memory.current  # a new program may have moved it
-            assert owned is not None
+            executable, inputs, results = self._first_run(key_of(frame, leaves), memory, batch, tensors)
         else:
-            if known_program is not None and executable.layouts.are_outside(tensors, owned.memory):
-                inputs = tensors
-            else:
-                inputs = arranged(tensors, executable.layouts, owned.memory)
+            is_as_noted = known_program is not None and executable.layouts.are_outside(tensors, owned.memory)
+            inputs = tensors if is_as_noted else arranged(tensors, executable.layouts, owned.memory)
             results = executable.run([*owned.leaves, *inputs])
+        self._last = executable
         # Tensors of a known call are read as they are, so only a call that did so is noted.
         if known_program is None and all(map(operator.is_, inputs, tensors)):
             self._known_calls.add(frame, tensors, executable)
-        self._last = executable
 
+        # Return its results.
         outputs = executable.outputs
-        next_state = memory.keep(outputs.state_of(results)) if outputs.next_state_count else owned.tree
+        next_state = memory.keep(outputs.state_of(results)) if outputs.next_state_count else memory.current.tree
         return next_state, outputs.metrics_of(results)
 
-    def _checked_state(self, state: Tree, batch: Tree) -> Tree:
-        """Return a state that may differ from the last one, after the checks of a TrainStep.
+    def _take_state(self, state: Tree, batch: Tree, tensors: list[Tensor]) -> tuple[StateMemory, list[Tensor]]:
+        """Return the memory with this state in it, and the batch's tensors, copied if they were there.
+
+        The state of the last call is there already. Any other is checked.
 
         Raises:
             TypeError: a leaf is not a tensor.
+            ValueError: it is unlike the first state.
             Exception: any error that a TrainStep raises for its arguments.
         """
+        memory = self._sharing.memory
+        if memory is not None:
+            # Python may have given tensors that programs read other memory.
+            if self._captured.tensors and not self._captured.are_as_before():
+                memory.follow(self._captured)
+            if self._executables and memory.has(state):
+                return memory, tensors
         if self._check_call is not None:
             state = self._check_call("step", state, batch)
         check_state(state)
-        return state
-
-    def _take_state(self, state: Tree, tensors: list[Tensor]) -> tuple[StateMemory, list[Tensor]]:
-        """Put a state that is not the last call's into memory that programs may write.
-
-        Returns:
-            The memory, and the batch's tensors, copied if they were in that memory.
-
-        Raises:
-            ValueError: it is unlike the first state.
-        """
-        memory = self._sharing.memory
         if memory is None:  # stored by the first run, if that succeeds
             return StateMemory(state, donate=self._options.donate, capture=self._options.capture), tensors
-        owned = memory.current
-        if owned is not None and memory.graphs is not None:  # before another state is copied into that memory
-            tensors = [leaf.detach().clone() if owned.memory.meets(leaf) else leaf for leaf in tensors]
-        memory.take(state)
+        if not memory.has(state):
+            if memory.graphs is not None:  # the state is copied into their memory
+                tensors = [leaf.detach().clone() if memory.meets(leaf) else leaf for leaf in tensors]
+            memory.take(state)
         return memory, tensors
 
     def _first_run(
-        self, key: Key, memory: StateMemory, arguments: Arguments
+        self, key: Key, memory: StateMemory, batch: Tree, tensors: list[Tensor]
     ) -> tuple[Executable, list[Tensor], list[Tensor]]:
         """Make a program for a new signature and run it; keep it, and the memory, if both succeed.
 
         Returns:
-            The program, its results, and the batch's tensors as it read them.
+            The program, the batch's tensors as it read them, and its results.
 
         Raises:
             ValueError: there are more signatures than `max_signatures`.
             Exception: any error of the step, of the compiler or of the first run.
         """
-        options = self._options
-        owned = memory.current
-        assert owned is not None
-        self._check_count(arguments.batch, key)
+        self._check_count(batch, key)
         alike = self._programs_of_other_values(key)
         try:
-            with CompileSession(self._task(arguments.batch, key)) as session:
+            with CompileSession(self._task(batch, key)) as session:
                 executable = make_executable(
                     self._step,
-                    options,
+                    self._options,
                     memory,
-                    arguments,
+                    batch,
+                    tensors,
                     self._python_values,
                     session,
                     known=alike,
                     compile_at_once=not self._executables,
                 )
-                assert memory.current is not None
-                inputs = arranged(arguments.tensors, executable.layouts, memory.current.memory)
-                results = executable.run([*memory.current.leaves, *inputs])
+                owned = memory.current  # where it is now: it may have been moved
+                inputs = arranged(tensors, executable.layouts, owned.memory)
+                results = executable.run([*owned.leaves, *inputs])
         except RuntimeError as error:
             advise("jit", error)
             raise
@@ -296,12 +272,12 @@ class JitStep(Fixed):
             self._note_trace_in_vain(key)
         else:
             self._captured.add(executable.captured, executable.outside_state)
-            if self.programs >= options.max_signatures:
-                self._drop_programs(arguments.batch, key)
+            if self.programs >= self._options.max_signatures:
+                self._drop_programs(batch, key)
         memory.captured.add(self._captured)
         self._sharing.memory = memory
         self._executables[key] = executable
-        return executable, results, inputs
+        return executable, inputs, results
 
     def _drop_programs(self, batch: Tree, key: Key) -> None:
         """Drop all programs, because a further value makes one too many."""

@@ -182,6 +182,7 @@ def _trace_once(
             raise
         raise explanation from None
     results = plain_function.results
+    _name_dtypes(module.graph)
     captured_by_fake_id = watch.captured_by_fake_id()
     _refuse_gradients(captured_by_fake_id.values())
     places = Survey(roots).places.values()
@@ -336,6 +337,17 @@ def stay() -> None:
 
 
 # What is done to a graph after its trace
+
+
+def _name_dtypes(graph: fx.Graph) -> None:
+    """Set the dtype of new tensors explicitly: torch leaves out that of some zeros; a step may change the default."""
+    for node in graph.nodes:
+        result = node.meta.get("val")
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or node.all_input_nodes or not isinstance(result, Tensor):
+            continue
+        if any(argument.name == "dtype" and argument.kwarg_only for argument in schema.arguments):
+            node.update_kwarg("dtype", result.dtype)
 
 
 def _refuse_gradients(captured: Iterable[Tensor]) -> None:

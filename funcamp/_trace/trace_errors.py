@@ -42,15 +42,14 @@ _FUNCTIONS_INSTEAD = {
         "torch.zeros(n, dtype=x.dtype, device=x.device).index_add(0, x, torch.ones_like(x))"
     ),
 }
-_NESTED = (
-    "not make nested tensors, whose lengths are values; {line} does: pad to a fixed length, and mask what is "
-    "beyond each sequence"
-)
 
 
 def nested_tensor_error(line: str) -> HostError:
     """Return the error for a line that makes a nested tensor."""
-    return HostError(_NESTED.format(line=line))
+    return HostError(
+        f"not make nested tensors, whose lengths are values; {line} does: pad to a fixed length, and mask what is "
+        "beyond each sequence"
+    )
 
 
 def read_error(line: str, operations: Collection[str] = ()) -> HostError:

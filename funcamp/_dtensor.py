@@ -1,4 +1,4 @@
-"""Reductions over the parts of a DTensor.
+"""DTensors: their parts, their full values, and reductions over their parts.
 
 A flag is reduced over every dimension of a tensor's mesh. A sum is reduced over the dimensions in which the parts
 differ (shards and partial sums) and counts replicas once.
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from torch.distributed._tensor.placement_types import Placement
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
@@ -55,6 +57,50 @@ def as_dtensor_like(leaf: Tensor, part: Tensor) -> Tensor:
     )
 
 
+def full(leaf: Tensor) -> Tensor:
+    """Return all values of a DTensor as a plain tensor, by one collective per mesh dimension; any other as it is."""
+    values: Tensor = leaf.full_tensor() if is_distributed(leaf) else leaf
+    return values
+
+
+def outline(leaf: Tensor) -> Tensor:
+    """Return a plain tensor of a DTensor's full shape that stores one number; any other as it is. No collective."""
+    if not is_distributed(leaf):
+        return leaf
+    return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
+
+
+def part_of(values: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """Return a DTensor of values that every rank has in full; each rank copies its part. No collective."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    whole = distribute_tensor(values, mesh, placements, src_data_rank=None)
+    own_values = whole.to_local().clone()  # a view would keep the memory of all values
+    return DTensor.from_local(
+        own_values, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+
+
+def placed_like(leaf: Tensor, values: Tensor) -> Tensor:
+    """Return full values as a DTensor placed like leaf; as they are if leaf is a plain tensor or they are a DTensor."""
+    if not is_distributed(leaf) or is_distributed(values):
+        return values
+    return part_of(values, leaf.device_mesh, leaf.placements)
+
+
+def sum_placed_like(leaf: DTensor, value: Tensor) -> Tensor:
+    """Return the sum over ranks of values that each rank has in full, placed like leaf: a reduce-scatter if sharded."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    mesh = leaf.device_mesh
+    placements: list[Placement] = [Partial()] * mesh.ndim
+    part = DTensor.from_local(value, mesh, placements, run_check=False)
+    for dim in reversed(range(mesh.ndim)):  # shards first: what is summed over replicas then is smaller
+        placements[dim] = leaf.placements[dim]
+        part = part.redistribute(placements=placements)
+    return part
+
+
 def group_by_mesh_dims(leaves: Sequence[Tensor]) -> list[tuple[Across | None, list[Tensor]]]:
     """Group tensors by the mesh dimensions over which their parts differ (None for plain tensors and replicas)."""
     grouped: list[tuple[Across | None, list[Tensor]]] = []
@@ -82,9 +128,14 @@ def total(value: Tensor, across: Across | None) -> Tensor:
         return value
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    placements = [Partial() if dim in across.dims else Replicate() for dim in range(across.mesh.ndim)]
-    summed: Tensor = DTensor.from_local(value, across.mesh, placements, run_check=False).full_tensor()
-    return summed
+    placements: list[Placement] = [Replicate()] * across.mesh.ndim
+    for dim in across.dims:
+        placements[dim] = Partial()
+    summed = DTensor.from_local(value, across.mesh, placements, run_check=False)
+    for dim in across.dims:  # several at once would be as many collectives, and torch warns
+        placements[dim] = Replicate()
+        summed = summed.redistribute(placements=placements)
+    return full(summed)
 
 
 def any_in_meshes(flags: Tensor, leaves: Sequence[Tensor | None]) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._dtensor import placed_like
 from funcamp._optim.average import Average
 from funcamp._optim.chain import average_in
 from funcamp._step.state import TrainState, check_train_state, states_of_parts
@@ -86,7 +87,11 @@ def restore(call: str, saved: dict[str, Tensor], like: TrainState) -> TrainState
     full_state = collapse(full_like, tree)
     check_scale(call, full_state)
     _check_counts(call, values, tensors_by_name(expand(full_state)))
-    state: TrainState = _tree.map_nodes(Params, lambda params, full: params.cut_like(full), like, full_state)
+    leaves, spec = _tree.flatten(full_state)
+    placed: list[Tensor | None] = []
+    for leaf, like_leaf in zip(leaves, _tree.leaves(like)):
+        placed.append(None if leaf is None else placed_like(like_leaf, leaf))
+    state: TrainState = _tree.unflatten(placed, spec)
     return state
 
 

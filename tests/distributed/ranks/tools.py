@@ -69,8 +69,9 @@ class _Calls(TorchDispatchMode):
         self.gathered: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional" and "wait_tensor" not in str(func):
-            self.found[str(func).split(".")[1]] += 1
+        name = str(func).split(".")[1]
+        if func.namespace == "_c10d_functional" and "wrap" not in name and name != "wait_tensor":
+            self.found[name] += 1
             if "all_gather" in str(func):
                 self.gathered[args[0].dtype] += args[0].numel()
         return func(*args, **(kwargs or {}))

@@ -224,7 +224,9 @@ class DataParallel(Parallel):
                 present_groups[number] = group
         if self.shard:
             for number, group in present_groups.items():
-                groups[number] = sum_placed_like(params.groups[number], group)
+                stored = params.groups[number]
+                assert is_distributed(stored)
+                groups[number] = sum_placed_like(stored, group)
             return _tree.unflatten(groups, spec), all_reduce_each(more, self.dims)
         local_groups = [local(group) for group in present_groups.values()]
         sums = all_reduce_each([*local_groups, *more], self.dims)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
-import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -61,13 +60,6 @@ def full(leaf: Tensor) -> Tensor:
     """Return all values of a DTensor as a plain tensor, by one collective per mesh dimension; any other as it is."""
     values: Tensor = leaf.full_tensor() if is_distributed(leaf) else leaf
     return values
-
-
-def outline(leaf: Tensor) -> Tensor:
-    """Return a plain tensor of a DTensor's full shape that stores one number; any other as it is. No collective."""
-    if not is_distributed(leaf):
-        return leaf
-    return torch.zeros((), dtype=leaf.dtype, device=leaf.device).expand(leaf.shape)
 
 
 def part_of(values: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:

@@ -72,7 +72,7 @@ def restore(call: str, saved: dict[str, Tensor], like: TrainState) -> TrainState
         raise TypeError(f"{call}: saved must be a dict, as state_dict gives it; got {_tree.brief(saved)}")
 
     # The full state like `like`, as the trees that were saved.
-    full_like = _tree.map_nodes(Params, lambda params: params.outline(), like)
+    full_like = gather(call, like)
     tree_like = expand(full_like)
     tensors_like = tensors_by_name(tree_like)
     _check_names(call, saved, tensors_like.keys())

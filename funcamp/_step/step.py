@@ -372,13 +372,14 @@ class TrainStep(Fixed):
         Raises:
             ValueError, TypeError: they are not the loss's parameters (`check_params`), once for each layout.
         """
+        full_params = params.gathered()
         about = params.layout, [None if group is None else group.dtype for group in params.groups]
         # torch.compile would guard what is known, and compile anew for it.
         if torch.compiler.is_dynamo_compiling() or self._last_checked != about:
-            check_params(call, params, self.loss_fn)
+            check_params(call, full_params, self.loss_fn)
             if not compiling():
                 self._last_checked = about
-        return params.gathered()
+        return full_params
 
     def compute_params(self, state: TrainState) -> Tree:
         """Return the parameters by name as the loss gets them, in float32.

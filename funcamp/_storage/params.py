@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._dtensor import full, is_distributed, outline
+from funcamp._dtensor import full, is_distributed
 from funcamp._storage.layout import Groups, Layout, arrange
 from funcamp._types import Tree
 
@@ -131,10 +131,6 @@ class Params:
         if not self.is_sharded():
             return self
         return Params(tuple([None if group is None else full(group) for group in self.groups]), self.layout)
-
-    def outline(self) -> Params:
-        """Return groups of the full shapes, without the values of those that are DTensors. No collective."""
-        return Params(tuple([None if group is None else outline(group) for group in self.groups]), self.layout)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every tensor under its dotted name, as `torch.nn.Module.state_dict` does.

@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from torch.distributed._tensor.placement_types import Placement
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 
 class Across(NamedTuple):
@@ -58,19 +59,20 @@ def as_dtensor_like(leaf: Tensor, part: Tensor) -> Tensor:
 
 def full(leaf: Tensor) -> Tensor:
     """Return all values of a DTensor as a plain tensor, by one collective per mesh dimension; any other as it is."""
-    values: Tensor = leaf.full_tensor() if is_distributed(leaf) else leaf
+    if not is_distributed(leaf):
+        return leaf
+    if leaf.is_complex():  # NCCL knows no complex numbers
+        return torch.view_as_complex(full(torch.view_as_real(leaf)))
+    values: Tensor = leaf.full_tensor()
     return values
 
 
-def part_of(values: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+def part_of(values: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
     """Return a DTensor of values that every rank has in full; each rank copies its part. No collective."""
-    from torch.distributed.tensor import DTensor, distribute_tensor
+    from torch.distributed.tensor import distribute_tensor
 
     whole = distribute_tensor(values, mesh, placements, src_data_rank=None)
-    own_values = whole.to_local().clone()  # a view would keep the memory of all values
-    return DTensor.from_local(
-        own_values, mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+    return as_dtensor_like(whole, whole.to_local().clone())  # a view would keep the memory of all values
 
 
 def placed_like(leaf: Tensor, values: Tensor) -> Tensor:
@@ -78,19 +80,6 @@ def placed_like(leaf: Tensor, values: Tensor) -> Tensor:
     if not is_distributed(leaf) or is_distributed(values):
         return values
     return part_of(values, leaf.device_mesh, leaf.placements)
-
-
-def sum_placed_like(leaf: DTensor, value: Tensor) -> Tensor:
-    """Return the sum over ranks of values that each rank has in full, placed like leaf: a reduce-scatter if sharded."""
-    from torch.distributed.tensor import DTensor, Partial
-
-    mesh = leaf.device_mesh
-    placements: list[Placement] = [Partial()] * mesh.ndim
-    part = DTensor.from_local(value, mesh, placements, run_check=False)
-    for dim in reversed(range(mesh.ndim)):  # shards first: what is summed over replicas then is smaller
-        placements[dim] = leaf.placements[dim]
-        part = part.redistribute(placements=placements)
-    return part
 
 
 def group_by_mesh_dims(leaves: Sequence[Tensor]) -> list[tuple[Across | None, list[Tensor]]]:

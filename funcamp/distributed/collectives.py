@@ -16,6 +16,8 @@ from funcamp._types import Reduce
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
     from typing_extensions import TypeIs
 
 #: The processes that communicate: a group, or a mesh of them.
@@ -196,6 +198,21 @@ def _sent_together(tensors: Sequence[Tensor]) -> list[list[int]]:
             large.append([index])
     # The small ones last, because compilers keep the collectives' order.
     return large + [indices for indices in small_by_dtype.values() if indices]
+
+
+def sum_placed_like(leaf: DTensor, values: Tensor) -> Tensor:
+    """Return the sum over ranks of values that each rank has in full, placed like leaf: a reduce-scatter if sharded."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    if values.is_complex():  # NCCL knows no complex numbers
+        return torch.view_as_complex(sum_placed_like(leaf, torch.view_as_real(values)))
+    mesh = leaf.device_mesh
+    placements: list[Placement] = [Partial()] * mesh.ndim
+    part = DTensor.from_local(values, mesh, placements, run_check=False)
+    for dim in reversed(range(mesh.ndim)):  # shards first: what is summed over replicas then is smaller
+        placements[dim] = leaf.placements[dim]
+        part = part.redistribute(placements=placements)
+    return part
 
 
 def broadcast(x: Tensor, dims: Dims) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import boolean, integer
-from funcamp._dtensor import as_dtensor_like, is_distributed, local, part_of, settled_sum, sum_placed_like
+from funcamp._dtensor import as_dtensor_like, is_distributed, local, part_of, settled_sum
 from funcamp._step.accumulate import Result, Share, weighed
 from funcamp._step.parallel import Parallel
 from funcamp._step.state import TrainState
@@ -27,6 +27,7 @@ from funcamp.distributed.collectives import (
     mesh_of,
     ranks_of,
     size_of,
+    sum_placed_like,
 )
 
 if TYPE_CHECKING:

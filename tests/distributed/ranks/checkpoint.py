@@ -17,9 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import funcamp
 from funcamp import distributed
 from tests.distributed.ranks import case
-from tests.distributed.ranks.step import LOW, made, mlp
+from tests.distributed.ranks.step import LOW, made
 from tests.distributed.ranks.tools import assert_equal_on_all_ranks, rank, world
 from tests.support.helpers import assert_same
+from tests.support.models import mlp
 
 
 def shared_folder() -> Path:

@@ -373,21 +373,21 @@ def buffers_that_were_infinite_or_large_come_to_their_mean() -> None:
 
 @case(2, 4)
 def init_begins_with_the_first_ranks_values() -> None:
-    meshes: list[Any] = [None]
+    expected = made(cnn()).init()
+    parallels = [distributed.DataParallel(), distributed.DataParallel(shard=True)]
     if world() == 4:
-        meshes.append(init_device_mesh("cpu", (2, 2)))
-    for mesh in meshes:
-        for options in ({"shard": True}, {}, {"consume": True}):
-            task, expected = cnn(), made(cnn()).init()
-            with torch.no_grad():
-                for value in (*task.model.parameters(), *task.model.buffers()):
-                    value.add_(rank())
-            shard = options.pop("shard", False)
-            step = made(task, parallel=distributed.DataParallel(mesh if shard else None, shard=shard))
-            state = step.init(**options)
+        parallels.append(distributed.DataParallel(init_device_mesh("cpu", (2, 2)), shard=True))
+    for parallel in parallels:
+        task = cnn()
+        with torch.no_grad():
+            for value in (*task.model.parameters(), *task.model.buffers()):
+                value.add_(rank())
+        step = made(task, parallel=parallel)
+        for consume in (False,) if parallel.shard else (False, True):
+            state = step.init(consume=consume)
             assert_same((tree(state), state.buffers), (tree(expected), expected.buffers))
-            if options:
-                assert_same(dict(task.model.state_dict()), dict(cnn().model.state_dict()))
+        if not parallel.shard:
+            assert_same(dict(task.model.state_dict()), dict(cnn().model.state_dict()))
 
 
 @case(2)

@@ -76,6 +76,7 @@ class _Calls(TorchDispatchMode):
 
 def called(fn: Any, *args: Any) -> Counter[str]:
     """The collectives that a function calls, not compiled."""
-    with _Calls() as calls:
+    calls = _Calls()
+    with calls:
         fn(*args)
     return calls.found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -123,10 +124,8 @@ def check_limit(call: str, name: str, limit: object) -> None:
 
 def _clamp(leaf: Tensor, max_value: float | Tensor) -> Tensor:
     """Clamp one gradient in its own dtype."""
-    if isinstance(max_value, Tensor):
-        max_value = max_value.to(leaf.dtype)
-        return torch.minimum(torch.maximum(leaf, -max_value), max_value)
-    return leaf.clamp(-max_value, max_value)
+    limit: Any = max_value.to(leaf.dtype) if isinstance(max_value, Tensor) else max_value
+    return leaf.clamp(-limit, limit)
 
 
 def _norm(across: Across | None, grads: list[Tensor]) -> Tensor:

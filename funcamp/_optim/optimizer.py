@@ -313,12 +313,7 @@ class StatelessOptimizer(Fixed):
             raise TypeError(f"update: opt_state must be an OptState, as init makes it; got {_tree.brief(opt_state)}")
         if self._entry_names:
             expected = {name for param in flat if param is not None for name in self._entry_names[param.dim() >= 2]}
-            if opt_state.state.keys() != expected:
-                raise ValueError(
-                    f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected)}; got "
-                    f"{sorted(opt_state.state)}, another's: begin anew with "
-                    "state._replace(opt_state=optimizer.init(params))"
-                )
+            self._check_entries(expected, opt_state.state)
         states: list[State] = [{} for _ in flat]
         for name, tree in opt_state.state.items():
             _tree.same_structure("update", ("params", f"opt_state.state[{name!r}]"), (params, tree))
@@ -326,6 +321,14 @@ class StatelessOptimizer(Fixed):
                 if value is not None:
                     state[name] = value
         return states
+
+    def _check_entries(self, expected: set[str], entries: dict[str, Any]) -> None:
+        """Raise ValueError for a state with other entries, which another optimizer made."""
+        if entries.keys() != expected:
+            raise ValueError(
+                f"update: opt_state must hold the entries that {self!r} keeps, {sorted(expected)}; got "
+                f"{sorted(entries)}, another's: begin anew with state._replace(opt_state=optimizer.init(params))"
+            )
 
     def _positions(self, flat: Leaves, flat_grads: Leaves) -> list[int]:
         """Return the positions of the parameters that take a step."""

@@ -198,9 +198,18 @@ class ChangesLate(Base):
         p.sub_(p.grad if state["step"] < 12 else p.grad.sign(), alpha=group["lr"])
 
 
+class KeepsFloat32(Base):
+    """Makes its state in torch's default dtype, and keeps a mask."""
+
+    def move(self, p: Any, state: Kept, group: Kept) -> None:
+        mean = state.setdefault("mean", torch.zeros(p.shape)).lerp_(p.grad, 0.1)
+        state["mask"] = p.grad > 0
+        p.sub_(torch.where(state["mask"], mean, mean / 2), alpha=group["lr"])
+
+
 FOLLOWED = [
     *(CountsInState, CountsInGroup, KeepsOtherKinds, BeginsOtherwise, DividesByZero),
-    *(AsksEach, ClipsAll, Decomposes, Masks, Averages, ChangesLate),
+    *(AsksEach, ClipsAll, Decomposes, Masks, Averages, ChangesLate, KeepsFloat32),
 ]
 
 
@@ -507,33 +516,9 @@ def test_what_an_ordinary_class_may_not_do(cls: Any, text: str) -> None:
         stateless(cls, lr=0.1)
 
 
-class KeepsFloat32(torch.optim.Optimizer):
-    """Makes its state in torch's default dtype, and keeps a mask."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> Any:
-        (group,) = self.param_groups
-        for p in group["params"]:
-            state = self.state[p]
-            mean = state.setdefault("mean", torch.zeros(p.shape)).lerp_(p.grad, 0.1)
-            state["mask"] = p.grad > 0
-            p.sub_(torch.where(state["mask"], mean, mean / 2), alpha=group["lr"])
-
-
-def test_a_state_in_float32_and_a_mask() -> None:
-    params = {"w": torch.ones(3), "b": torch.ones(2, 2)}
-    twins = {name: torch.nn.Parameter(value.clone()) for name, value in params.items()}
-    own, optimizer = KeepsFloat32(twins.values()), stateless(KeepsFloat32)
-    opt_state = optimizer.init(params)
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        grads = {name: torch.randn(value.shape, generator=generator) for name, value in params.items()}
-        for name, twin in twins.items():
-            twin.grad = grads[name].clone()
-        with torch.no_grad():
-            own.step()
-        params, opt_state = optimizer.update(params, grads, opt_state)
-    for name, twin in twins.items():
-        assert torch.equal(params[name], twin.detach())
+def test_a_state_of_another_class_is_refused() -> None:
+    params = {"w": torch.ones(2, 2)}
+    others = stateless(CountsInState), stateless(torch.optim.SGD, momentum=0.9)
+    for optimizer in others:
+        with pytest.raises(ValueError, match="update: opt_state must hold the entries that"):
+            stateless(KeepsFloat32).update(params, params, optimizer.init(params))

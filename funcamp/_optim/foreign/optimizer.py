@@ -201,6 +201,8 @@ class ForeignOptimizer(StatelessOptimizer):
             clones = [param.detach().clone() for param in inputs.params]
             optimizer = instance(self._cls, clones, self._instance_arguments)
             if not inputs.is_first:
+                for part, entries in zip(form, inputs.states):
+                    self._check_entries({name for name, leaf in leaves(part).items() if is_entry(leaf)}, entries)
                 *of_params, shared = [filled(*each, calls) for each in zip(form, inputs.states)]
                 put_shared(optimizer, shared)
                 for clone, contents in zip(clones, of_params):

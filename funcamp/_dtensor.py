@@ -67,21 +67,6 @@ def full(leaf: Tensor) -> Tensor:
     return values
 
 
-def part_of(values: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> Tensor:
-    """Return a DTensor of values that every rank has in full; each rank copies its part. No collective."""
-    from torch.distributed.tensor import distribute_tensor
-
-    whole = distribute_tensor(values, mesh, placements, src_data_rank=None)
-    return as_dtensor_like(whole, whole.to_local().clone())  # a view would keep the memory of all values
-
-
-def placed_like(leaf: Tensor, values: Tensor) -> Tensor:
-    """Return full values as a DTensor placed like leaf; as they are if leaf is a plain tensor or they are a DTensor."""
-    if not is_distributed(leaf) or is_distributed(values):
-        return values
-    return part_of(values, leaf.device_mesh, leaf.placements)
-
-
 def group_by_mesh_dims(leaves: Sequence[Tensor]) -> list[tuple[Across | None, list[Tensor]]]:
     """Group tensors by the mesh dimensions over which their parts differ (None for plain tensors and replicas)."""
     grouped: list[tuple[Across | None, list[Tensor]]] = []

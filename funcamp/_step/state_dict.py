@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._dtensor import placed_like
 from funcamp._optim.average import Average
 from funcamp._optim.chain import average_in
+from funcamp._step.parallel import Parallel
 from funcamp._step.state import TrainState, check_train_state, states_of_parts
 from funcamp._storage.params import Params, clone, collapse, expand
 
@@ -65,8 +65,8 @@ def saved_names(state: TrainState) -> list[str]:
 
 
 @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
-def restore(call: str, saved: dict[str, Tensor], like: TrainState) -> TrainState:
-    """Return the state that `export` saved, laid out as like."""
+def restore(call: str, saved: dict[str, Tensor], like: TrainState, parallel: Parallel) -> TrainState:
+    """Return the state that `export` saved, laid out as like, a state of a step with this communication."""
     check_train_state(call, "like", like)
     if not isinstance(saved, dict):
         raise TypeError(f"{call}: saved must be a dict, as state_dict gives it; got {_tree.brief(saved)}")
@@ -87,11 +87,7 @@ def restore(call: str, saved: dict[str, Tensor], like: TrainState) -> TrainState
     full_state = collapse(full_like, tree)
     check_scale(call, full_state)
     _check_counts(call, values, tensors_by_name(expand(full_state)))
-    leaves, spec = _tree.flatten(full_state)
-    placed: list[Tensor | None] = []
-    for leaf, like_leaf in zip(leaves, _tree.leaves(like)):
-        placed.append(None if leaf is None else placed_like(like_leaf, leaf))
-    state: TrainState = _tree.unflatten(placed, spec)
+    state: TrainState = _tree.map_nodes(Params, parallel.own_part, full_state)
     return state
 
 

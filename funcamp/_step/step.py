@@ -465,7 +465,7 @@ class TrainStep(Fixed):
             {'w': tensor([1., 1.])}
         """
         call = "load_state_dict"
-        return self._adopted(call, restore(call, saved, like), consume)
+        return self._adopted(call, restore(call, saved, like, self._options.parallel), consume)
 
     @torch.inference_mode(False)  # as `init`
     def _adopted(self, call: str, state: TrainState, consume: bool) -> TrainState:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._dtensor import placed_like
 from funcamp._step.state import TrainState, check_train_state
 from funcamp._step.state_dict import check_like, check_scale, gather, tensors_by_name
 from funcamp._storage.params import Params, clone
@@ -146,16 +145,11 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
     if saved[_LAYOUT] != expected[_LAYOUT]:
         raise ValueError(f"{call}: saved must hold like's parameters, in its order; got another layout")
     # The names are of a tree with the leaves of like in the same order.
-    saved_values = iter(saved.values())
+    saved_values: Iterator[Tensor] = iter(clone(saved).values())
     leaves, spec = _tree.flatten(like)
-    state: TrainState = _tree.map_leaves(lambda leaf: _loaded(next(saved_values), leaf), leaves, spec)
+    state: TrainState = _tree.map_leaves(lambda leaf: next(saved_values).to(leaf.device), leaves, spec)
     check_scale(call, state)
     return state
-
-
-def _loaded(saved: Tensor, like: Tensor) -> Tensor:
-    """Return a copy of a saved tensor, placed as like is."""
-    return placed_like(like, saved.detach().to(like.device, copy=True))
 
 
 def _difference_of_names(saved: Iterable[str], expected: Iterable[str]) -> str:

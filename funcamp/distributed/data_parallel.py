@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import boolean, integer
-from funcamp._dtensor import as_dtensor_like, is_distributed, local, part_of, settled_sum
+from funcamp._dtensor import as_dtensor_like, is_distributed, local, settled_sum
 from funcamp._step.accumulate import Result, Share, weighed
 from funcamp._step.parallel import Parallel
 from funcamp._step.state import TrainState
@@ -175,19 +175,21 @@ class DataParallel(Parallel):
         return all_reduce(weight, "sum", self.dims)
 
     def own_part(self, params: Params) -> Params:
-        """Return flat parameters as DTensors of which this rank stores a part, or as they are."""
+        """Return flat parameters as DTensors of which this rank stores a part, or as they are; no collective."""
         if not self.shard:
             return params
-        from torch.distributed.tensor import Replicate, Shard  # half a second to import
+        return Params(tuple([self._own_part_of(group) for group in params.groups]), params.layout)
 
-        groups: list[Tensor | None] = []
-        mesh = self.mesh
-        for group in params.groups:
-            if group is not None:
-                mesh = mesh or mesh_of(self.dims[0], group.device.type)
-                group = part_of(group, mesh, [*[Replicate()] * (mesh.ndim - 1), Shard(0)])
-            groups.append(group)
-        return Params(tuple(groups), params.layout)
+    def _own_part_of(self, group: Tensor | None) -> Tensor | None:
+        """Return a group as a DTensor; as it is if it is one number, such as an optimizer's step count."""
+        if group is None or not group.dim():
+            return group
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # half a second to import
+
+        mesh = self.mesh or mesh_of(self.dims[0], group.device.type)
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        whole = distribute_tensor(group, mesh, placements, src_data_rank=None)
+        return as_dtensor_like(whole, local(whole).clone())  # a view would keep the memory of the whole group
 
     def summed(self, result: Result, share: Share, before: TrainState) -> Result:
         """Return the summed gradients, and the means of loss and floating-point buffers weighted by share."""

@@ -41,7 +41,9 @@ def gather_state(state: TrainState) -> TrainState:
 
 
 def sharded_state_dict(state: TrainState) -> dict[str, Tensor]:
-    """Return the tensors of a state by name, for torch.distributed.checkpoint: sharded ones as the DTensors they are.
+    """Return the tensors of a state by name, as torch.distributed.checkpoint reads and writes them.
+
+    Sharded ones are DTensors, as in the state.
 
     `dcp.save(sharded_state_dict(state), checkpoint_id=path)`. To restore, on any number of ranks: create a state with
     `init`, let `dcp.load` fill `saved = sharded_state_dict(like)`, and pass that to `load_sharded_state_dict`. Tensors

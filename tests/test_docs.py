@@ -117,6 +117,7 @@ def test_a_page_is_filled_with_code_and_results() -> None:
     assert hooks.emptied(text) == "before\n\n\n\nafter"
     assert "def make_model" in (one := filled(f"file: {recipe}#make_model"))
     assert "def train" not in one
+    assert "| model | variant |\n| --- | --- |\n" in filled("table: step-public-cpu | model; variant")
     table = filled("best: step-public-cpu | model | variant | time over eager")
     assert re.search(r"\| GPT-2 3.4\xa0M \| 1.0 \| [\d.]+ \| \*\*[\d.]+\*\* \|", table)
 

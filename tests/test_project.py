@@ -132,7 +132,7 @@ MOST_TOKENS: dict[str, int] = {
     "_amp": 5_631,
     "files beside": 5_270,
     "_storage": 4_503,
-    "_scaler": 4_504,
+    "_scaler": 4_538,
     "rules": 4_401,
     "distributed": 3_688,
     "float8": 2_316,

@@ -43,8 +43,8 @@ def gather_state(state: TrainState) -> TrainState:
 def sharded_state_dict(state: TrainState) -> dict[str, Tensor]:
     """Return the tensors of a state by name, as torch.distributed.checkpoint reads and writes them.
 
-    Sharded ones are the DTensors of the state. `dcp.save(sharded_state_dict(state), checkpoint_id=path)`. To restore, on
-    any number of ranks: create a state with `init`, let `dcp.load` fill `saved = sharded_state_dict(like)`, and pass
+    Sharded ones are the DTensors of the state. `dcp.save(sharded_state_dict(state), checkpoint_id=path)`. To restore,
+    on any number of ranks: create a state with `init`, let `dcp.load` fill `saved = sharded_state_dict(like)`, and pass
     that to `load_sharded_state_dict`. Tensors are copies. No collective (saving and loading are); no host sync.
 
     Args:

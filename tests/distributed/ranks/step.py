@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils import _pytree
 
 import funcamp
-from funcamp import distributed
+from funcamp import _upstream, distributed
 from tests.distributed.ranks import case
 from tests.distributed.ranks.tools import assert_equal_on_all_ranks, called, counted, mine, rank, world
 from tests.support.helpers import assert_same, difference
@@ -184,8 +184,9 @@ def compiled_equals_one_process() -> None:
             found.append(calls)
             return run
 
-        state = compare(mlp(), 12, compiled, options={"shard": shard})
-        assert found == [expected_collectives(state, shard)]
+        if not shard or _upstream.VERSION >= (2, 13):  # Dynamo of 2.11 does not trace a step on DTensors
+            state = compare(mlp(), 12, compiled, options={"shard": shard})
+            assert found == [expected_collectives(state, shard)]
         # What generated code computes is of no account beside what is sent: two layers are less to compile.
         two = Task(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), mlp().criterion, mlp().batch)
         backend = "inductor" if shard else "eager"

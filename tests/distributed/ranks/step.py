@@ -119,12 +119,16 @@ def replicas_of_shards_equal_one_process() -> None:
 
 @case(2, 4)
 def a_rank_stores_its_part_only() -> None:
-    state = compare(mlp(), 12, ema_decay=0.9, options={"shard": True})
-    leaves = [leaf for leaf in _pytree.tree_leaves((state.params, state.opt_state)) if leaf.dim()]
-    assert len(leaves) == 4 * len(state.params.groups)  # with two moments and the average
-    for leaf in leaves:
-        part = leaf.to_local()
-        assert part.untyped_storage().nbytes() == 4 * part.numel() == 4 * leaf.numel() // world()
+    step = made(mlp(), ema_decay=0.9, parallel=distributed.DataParallel(shard=True))
+    first = step.init()
+    loaded = step.load_state_dict(step.state_dict(first), like=first)
+    after, _ = step(first, mine(mlp().batch(0)))
+    for state in (first, loaded, after):
+        leaves = [leaf for leaf in _pytree.tree_leaves((state.params, state.opt_state)) if leaf.dim()]
+        assert len(leaves) == 4 * len(state.params.groups)  # with two moments and the average
+        for leaf in leaves:
+            part = leaf.to_local()
+            assert part.untyped_storage().nbytes() == 4 * part.numel() == 4 * leaf.numel() // world()
 
 
 @case(4)
@@ -435,13 +439,18 @@ def ranks_with_other_constants_are_told() -> None:
 # What is refused.
 
 
-@case(2)
+@case(2, 4)
 def a_state_that_is_stored_otherwise_is_refused() -> None:
     alone, whole = made(mlp()), made(mlp(), parallel=distributed.DataParallel())
     sharded = made(mlp(), parallel=distributed.DataParallel(shard=True))
     batch = mine(mlp().batch(0))
-    with pytest.raises(ValueError, match="state must be sharded over this step's ranks"):
-        sharded(whole.init(), batch)
+    others = [whole]
+    if world() == 4:
+        mesh = init_device_mesh("cpu", (2, 2))
+        others.append(made(mlp(), parallel=distributed.DataParallel(mesh, shard=True)))
+    for other in others:
+        with pytest.raises(ValueError, match="state must be sharded over this step's ranks"):
+            sharded(other.init(), batch)
     for call in (whole, alone, alone.loss, lambda state, _: alone.compute_params(state)):
         with pytest.raises(ValueError, match="state must not be sharded"):
             call(sharded.init(), batch)

@@ -189,7 +189,7 @@ class DataParallel(Parallel):
         mesh = self.mesh or mesh_of(self.dims[0], group.device.type)
         placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
         whole = distribute_tensor(group, mesh, placements, src_data_rank=None)
-        return as_dtensor_like(whole, local(whole).clone())  # a view would keep the memory of the whole group
+        return as_dtensor_like(whole, local(whole).clone())  # older versions give a view
 
     def summed(self, result: Result, share: Share, before: TrainState) -> Result:
         """Return the summed gradients, and the means of loss and floating-point buffers weighted by share."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 from typing import NamedTuple
 
 import torch
@@ -80,15 +79,13 @@ class OwnedState:
                 values.append(leaf.detach().clone() if self.memory.meets(leaf) else leaf.detach())
         handles = self.leaves
         statics = self._statics
-        # Drop all references to the handles from here, so that the remaining counts show which of them callers have.
         self.leaves = statics
         self.tree = None
         self._containers = []
         self._statics = [static.detach() for static in statics]
-        while handles:
+        while handles:  # one after the other: those that no caller has are freed
             handle = handles.pop()
-            if sys.getrefcount(handle) > 2:  # more than this name and the call's argument
-                handle.set_(handle.clone())  # type: ignore[call-overload]
+            handle.set_(handle.clone())  # type: ignore[call-overload]
         for static, value in zip(statics, values):
             static.copy_(value)
         self.tree = self.filled(statics)

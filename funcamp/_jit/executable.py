@@ -15,7 +15,6 @@ from funcamp._jit.constants import constant_key, structure_key
 from funcamp._jit.cuda_graph import Captured
 from funcamp._jit.donation import Layouts, OwnedState, arranged, layouts_for
 from funcamp._jit.kinds import check_like
-from funcamp._jit.packed_metrics import with_packed_metrics
 from funcamp._jit.passes.program import Flat, Steps, Target
 from funcamp._jit.python_values import PythonValues
 from funcamp._jit.session import CompileSession, keeping_generators
@@ -44,16 +43,6 @@ class Options(NamedTuple):
     max_signatures: int
     without: frozenset[str]
     explain: bool
-
-
-class Arguments(NamedTuple):
-    """The arguments of a call."""
-
-    state: Tree
-    """As it was passed; the memory may have a copy of it."""
-    batch: Tree
-    tensors: list[Tensor]
-    """The batch's."""
 
 
 class Executable(NamedTuple):
@@ -104,7 +93,8 @@ def make_executable(
     step: Step,
     options: Options,
     memory: StateMemory,
-    arguments: Arguments,
+    batch: Tree,
+    tensors: list[Tensor],
     values: PythonValues,
     session: CompileSession,
     *,
@@ -119,7 +109,8 @@ def make_executable(
         step: the step.
         options: those of `jit`.
         memory: where the state is.
-        arguments: of the call that it is made for.
+        batch: that of the call that it is made for.
+        tensors: the batch's.
         values: what is looked at in Python at every call.
         session: the surroundings.
         known: the programs for the same batch and other values in Python.
@@ -128,46 +119,49 @@ def make_executable(
     Raises:
         Exception: any error of the step, of the compiler or of the capture.
     """
-    assert memory.current is not None
+    owned = memory.current
+
+    # The batch's tensors as the program will read them.
     if options.unroll is not None:
-        check_steps(arguments.batch, options.unroll)
-    graphs = memory.graphs
-    state_leaves = memory.current.leaves
-    inputs = arguments.tensors
-    if graphs is not None:
-        inputs = [tensor.to(state_leaves[0].device) for tensor in inputs]
-    check_compiler(options.backend, state_leaves + inputs)
-    layouts = layouts_for(inputs)
-    inputs = arranged(inputs, layouts, memory.current.memory)
-    inputs_of_one_step = inputs if options.unroll is None else [tensor[0] for tensor in inputs]
+        check_steps(batch, options.unroll)
+    if memory.graphs is not None:
+        tensors = [tensor.to(owned.leaves[0].device) for tensor in tensors]
+    check_compiler(options.backend, owned.leaves + tensors)
+    layouts = layouts_for(tensors)
+    inputs = arranged(tensors, layouts, owned.memory)
+
+    # The operations of one step, which may be those of a known program.
     known_by_description = {executable.description: executable for executable in known}
     graph = trace_step(
         step,
         options,
-        memory.current,
+        owned,
         memory.kinds,
-        arguments.batch,
-        inputs_of_one_step,
+        batch,
+        inputs if options.unroll is None else [tensor[0] for tensor in inputs],
         values.roots,
         lambda graph: _description_of(graph) in known_by_description,
-        in_cuda_graph=graphs is not None,
+        in_cuda_graph=memory.graphs is not None,
     )
     values.follow_trace(graph.changed_places, graph.captured)
     description = _description_of(graph)
     if description in known_by_description:
         return known_by_description[description]
+
+    # What it reads besides its arguments is outside of the state, if it writes that. An evaluation may read a module
+    # whose memory is the state's, and follow it.
     outside_state = graph.captured
     if graph.outputs.next_state_count or written_inputs(graph):
         memory.move_away_from(outside_state)
     else:
-        # An evaluation may read a module whose memory is the state's, and follow it.
-        outside_state = [tensor for tensor in graph.captured if not memory.current.memory.meets(tensor)]
-    if options.unroll is None:
-        graph = with_packed_metrics(graph)
-    run = _compiled(graph, options, memory.current, session, compile_at_once=compile_at_once or graphs is not None)
-    if graphs is not None:
-        # Not `state_leaves`: the state may have been moved away since.
-        run = Captured(graphs, run, memory.current.leaves, inputs)
+        outside_state = [tensor for tensor in graph.captured if not memory.meets(tensor)]
+
+    # The program, and on a GPU its capture, in which the state stays where it is now.
+    owned = memory.current
+    compile_at_once = compile_at_once or memory.graphs is not None
+    run = _compiled(graph, options, owned, session, compile_at_once=compile_at_once)
+    if memory.graphs is not None:
+        run = Captured(memory.graphs, run, owned.leaves, inputs)
         memory.pin()
     return Executable(run, graph.outputs, layouts, graph.captured, outside_state, description)
 

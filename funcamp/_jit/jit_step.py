@@ -17,20 +17,18 @@ from funcamp._check import Fixed, integer, one_batch
 from funcamp._jit.arguments import check_batch, check_state
 from funcamp._jit.captured_tensors import CapturedTensors
 from funcamp._jit.donation import arranged
-from funcamp._jit.executable import Arguments, Executable, Options, make_executable
+from funcamp._jit.executable import Executable, Options, make_executable
 from funcamp._jit.jit import check_step
 from funcamp._jit.known_calls import KnownCalls
-from funcamp._jit.python_values import PythonValues
+from funcamp._jit.python_values import MOST_COMBINATIONS, PythonValues
 from funcamp._jit.session import CompileSession
-from funcamp._jit.signature import ONE_PROGRAM, Key, difference, flattened, frame_of, key_of, shapes, without_values
+from funcamp._jit.signature import Key, difference, flattened, frame_of, key_of, shapes, without_values
 from funcamp._jit.state_memory import StateMemory
 from funcamp._trace.tracing import running
 from funcamp._types import Step, Tree
 from funcamp._upstream.advice import advise
 
 _log = logging.getLogger("funcamp")
-#: The largest number of signatures, with the values of Python, that are kept.
-_MAX_KEYS = 64
 
 
 class Sharing:
@@ -74,8 +72,6 @@ class JitStep(Fixed):
         """Whether a program was dropped."""
         self._last: Executable | None = None
         """That of the last call."""
-        self._recent: dict[int, Executable] = {}
-        """All, by id, the one that was used last at the end."""
 
     def __repr__(self) -> str:
         return f"jit({self._step!r})"
@@ -94,7 +90,7 @@ class JitStep(Fixed):
     @property
     def programs(self) -> int:
         """Return the number of programs that are kept: for each batch signature, and values that its Python reads."""
-        return len(self._recent)
+        return len({*map(id, self._executables.values())})
 
     def __call__(self, state: Tree, batch: Tree, *more: NoReturn) -> tuple[Tree, Tree]:
         """Take one step, or `unroll` steps. Compiles at the first call for a batch signature. No sync.
@@ -175,21 +171,14 @@ class JitStep(Fixed):
             gc.collect()  # graphs and results may be in cycles, as programs of torch.fx are
 
     def _call(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
-        """Take one step, in this thread's turn.
-
-        Written in one piece, because every call of Python takes time here; rare cases are in separate functions.
-        """
-        if len(self._executables) > _MAX_KEYS:
-            self._forget_values()
-
+        """Take one step, in this thread's turn. Every call of Python takes time here."""
         # Find the program: by a comparison with an earlier call, else by the signature.
         structure, leaves = flattened(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         try:
             frame = frame_of(structure, leaves, tensors, self._python_values.number())
-            executable = known_program = self._known_calls.find(frame, tensors)
-            if executable is None:
-                executable = self._executables.get(key_of(frame, leaves))
+            known_program = self._known_calls.find(frame, tensors)
+            executable = known_program or self._executables.get(key_of(frame, leaves))
         except Exception:  # what cannot be hashed
             check_batch(_tree.plain(batch))
             raise
@@ -197,142 +186,115 @@ class JitStep(Fixed):
             batch = _tree.plain(batch)
             check_batch(batch)
 
-        # Python may have given tensors that programs read other memory.
-        memory = self._sharing.memory
-        if memory is not None and self._captured.tensors and not self._captured.are_as_before():
-            memory.follow(self._captured)
-
-        # Put the state where programs read it; the state of the last call is there.
-        owned = None if memory is None else memory.current
-        is_current = owned is not None and owned.is_of(state)
-        if not is_current or not self._executables:
-            state = self._checked_state(state, batch)
-        if not is_current:
-            memory, tensors = self._take_state(state, tensors)
-            owned = memory.current
-        assert memory is not None
-        assert owned is not None
-
-        # Run the program.
+        # Put the state where programs read it.
+        memory, tensors = self._take_state(state, batch, tensors)
         if self._state_moves is not None:
             self._state_moves()
+
+        # Run the program.
+        owned = memory.current
         if executable is None:
-            arguments = Arguments(state, batch, tensors)
-            executable, results, inputs = self._first_run(key_of(frame, leaves), memory, arguments)
-            owned = memory.current  # a new program may have moved it
-            assert owned is not None
+            executable, inputs, results = self._first_run(key_of(frame, leaves), memory, batch, tensors)
         else:
-            if known_program is not None and executable.layouts.are_outside(tensors, owned.memory):
-                inputs = tensors
-            else:
-                inputs = arranged(tensors, executable.layouts, owned.memory)
+            is_as_noted = known_program is not None and executable.layouts.are_outside(tensors, owned.memory)
+            inputs = tensors if is_as_noted else arranged(tensors, executable.layouts, owned.memory)
             results = executable.run([*owned.leaves, *inputs])
+        self._last = executable
         # Tensors of a known call are read as they are, so only a call that did so is noted.
         if known_program is None and all(map(operator.is_, inputs, tensors)):
             self._known_calls.add(frame, tensors, executable)
-        if executable is not self._last:
-            self._last = self._recent[id(executable)] = self._recent.pop(id(executable))
 
+        # Return its results.
         outputs = executable.outputs
-        next_state = memory.keep(outputs.state_of(results)) if outputs.next_state_count else owned.tree
+        next_state = memory.keep(outputs.state_of(results)) if outputs.next_state_count else memory.current.tree
         return next_state, outputs.metrics_of(results)
 
-    def _checked_state(self, state: Tree, batch: Tree) -> Tree:
-        """Return a state that may differ from the last one, after the checks of a TrainStep.
+    def _take_state(self, state: Tree, batch: Tree, tensors: list[Tensor]) -> tuple[StateMemory, list[Tensor]]:
+        """Return the memory with this state in it, and the batch's tensors, copied if they were there.
+
+        The state of the last call is there already. Any other is checked.
 
         Raises:
             TypeError: a leaf is not a tensor.
+            ValueError: it is unlike the first state.
             Exception: any error that a TrainStep raises for its arguments.
         """
+        memory = self._sharing.memory
+        if memory is not None:
+            # Python may have given tensors that programs read other memory.
+            if self._captured.tensors and not self._captured.are_as_before():
+                memory.follow(self._captured)
+            if self._executables and memory.has(state):
+                return memory, tensors
         if self._check_call is not None:
             state = self._check_call("step", state, batch)
         check_state(state)
-        return state
-
-    def _take_state(self, state: Tree, tensors: list[Tensor]) -> tuple[StateMemory, list[Tensor]]:
-        """Put a state that is not the last call's into memory that programs may write.
-
-        Returns:
-            The memory, and the batch's tensors, copied if they were in that memory.
-
-        Raises:
-            ValueError: it is unlike the first state.
-        """
-        memory = self._sharing.memory
         if memory is None:  # stored by the first run, if that succeeds
             return StateMemory(state, donate=self._options.donate, capture=self._options.capture), tensors
-        owned = memory.current
-        if owned is not None and memory.graphs is not None:  # before another state is copied into that memory
-            tensors = [leaf.detach().clone() if owned.memory.meets(leaf) else leaf for leaf in tensors]
-        memory.take(state)
+        if not memory.has(state):
+            if memory.graphs is not None:  # the state is copied into their memory
+                tensors = [leaf.detach().clone() if memory.meets(leaf) else leaf for leaf in tensors]
+            memory.take(state)
         return memory, tensors
 
     def _first_run(
-        self, key: Key, memory: StateMemory, arguments: Arguments
+        self, key: Key, memory: StateMemory, batch: Tree, tensors: list[Tensor]
     ) -> tuple[Executable, list[Tensor], list[Tensor]]:
         """Make a program for a new signature and run it; keep it, and the memory, if both succeed.
 
         Returns:
-            The program, its results, and the batch's tensors as it read them.
+            The program, the batch's tensors as it read them, and its results.
 
         Raises:
             ValueError: there are more signatures than `max_signatures`.
             Exception: any error of the step, of the compiler or of the first run.
         """
-        options = self._options
-        owned = memory.current
-        assert owned is not None
-        self._check_count(arguments.batch, key)
+        self._check_count(batch, key)
         alike = self._programs_of_other_values(key)
         try:
-            with CompileSession(self._task(arguments.batch, key)) as session:
+            with CompileSession(self._task(batch, key)) as session:
                 executable = make_executable(
                     self._step,
-                    options,
+                    self._options,
                     memory,
-                    arguments,
+                    batch,
+                    tensors,
                     self._python_values,
                     session,
                     known=alike,
                     compile_at_once=not self._executables,
                 )
-                assert memory.current is not None
-                inputs = arranged(arguments.tensors, executable.layouts, memory.current.memory)
-                results = executable.run([*memory.current.leaves, *inputs])
+                owned = memory.current  # where it is now: it may have been moved
+                inputs = arranged(tensors, executable.layouts, owned.memory)
+                results = executable.run([*owned.leaves, *inputs])
         except RuntimeError as error:
             advise("jit", error)
             raise
         # By identity: two programs would be compared field by field.
-        is_new = not any(executable is known for known in alike)
-        if is_new:
-            self._captured.add(executable.captured, executable.outside_state)
+        if any(executable is known for known in alike):
+            self._note_trace_in_vain(key)
         else:
-            self._tell_of_trace_in_vain(key)
+            self._captured.add(executable.captured, executable.outside_state)
+            if self.programs >= self._options.max_signatures:
+                self._drop_oldest(batch, key)
         memory.captured.add(self._captured)
         self._sharing.memory = memory
-        self._recent.setdefault(id(executable), executable)
-        if self.programs > options.max_signatures and not self._has_dropped:
+        self._executables[key] = executable
+        return executable, inputs, results
+
+    def _drop_oldest(self, batch: Tree, key: Key) -> None:
+        """Drop the oldest program, of those that differ from another one in values only, because one is too many."""
+        if not self._has_dropped:
             self._has_dropped = True
             _log.warning(
-                "jit: at most %d programs are kept (max_signatures), so that the one that was used longest ago is "
-                "dropped now, and compiled again if it comes back; %s",
-                options.max_signatures,
-                self._difference(arguments.batch, key),
+                "jit: at most %d programs are kept (max_signatures), so that the oldest is dropped now, and compiled "
+                "again if it comes back; %s",
+                self._options.max_signatures,
+                self._difference(batch, key),
             )
-        self._executables[key] = executable
-        while self.programs > options.max_signatures:
-            self._drop_oldest()
-        return executable, results, inputs
-
-    def _drop_oldest(self) -> None:
-        """Drop the program that was used longest ago, of those that differ from another one in values only."""
-        signatures = {id(executable): without_values(key) for key, executable in self._executables.items()}
-        counts = Counter(signatures.values())
-        oldest_id = next(number for number in self._recent if counts[signatures[number]] > 1)
-        del self._recent[oldest_id]
-        self._executables = {
-            key: executable for key, executable in self._executables.items() if id(executable) != oldest_id
-        }
+        counts = Counter(map(without_values, [*self._executables, key]))
+        oldest = next(self._executables[known] for known in self._executables if counts[without_values(known)] > 1)
+        self._executables = {known: kept for known, kept in self._executables.items() if kept is not oldest}
         self._known_calls = KnownCalls()
 
     def _programs_of_other_values(self, key: Key) -> list[Executable]:
@@ -350,22 +312,22 @@ class JitStep(Fixed):
     def _difference(self, batch: Tree, key: Key) -> str:
         """Return how a signature differs from that of the last call."""
         text = difference(batch, self._last_key, key)
-        if text:
-            return text
-        change = self._python_values.change(self._last_key[-1], key[-1])
-        is_number = self._python_values.is_of_numbers(self._last_key[-1], key[-1])
-        return f"{change}: {ONE_PROGRAM}" if is_number else change
+        return text or self._python_values.change(self._last_key[-1], key[-1])
 
-    def _tell_of_trace_in_vain(self, key: Key) -> None:
-        """Log once that values in Python change which change nothing."""
+    def _note_trace_in_vain(self, key: Key) -> None:
+        """Count a change of a value in Python that changes nothing; log that there are many; forget old values."""
         self._traces_in_vain += 1
         if self._traces_in_vain == self._options.max_signatures:
             _log.warning(
-                "jit: %s; %d times now the step was traced again because a value in Python changed, and computes the "
-                "same: if this is at every call, it is slow; read the value outside of the step",
-                self._python_values.change(self._last_key[-1], key[-1]),
+                "jit: %d times now the step was traced again because a value in Python changed, and computes the same: "
+                "if this is at every call, it is slow, and the value should be read outside of the step; %s",
                 self._traces_in_vain,
+                self._python_values.change(self._last_key[-1], key[-1]),
             )
+        if len(self._executables) > MOST_COMBINATIONS:
+            newest_keys = {id(executable): key for key, executable in self._executables.items()}
+            self._executables = {key: self._executables[key] for key in newest_keys.values()}
+            self._known_calls = KnownCalls()
 
     def _task(self, batch: Tree, key: Key) -> str:
         """Return what is compiled, for the report of the progress: for a later signature, with what changed."""
@@ -380,23 +342,8 @@ class JitStep(Fixed):
         """Return the fields of the signature of the last call."""
         return next(key for key, executable in reversed(self._executables.items()) if executable is self._last)
 
-    def _forget_values(self) -> None:
-        """Forget the values of Python under which each program was found: a loop that changes them often makes many.
-
-        The programs stay; the next trace finds the one that computes the same.
-        """
-        programs = {id(executable): (key, executable) for key, executable in self._executables.items()}
-        self._executables = {}
-        for number, (key, executable) in enumerate(programs.values()):
-            structure, leaves, autocast, dtype, _ = key
-            # A number that no values have.
-            self._executables[structure, leaves, autocast, dtype, -1 - number] = executable
-        self._known_calls = KnownCalls()
-        self._python_values = PythonValues(_python_parts(self._step))
-
     def _forget_programs(self) -> None:
         self._executables = {}
-        self._recent = {}
         self._last = None
         self._known_calls = KnownCalls()
         self._captured = CapturedTensors()

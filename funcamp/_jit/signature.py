@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._dtensor import is_distributed
-from funcamp._jit.constants import ATOMS, constant_key, names_key, structure_key
+from funcamp._jit.constants import ATOMS, ByIdentity, constant_key, names_key, structure_key
 from funcamp._trace.autocast_regions import autocast_regions
 from funcamp._types import Tree
 
@@ -160,7 +160,7 @@ def difference(batch: Tree, before: Key, now: Key) -> str:
     for index, (old, new) in enumerate(zip(former.leaves, current.leaves)):
         if old != new:
             fix = f": {_NUMBER_FIX}" if _is_number(old) and _is_number(new) else ""
-            return f"batch{_tree.path_of(batch, index)} changed from {_shown(old)} to {_shown(new)}{fix}"
+            return f"batch{_tree.path_of(batch, index)} changed from {shown(old)} to {shown(new)}{fix}"
     if former.autocast != current.autocast:
         return (
             f"the autocast around the call changed from {former.autocast} to {current.autocast}: call it without a "
@@ -180,12 +180,16 @@ _NUMBER_FIX = (
 ONE_PROGRAM = "keep it in a tensor that you change in place (fill_), or pass it in the batch as one, for one program"
 
 
-def _shown(leaf: tuple[Any, ...]) -> str:
-    """Return the key of a leaf as a text: that of a tensor, or the pair of the class and the value of a constant."""
-    if len(leaf) > 2:
-        shape, dtype, device, _, _, requires_grad = leaf
+def shown(key: Any) -> str:
+    """Return what a leaf of a batch, or a value in Python, is compared by as a text."""
+    if isinstance(key, ByIdentity):
+        return _tree.brief(key.value)
+    if len(key) > 2:
+        shape, dtype, device, _, _, requires_grad = key
         return f"a {dtype} tensor of shape {tuple(shape)} on {device}{' that requires a gradient' * requires_grad}"
-    kind, value = leaf
+    kind, value = key
+    if kind in (tuple, set, frozenset):
+        return f"({', '.join(map(shown, value))})"
     return str(value) if kind in (float, complex) else repr(value)
 
 

@@ -42,26 +42,39 @@ class StateMemory:
         """The tensors that programs read besides their arguments."""
         self.kinds: Tree = None
         """The kinds of the first state, with the strides that programs are compiled for."""
-        self.current: OwnedState | None = None
+        self._owned: OwnedState | None = None
         """The state of the last call; None if its memory is now that of a captured tensor."""
         self._donate = donate
         self._is_pinned = False
         with torch.inference_mode(False), torch.no_grad():
-            self.current = self._taken_over(state)
+            self._owned = self._taken_over(state)
         self.kinds = kinds(self.current.tree)
 
-    def take(self, state: Tree) -> OwnedState:
-        """Return another state in memory that programs may write; with CUDA graphs, copied into their static memory.
+    @property
+    def current(self) -> OwnedState:
+        """Return the state of the last call, or that was taken for this one."""
+        assert self._owned is not None
+        return self._owned
+
+    def has(self, state: Tree) -> bool:
+        """Return whether a state is that of the last call."""
+        return self._owned is not None and self._owned.is_of(state)
+
+    def meets(self, tensor: Tensor) -> bool:
+        """Return whether a tensor shares memory with the state."""
+        return self._owned is not None and self._owned.memory.meets(tensor)
+
+    def take(self, state: Tree) -> None:
+        """Put another state into memory that programs may write; with CUDA graphs, copy it into their static memory.
 
         Raises:
             ValueError: it is unlike the first state in structure, shape, dtype or device.
         """
         with torch.inference_mode(False), torch.no_grad():
-            if self.current is not None and self.graphs is not None:
-                self.current.refill(state, self.kinds)
+            if self._owned is not None and self.graphs is not None:
+                self._owned.refill(state, self.kinds)
             else:
-                self.current = self._taken_over(state)
-        return self.current
+                self._owned = self._taken_over(state)
 
     def _taken_over(self, state: Tree) -> OwnedState:
         """Return a state in memory that programs may write, outside of the tensors that they read besides it."""
@@ -82,10 +95,9 @@ class StateMemory:
 
     def keep(self, leaves: list[Tensor]) -> Tree:
         """Return the next state, of which a program that does not donate has made the leaves."""
-        assert self.current is not None
         next_state = OwnedState(self.current.filled(leaves), self.current.strides, is_written=False)
         if self.graphs is None:  # else it is copied into the static memory when it is passed
-            self.current = next_state
+            self._owned = next_state
         return next_state.tree
 
     def pin(self) -> None:
@@ -98,8 +110,7 @@ class StateMemory:
         Raises:
             RuntimeError: it must stay where it is.
         """
-        assert self.current is not None
-        shared = next(filter(self.current.memory.meets, tensors), None)
+        shared = next(filter(self.meets, tensors), None)
         if shared is None:
             return
         if self._is_pinned:
@@ -108,7 +119,7 @@ class StateMemory:
                 f"earlier CUDA graph writes; got {_tree.describe(shared)}: take it from the state that step gets, or "
                 "read a clone() of it"
             )
-        self.current = take_over(self.current.tree, self.kinds, avoid=Memory(), copy=True)
+        self._owned = take_over(self.current.tree, self.kinds, avoid=Memory(), copy=True)
 
     def follow(self, captured: CapturedTensors) -> None:
         """Adopt captured tensors that were given other memory; give up the state's memory if it is now theirs.
@@ -117,5 +128,5 @@ class StateMemory:
             RuntimeError: a CUDA graph reads the former memory, or a program the former kind of tensor.
         """
         captured.follow(may_move=self.graphs is None)
-        if self.current is not None and any(map(self.current.memory.meets, captured.outside_state)):
-            self.current = None
+        if any(map(self.meets, captured.outside_state)):
+            self._owned = None

@@ -7,7 +7,6 @@ import random
 import sys
 from collections.abc import Sequence
 from types import ModuleType
-from typing import Any
 
 
 def host_generators() -> list[ModuleType]:
@@ -18,21 +17,12 @@ def host_generators() -> list[ModuleType]:
 
 def states_of(modules: Sequence[ModuleType]) -> list[bytes]:
     """Return the states of the modules' generators, in a form that can be compared: numpy's contains an array."""
-    return [pickle.dumps(_get_state(module)) for module in modules]
+    states = [random.getstate() if module is random else module.get_state(legacy=False) for module in modules]
+    return [pickle.dumps(state) for state in states]
 
 
 def set_states(modules: Sequence[ModuleType], states: Sequence[bytes]) -> None:
     """Set the states of the modules' generators."""
     for module, state in zip(modules, states, strict=True):
-        _set_state(module, pickle.loads(state))
-
-
-def _get_state(module: ModuleType) -> object:
-    return random.getstate() if module is random else module.get_state(legacy=False)
-
-
-def _set_state(module: ModuleType, state: Any) -> None:
-    if module is random:
-        random.setstate(state)
-    else:
-        module.set_state(state)
+        set_state = random.setstate if module is random else module.set_state
+        set_state(pickle.loads(state))

@@ -77,7 +77,7 @@ class KeptTensors:
             return leaf
         if id(leaf) not in self._replaced:
             needed = self._evaluation.aliases.nodes_behind(node)
-            value = _like(leaf, self._evaluation.compute(node, needed))
+            value = self._evaluation.compute(node, needed).detach()
             if self._evaluation.aliases.follows(node, self._changing):
                 self.changing.append(value)
             self._kept.append(leaf)
@@ -129,10 +129,3 @@ class _Evaluation:
         args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), values.__getitem__)
         operation: Any = node.target
         return operation(*args, **kwargs)
-
-
-def _like(tensor: Tensor, value: Tensor) -> Tensor:
-    """Return a tensor with these values that is a parameter, or requires a gradient, if a tensor of the trace does."""
-    if isinstance(tensor, torch.nn.Parameter):
-        return torch.nn.Parameter(value, tensor.requires_grad)
-    return value.detach().requires_grad_(tensor.requires_grad and tensor.is_leaf)

@@ -24,13 +24,6 @@ else:
     FakeTensor = _upstream.find("torch._subclasses.fake_tensor.FakeTensor")
 
 _aten = torch.ops.aten
-#: The position of the argument that is an offset in the memory of the first argument.
-_OFFSET_POSITION: dict[Operation, int] = {
-    _aten.as_strided.default: 3,
-    _aten.as_strided_.default: 3,
-    _aten.as_strided_copy.default: 3,
-    _aten.as_strided_scatter.default: 4,
-}
 _COPIES_TO_A_DEVICE = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
 #: The types of a branch or a loop body that torch.compile has not made a graph of.
 _PYTHON_FUNCTIONS = (FunctionType, MethodType, functools.partial, torch.nn.Module)
@@ -40,23 +33,6 @@ _BRANCHES = (
     "as FlopCounterMode, without TORCH_COMPILE_DISABLE, or take torch.where on the results, or a Python bool in the "
     "batch"
 )
-
-
-def refuse_offset(func: Operation, args: Args, kwargs: Kwargs, slice_storages: Set[int]) -> None:
-    """Raise HostError for as_strided with the offset of a parameter in memory.
-
-    slice_storages: the storages whose offset in the trace is not that in the state.
-    """
-    if func not in _OFFSET_POSITION:
-        return
-    position = _OFFSET_POSITION[func]
-    offset = args[position] if position < len(args) else kwargs.get("storage_offset")
-    if offset is not None and args[0].untyped_storage()._cdata in slice_storages:
-        raise HostError(
-            f"not pass the offset of a parameter in memory, which differs between trace and state; "
-            f"{line_in_stack()} "
-            "does: call as_strided without storage_offset, or with a clone of the parameter"
-        )
 
 
 def refuse_packing(func: Operation) -> None:
@@ -160,7 +136,7 @@ def assignments_to_data_refused() -> Iterator[None]:
     data: Any = Tensor.data
 
     def set_data(tensor: Tensor, value: Tensor) -> None:
-        if current.recorder is not None and not _is_same_view(tensor, value):  # `Module.to` assigns what is there
+        if current.recorder is not None and value is not tensor:  # `Module.to` assigns what is there
             raise HostError(
                 f"not assign to .data, which a program does not see; {line_in_stack()} does, for "
                 f"{_tree.describe(tensor)}: write into it with copy_, or assign a new tensor to the name or attribute"
@@ -169,17 +145,6 @@ def assignments_to_data_refused() -> Iterator[None]:
 
     with patch.object(Tensor, "data", property(data.__get__, set_data)):
         yield
-
-
-def _is_same_view(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors are the same elements of one storage."""
-
-    def elements(tensor: Tensor) -> tuple[object, ...]:
-        storage = tensor.untyped_storage()._cdata
-        return storage, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
-
-    have_storages = all(type(tensor) in (FakeTensor, Tensor, torch.nn.Parameter) for tensor in (one, other))
-    return have_storages and elements(one) == elements(other)
 
 
 def fake_tensors_of(result: object) -> Iterable[FakeTensor]:

@@ -192,12 +192,10 @@ def _is_same(one: Graph, other: Graph) -> bool:
 
 def _described(changes: Collection[_Change]) -> str:
     """Return the first changes as a text."""
-    texts = [f"{place.path} (from {_shown(before)} to {_shown(after)})" for place, before, after in [*changes][:3]]
+    texts = [
+        f"{place.path} (from {_tree.brief(before)} to {_tree.brief(after)})" for place, before, after in [*changes][:3]
+    ]
     return ", ".join(texts) or "what no attribute shows, such as an iterator, a file or a generator of random numbers"
-
-
-def _shown(value: object) -> str:
-    return "nothing" if value is MISSING else _tree.brief(value)
 
 
 def _log_notes(graph: Graph, changes: Iterable[_Change]) -> None:

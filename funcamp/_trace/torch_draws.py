@@ -1,34 +1,34 @@
 """What torch draws in a trace: no number is drawn, and a generator that is set back repeats its numbers.
 
 What Python and numpy draw is in `host_draws.py`. During a trace, the seed of torch's default generator is used as the
-position in its sequence. `torch.utils.checkpoint` sets the generator back to the position of the forward pass and draws
-again: it gets the same numbers.
+position in its sequence. `torch.utils.checkpoint` sets the generator back to the position of the forward pass, in the
+backward pass, and computes the same again: it gets the same numbers.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._trace.schema import aliased, reads_no_value
 from funcamp._trace.tracing import HostError, NodeOf
 from funcamp._trace.user_line import line_in_stack
 from funcamp._types import Args, Kwargs, Operation, Tree
-from funcamp._upstream.chains import chain_start
 
 #: The seed at which a trace starts: larger than any user's seed that is not negative.
 _FIRST_POSITION = 1 << 63
 #: torch adds 2**64 to a negative seed, so those are above the positions.
 _END_OF_POSITIONS = _FIRST_POSITION + (1 << 40)
 _aten = torch.ops.aten
-#: `tensor.random_(from, to)`: `from` is a keyword of Python.
+#: `tensor.random_(from, to)`.
 _RANDOM_FROM = getattr(_aten.random_, "from")
-_SAME_VALUES = (_aten.clone.default, _aten.detach.default, _aten.alias.default)
+_backward_pass = _upstream.find("torch._C._current_graph_task_id", lambda: -1)
 
 
 class _Drawn(NamedTuple):
@@ -114,9 +114,6 @@ class TraceDraws:
             HostError: it uses another generator, a seeded one, or one that was set back and now draws other numbers.
         """
         position = torch.default_generator.initial_seed()
-        # The default generator by its name is the one that draws if none is named.
-        args = tuple([None if _is_default_generator(value) else value for value in args])
-        kwargs = {name: None if _is_default_generator(value) else value for name, value in kwargs.items()}
         call = _Call(func, args, kwargs)
         _refuse_other_numbers(call, position)
         torch.default_generator.manual_seed(position + 1)
@@ -136,11 +133,14 @@ class TraceDraws:
     def _draw_again(self, key: _DrawKey, call: _Call, sources: list[fx.Node | Tensor]) -> object:
         """Return what an equal call has drawn at this position, to which the generator was set back.
 
+        Tensors whose values it reads must be the same ones, except in a backward pass, which computes them again.
+
         Raises:
             HostError: there was no equal call.
         """
         drawn = self._drawn.get(key)
-        if drawn is None or not all(map(_computes_the_same, drawn.sources, sources)):
+        is_recomputed = _backward_pass() != -1
+        if drawn is None or not (is_recomputed or all(map(operator.is_, drawn.sources, sources))):
             raise HostError(
                 "not set the generator back and then draw other numbers than before, as a program "
                 f"cannot draw at a place in the sequence; {line_in_stack()} does: draw once and compute both from "
@@ -169,24 +169,14 @@ def _is_position(seed: int) -> bool:
     return _FIRST_POSITION <= seed < _END_OF_POSITIONS
 
 
-def _is_default_generator(value: object) -> bool:
-    """Return whether a value is the generator that torch draws from if none is named, of any device."""
-    generators: list[Any] = [torch.default_generator, *torch.cuda.default_generators]
-    # A dispatch mode gets another Python object for the same generator.
-    is_generator = isinstance(value, torch.Generator)
-    return is_generator and any(getattr(value, "_cdata", None) == generator._cdata for generator in generators)
-
-
 def _fill(call: _Call, filled: Tensor) -> Tensor:
     """Draw into a tensor; return a copy of the numbers in the order of its memory.
 
     Eager mode fills memory in its order; functionalized, the call would fill a contiguous tensor.
     """
     memory = _in_memory_order(filled)
-    if call.func is _RANDOM_FROM and len(call.args) == 3 and call.args[2] is not None:
-        # An argument named like a keyword (`from`) cannot be passed by name in a graph.
-        limits = call.args[1:]
-        memory.copy_(_aten.randint.low(*limits, memory.shape, dtype=memory.dtype, device=memory.device))
+    if call.func is _RANDOM_FROM:  # no graph can be written that calls an operation named like a keyword
+        memory.copy_(_aten.randint.low(*call.args[1:], memory.shape, dtype=memory.dtype, device=memory.device))
     else:
         call.func(memory, *call.args[1:], **call.kwargs)
     return memory.clone()  # removed from the graph if nothing draws it again
@@ -212,39 +202,3 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
 def _copy_tensors(tree: Tree) -> Any:
     leaves, spec = _tree.flatten(tree)
     return _tree.unflatten([leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
-
-
-def _computes_the_same(one: fx.Node | Tensor, other: fx.Node | Tensor) -> bool:
-    """Return whether two nodes have equal values because their computations are equal; a tensor only equals itself."""
-    pairs: list[tuple[object, object]] = [(one, other)]
-    compared: set[tuple[object, object]] = set()
-    while pairs:
-        first, second = map(_behind_copies, pairs.pop())
-        if first is second or (first, second) in compared:
-            continue
-        compared.add((first, second))
-        arguments = _arguments_to_compare(first, second)
-        if arguments is None:
-            return False
-        for left, right in arguments:
-            if isinstance(left, fx.Node) and isinstance(right, fx.Node):
-                pairs.append((left, right))
-            elif isinstance(left, fx.Node) or isinstance(right, fx.Node) or left != right:
-                return False
-    return True
-
-
-def _behind_copies(node: object) -> object:
-    """Return the node whose values a node has through copies and aliases."""
-    return chain_start(node, lambda copy: copy.target in _SAME_VALUES)
-
-
-def _arguments_to_compare(first: object, second: object) -> Iterable[tuple[object, object]] | None:
-    """Return the arguments of two calls of one operation, in pairs; None if they are no such calls."""
-    if not isinstance(first, fx.Node) or not isinstance(second, fx.Node):
-        return None
-    if first.op != "call_function" or second.op != "call_function" or first.target != second.target:
-        return None
-    first_leaves, first_spec = _tree.flatten((first.args, dict(first.kwargs)))
-    second_leaves, second_spec = _tree.flatten((second.args, dict(second.kwargs)))
-    return zip(first_leaves, second_leaves) if first_spec == second_spec else None

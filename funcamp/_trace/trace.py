@@ -160,11 +160,17 @@ def _trace_once(
     arguments, inputs = _unwrap_arguments(args, state_count)
     with fake_mode:  # new tensors, because it is unknown what later arguments share with each other
         examples = [_new_like(argument) for argument in arguments]
+    if torch.is_anomaly_enabled():
+        watch.notes.add(
+            "a program does not check gradients for NaN as torch.autograd.set_detect_anomaly asks for: call the step "
+            "without jit to find the operation"
+        )
     plain_function = _PlainFunction(fn, [wrapper_of(arg) for arg in args], watch)
     try:
         with (
             as_compiled(is_compiling),
             assignments_to_data_refused(),
+            torch.autograd.set_detect_anomaly(False),  # its check reads values
             # On a GPU autograd would call backward in another thread, outside these modes.
             torch.autograd.set_multithreading_enabled(False),
             fake_mode,
@@ -334,19 +340,14 @@ def stay() -> None:
 
 
 def _name_dtypes(graph: fx.Graph) -> None:
-    """Set the dtype of new tensors explicitly, because the function may change the default dtype while it runs."""
+    """Set the dtype of new tensors explicitly: torch leaves out that of some zeros; a step may change the default."""
     for node in graph.nodes:
-        schema = getattr(node.target, "_schema", None)
         result = node.meta.get("val")
-        if schema is None or not isinstance(result, Tensor):
+        schema = getattr(node.target, "_schema", None)
+        if schema is None or node.all_input_nodes or not isinstance(result, Tensor):
             continue
-        takes_dtype = any(argument.name == "dtype" and argument.kwarg_only for argument in schema.arguments)
-        if takes_dtype and not any(map(_is_tensor_node, node.all_input_nodes)):
-            node.kwargs = {**node.kwargs, "dtype": result.dtype}
-
-
-def _is_tensor_node(node: fx.Node) -> bool:
-    return isinstance(node.meta.get("val"), Tensor)
+        if any(argument.name == "dtype" and argument.kwarg_only for argument in schema.arguments):
+            node.update_kwarg("dtype", result.dtype)
 
 
 def _refuse_gradients(captured: Iterable[Tensor]) -> None:

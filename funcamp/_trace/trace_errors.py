@@ -8,7 +8,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from funcamp import _upstream
 from funcamp._trace.tracing import HostError
-from funcamp._trace.user_line import in_nested_tensor, line_in_traceback
+from funcamp._trace.user_line import line_in_traceback
 
 #: torch's error for an operation whose result has a shape that follows from values, if there must be none.
 _SHAPE_FROM_VALUES = tuple(
@@ -42,15 +42,14 @@ _FUNCTIONS_INSTEAD = {
         "torch.zeros(n, dtype=x.dtype, device=x.device).index_add(0, x, torch.ones_like(x))"
     ),
 }
-_NESTED = (
-    "not make nested tensors, whose lengths are values; {line} does: pad to a fixed length, and mask what is "
-    "beyond each sequence"
-)
 
 
 def nested_tensor_error(line: str) -> HostError:
     """Return the error for a line that makes a nested tensor."""
-    return HostError(_NESTED.format(line=line))
+    return HostError(
+        f"not make nested tensors, whose lengths are values; {line} does: pad to a fixed length, and mask what is "
+        "beyond each sequence"
+    )
 
 
 def read_error(line: str, operations: Collection[str] = ()) -> HostError:
@@ -82,8 +81,6 @@ def explain(error: Exception, *, in_cuda_graph: bool, operations: Collection[str
         if in_cuda_graph:
             instead += ", or pass capture=False"
         return HostError(f"not take a shape from values {where}; {line} does: {instead}")
-    if isinstance(error, RuntimeError) and in_nested_tensor(error):
-        return nested_tensor_error(line)
     if isinstance(error, _NUMBER_FROM_VALUES) or _reads_values(error):
         return read_error(line, operations)
     return None

@@ -27,7 +27,6 @@ from funcamp._trace.refusals import (
     refuse_capture,
     refuse_draw_on_host,
     refuse_move,
-    refuse_offset,
     refuse_packing,
     refuse_python_branches,
 )
@@ -45,7 +44,6 @@ else:
     FakeTensor = _upstream.find("torch._subclasses.fake_tensor.FakeTensor")
     FakeTensorMode = _upstream.find("torch._subclasses.fake_tensor.FakeTensorMode")
     TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
-_without_modes = _upstream.find("torch.utils._python_dispatch._disable_current_modes")
 
 _aten = torch.ops.aten
 _ITEM = _aten._local_scalar_dense.default
@@ -81,8 +79,6 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         self._tracer: Any = None
         self._captured: dict[int, _CapturedTensor] = {}
         """By the id of the tensor that the step reads."""
-        self._slice_storages: set[int] = set()
-        """The storages of `slices`, whose offset in the trace is not that in the state."""
         self._draws = TraceDraws(self._node_in_any_graph)
         self.notes: set[str] = set()
         """What the log has to say of this trace."""
@@ -109,13 +105,10 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         if any(kind.__module__.startswith("torch.nested.") for kind in types):
             raise nested_tensor_error(line_in_stack())
         refuse_python_branches(func, args)
-        refuse_offset(func, args, kwargs, self._slice_storages)
         refuse_packing(func)
         args, kwargs = self._with_fakes(func, args, kwargs)
-        if func is _ITEM:
-            answer = False if self._is_anomaly_check(args[0]) else answer_to_read()
-            if answer is not None:
-                return answer
+        if func is _ITEM and (answer := answer_to_read()) is not None:
+            return answer
         tags = getattr(func, "tags", ())
         if torch.Tag.data_dependent_output in tags and not _is_known_constant(args[0]):
             raise read_error(line_in_stack())
@@ -128,19 +121,6 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
         for tensor in fake_tensors_of(result):
             refuse_move(func, tensor, args, kwargs, self._home)
         return result
-
-    def _is_anomaly_check(self, value: Tensor) -> bool:
-        """Return whether anomaly mode asks if a gradient is NaN; a program cannot raise, and goes on without this."""
-        if not torch.is_anomaly_check_nan_enabled():
-            return False
-        node = self.node_of(value)
-        if node is None or node.target is not _aten._is_any_true.default:
-            return False
-        self.notes.add(
-            "a program does not check gradients for NaN as torch.autograd.set_detect_anomaly asks for: call the step "
-            "without jit to find the operation"
-        )
-        return True
 
     # Tensors that the step reads besides its arguments
 
@@ -205,7 +185,6 @@ class TraceWatch(LetsDynamoIn, TorchDispatchMode):
                 view = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
             proxy = _aten.view.default(part, list(shape))
             views.append(track_tensor_tree(view, proxy, constant=None, tracer=self._tracer))
-            self._slice_storages.add(view.untyped_storage()._cdata)
         return views
 
     # After the trace

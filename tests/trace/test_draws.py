@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from funcamp import jit
 from tests.support import defects
@@ -29,7 +30,6 @@ DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.5),
     "rrelu": lambda x: F.rrelu(x, training=True),
     "rand": lambda x: torch.rand(3),
-    "rand of the default generator by its name": lambda x: torch.rand(3, generator=torch.default_generator),
     "rand out": written,
     "random_ of a range": lambda x: torch.empty(3).random_(0, 10),
     "bernoulli of probabilities": lambda x: torch.bernoulli(x.abs()),
@@ -65,11 +65,28 @@ def again(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Tensor:
     return torch.stack([one, second()])
 
 
+def of_means(x: Tensor) -> Tensor:
+    return again(lambda: torch.normal(x, 1.0), lambda: torch.normal(x, 1.0))
+
+
+def checkpointed(draw: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """The gradient of a function that draws, and that the backward pass computes again."""
+
+    def gradient(x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        out = checkpoint(lambda inner: (draw(inner.sin()) * inner).sin(), x, use_reentrant=False)
+        return torch.autograd.grad(out.sum(), x)[0]
+
+    return gradient
+
+
 #: With a generator that is set back.
 SET_BACK: dict[str, Callable[[Tensor], Tensor]] = {
     "rand again": lambda x: again(lambda: torch.rand(6), lambda: torch.rand(6)),
     "dropout again": lambda x: again(lambda: F.dropout(x), lambda: F.dropout(x * 2)),
-    "rrelu again": lambda x: again(lambda: F.rrelu(x.sin(), training=True), lambda: F.rrelu(x.sin(), training=True)),
+    "the same means": lambda x: of_means(x.sin()),
+    "probabilities, computed again": checkpointed(lambda x: torch.bernoulli(x.detach().abs())),
+    "rrelu, computed again": checkpointed(lambda x: F.rrelu(x, training=True)),
     "a captured tensor": lambda x: again(lambda: torch.bernoulli(OFTEN), lambda: torch.bernoulli(OFTEN)),
 }
 

@@ -48,7 +48,6 @@ MADE: dict[str, Callable[[], Any]] = {
     "a view": lambda: torch.ones(3, 3).tril()[None, None],
     "a tensor and a view of it": base_and_view,
     "in a dict": lambda: {3: torch.ones(3, 3).triu()},
-    "a parameter": lambda: nn.Parameter(torch.eye(3), requires_grad=False),
 }
 
 

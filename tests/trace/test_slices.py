@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from funcamp import Params, jit, loss, make_train_step, module_loss, ravel, stateless
+from funcamp import Params, jit, loss, make_train_step, ravel, stateless
 from tests.support.steps import assert_as_eager
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
@@ -63,19 +63,3 @@ def test_parameters_of_identical_blocks_are_alike_in_a_trace() -> None:
     offsets.clear()
     jit(step, backend="eager")(state, X)
     assert offsets == {0}
-
-
-class Strided(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.bias, self.weight = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        rest = torch.as_strided(self.weight, (3,), (1,), self.weight.storage_offset() + 1)
-        return (x + self.bias).sum() * rest.sum()
-
-
-def test_offset_of_a_parameter_is_refused() -> None:
-    step = make_train_step(module_loss(Strided(), lambda out, _: out), SGD)
-    with pytest.raises(RuntimeError, match=r"must not pass the offset of a parameter.*test_slices\.py:\d+"):
-        jit(step, backend="eager")(step.init(), (X, X))

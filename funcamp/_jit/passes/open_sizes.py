@@ -8,8 +8,8 @@ the trace, in which each unknown size has one value a call.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence, Set
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -17,17 +17,8 @@ from torch import Tensor
 from funcamp._jit.passes.program import Pass, Program
 from funcamp._trace.open_shapes import is_open
 
-
-class _Formula(Protocol):
-    """A formula of sympy: what a size that follows from values is in a trace."""
-
-    is_Symbol: bool  # noqa: N815
-    is_Integer: bool  # noqa: N815
-    free_symbols: Set[_Formula]
-
-    def subs(self, values: Mapping[_Formula, int]) -> _Formula: ...
-    def __int__(self) -> int: ...
-    def __hash__(self) -> int: ...
+#: A formula of sympy, which has no types: what a size that follows from values is in a trace.
+_Formula: TypeAlias = Any
 
 
 class _FoundSizes:
@@ -68,7 +59,7 @@ def _check_of(traced: object) -> Callable[[_FoundSizes, Any], object] | None:
         return check_number if number.is_Symbol else None
     if not isinstance(traced, Tensor):
         return None
-    traced_shape = [_expression(size) for size in traced.shape]
+    traced_shape = [size.node.expr if isinstance(size, torch.SymInt) else size for size in traced.shape]
     name = str(traced_shape)
 
     def check_shape(sizes: _FoundSizes, value: Tensor) -> Tensor:
@@ -79,14 +70,6 @@ def _check_of(traced: object) -> Callable[[_FoundSizes, Any], object] | None:
         return value
 
     return check_shape
-
-
-def _expression(size: int | torch.SymInt) -> int | _Formula:
-    """Return the formula of a size that follows from values; any other size as it is."""
-    if isinstance(size, torch.SymInt):
-        formula: _Formula = size.node.expr
-        return formula
-    return size
 
 
 def _compare(sizes: _FoundSizes, traced_shape: Sequence[int | _Formula], shape: Sequence[int]) -> None:

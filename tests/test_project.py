@@ -122,7 +122,7 @@ MOST_TOKENS: dict[str, int] = {
     "_jit": 22_379,
     "report": 27_993,
     "_optim": 20_928,
-    "_trace": 15_500,
+    "_trace": 15_525,
     "_autograd": 9_745,
     "_step": 10_248,
     "_cpu": 7_069,

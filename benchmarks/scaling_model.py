@@ -30,8 +30,8 @@ FORMULAS = """\
         latency = 2 log2(8) hop_nvlink + 2 log2(nodes) hop_network
     reduce-scatter and all-gather take half of that each, so cutting the state over ranks moves the same bytes.
     gradients: 2 bytes a parameter with DataParallel(dtype=torch.bfloat16); 4 (float32) without it, and under DDP.
-    small: vectors, loss and buffers share one all-reduce, of latency alone; cut over ranks one more, for flag and
-        norm, that the optimizer waits for.
+    small: vectors, loss and buffers share one all-reduce, of latency alone; cut over ranks two more, for the norm and
+        the flag, that the optimizer waits for.
     compute: 6 FLOPs a parameter and token, at a share of the peak that large models reach.
 
 What it leaves out: contention, stragglers, the time that communication kernels take from computing ones.

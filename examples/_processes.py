@@ -102,7 +102,7 @@ def leave() -> None:
     """Leave the group when all others do.
 
     Without the wait a thread of the group may still refer to a tensor when the interpreter ends, which aborts the
-    process. Under FSDP2 the threads outlive the group, because DTensor's caches keep it: call `end` then.
+    process. With DTensors the threads outlive the group, because DTensor's caches keep it: call `end` then.
     """
     dist.barrier()
     dist.destroy_process_group()

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from _gpt import GPT, batch_at, load_bytes
-from _processes import check, checkpoint_to_resume, join, leave, line, make_parser, part_of, save_checkpoint
+from _processes import check, checkpoint_to_resume, end, join, leave, line, make_parser, part_of, save_checkpoint
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict_loader import load
 
@@ -58,7 +58,7 @@ def load_checkpoint(step: funcamp.TrainStep, args: argparse.Namespace) -> funcam
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Return the checked options."""
     parser = make_parser("train_ddp", __doc__)
-    parser.add_argument("--shard", action="store_true", help="cut parameters and moments over the processes")
+    parser.add_argument("--shard", action="store_true", help="each process stores a part of parameters and moments")
     parser.add_argument("--compile", action=argparse.BooleanOptionalAction, help="default: on a GPU only")
     args = check(parser, parser.parse_args(argv))
     if args.compile is None:
@@ -111,3 +111,4 @@ def main(argv: list[str] | None = None) -> dict[str, float]:
 
 if __name__ == "__main__":
     main()
+    end()

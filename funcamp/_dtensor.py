@@ -1,4 +1,4 @@
-"""Reductions over the parts of a DTensor.
+"""DTensors: their parts, their full values, and reductions over their parts.
 
 A flag is reduced over every dimension of a tensor's mesh. A sum is reduced over the dimensions in which the parts
 differ (shards and partial sums) and counts replicas once.
@@ -9,11 +9,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeGuard
 
+import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 
 class Across(NamedTuple):
@@ -55,6 +57,16 @@ def as_dtensor_like(leaf: Tensor, part: Tensor) -> Tensor:
     )
 
 
+def full(leaf: Tensor) -> Tensor:
+    """Return all values of a DTensor as a plain tensor, by one collective per mesh dimension; any other as it is."""
+    if not is_distributed(leaf):
+        return leaf
+    if leaf.is_complex():  # NCCL knows no complex numbers
+        return torch.view_as_complex(full(torch.view_as_real(leaf)))
+    values: Tensor = leaf.full_tensor()
+    return values
+
+
 def group_by_mesh_dims(leaves: Sequence[Tensor]) -> list[tuple[Across | None, list[Tensor]]]:
     """Group tensors by the mesh dimensions over which their parts differ (None for plain tensors and replicas)."""
     grouped: list[tuple[Across | None, list[Tensor]]] = []
@@ -82,9 +94,14 @@ def total(value: Tensor, across: Across | None) -> Tensor:
         return value
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
-    placements = [Partial() if dim in across.dims else Replicate() for dim in range(across.mesh.ndim)]
-    summed: Tensor = DTensor.from_local(value, across.mesh, placements, run_check=False).full_tensor()
-    return summed
+    placements: list[Placement] = [Replicate()] * across.mesh.ndim
+    for dim in across.dims:
+        placements[dim] = Partial()
+    summed = DTensor.from_local(value, across.mesh, placements, run_check=False)
+    for dim in across.dims:  # several at once would be as many collectives, and torch warns
+        placements[dim] = Replicate()
+        summed = summed.redistribute(placements=placements)
+    return full(summed)
 
 
 def any_in_meshes(flags: Tensor, leaves: Sequence[Tensor | None]) -> Tensor:

@@ -38,8 +38,6 @@ from funcamp import (
     update,
 )
 from funcamp._optim.optimizer import OptState
-from funcamp._storage.params import cut
-from funcamp.distributed.collectives import Ranks
 from funcamp.rules.fairseq import Fairseq
 from funcamp.rules.jmp import Jmp
 from funcamp.rules.megatron import Megatron
@@ -68,7 +66,6 @@ def _backward(loss: Tensor) -> Tensor:
 
 STEP = make_train_step(LOSS, SGD)
 START = STEP.init({"w": W})
-SHARDED = START._replace(params=cut(ravel({"w": W}), Ranks("ranks", 2, 0)))
 WINDOW = make_train_step(LOSS, SGD, accumulate=2)
 BUFFERED = module_loss(torch.nn.BatchNorm1d(2), torch.nn.functional.mse_loss)
 SPARSE = make_train_step(module_loss(torch.nn.Embedding(3, 2, sparse=True), torch.nn.functional.mse_loss), SGD)
@@ -268,8 +265,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step without buffers": (lambda: NO_BUFFERS(NO_BUFFERS.init({"w": W}, {"b": W}), W), TypeError, r"step: loss_fn must return a pair: .*\(loss, buffers\) .*; got a torch.float32 tensor"),
     "state_dict state": (lambda: STEP.state_dict(3), TypeError, "^state_dict: state must be a TrainState.*got 3"),  # type: ignore[arg-type]
     "to_torch state": (lambda: STEP.to_torch(3), TypeError, "^to_torch: state must be a TrainState.*got 3"),  # type: ignore[arg-type]
-    "loss sharded": (lambda: STEP.loss(SHARDED, W), ValueError, "^loss: state must not be sharded; .*got params rank 0 of 2"),
-    "compute_params sharded": (lambda: STEP.compute_params(SHARDED), ValueError, "^compute_params: state must not be sharded"),
     "flat name": (lambda: START.params["v"], KeyError, "'v' must be in .tree\\(\\), a dict with 'w'"),
     "flat iteration": (lambda: list(START.params), TypeError, r"must not be iterated over: .tree\(\) is the pytree of its tensors"),
     "flat attribute": (lambda: START.params.items(), AttributeError, r"has no attribute 'items': .tree\(\) is the pytree"),  # type: ignore[attr-defined]

@@ -67,8 +67,8 @@ def jit(
             run every time (a delayed update), because the program of each value is called often. A captured step always
             compiles at once, with one graph per signature.
         max_signatures: maximum number of programs. One more shape or structure of batches raises. For one more value,
-            of a constant in the batch or of what the step reads in Python, all programs are dropped, with a log line
-            that names the place, and made again when they are needed.
+            of a constant in the batch or of what the step reads in Python, the oldest program of a value is dropped,
+            with a log line that names the place, and made again when it is needed.
         without: names of passes, of Inductor's options, and of corrections of torch to leave out, to find the one that
             makes a number wrong or a step slow. The environment variable FUNCAMP_WITHOUT has further ones, separated by
             commas. Without a correction numbers may be wrong where torch is.

@@ -7,6 +7,7 @@ import logging
 import operator
 import threading
 import weakref
+from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
@@ -67,6 +68,8 @@ class JitStep(Fixed):
         self._python_values = PythonValues(_python_parts(step))
         self._traces_in_vain = 0
         """How often a value in Python changed, and the step was a known program."""
+        self._has_dropped = False
+        """Whether a program was dropped."""
         self._last: Executable | None = None
         """That of the last call."""
 
@@ -273,21 +276,25 @@ class JitStep(Fixed):
         else:
             self._captured.add(executable.captured, executable.outside_state)
             if self.programs >= self._options.max_signatures:
-                self._drop_programs(batch, key)
+                self._drop_oldest(batch, key)
         memory.captured.add(self._captured)
         self._sharing.memory = memory
         self._executables[key] = executable
         return executable, inputs, results
 
-    def _drop_programs(self, batch: Tree, key: Key) -> None:
-        """Drop all programs, because a further value makes one too many."""
-        _log.warning(
-            "jit: at most %d programs are kept (max_signatures), so that all are dropped now, and compiled again when "
-            "they come back; %s",
-            self._options.max_signatures,
-            self._difference(batch, key),
-        )
-        self._executables = {}
+    def _drop_oldest(self, batch: Tree, key: Key) -> None:
+        """Drop the oldest program, of those that differ from another one in values only, because one is too many."""
+        if not self._has_dropped:
+            self._has_dropped = True
+            _log.warning(
+                "jit: at most %d programs are kept (max_signatures), so that the oldest is dropped now, and compiled "
+                "again if it comes back; %s",
+                self._options.max_signatures,
+                self._difference(batch, key),
+            )
+        counts = Counter(map(without_values, [*self._executables, key]))
+        oldest = next(self._executables[known] for known in self._executables if counts[without_values(known)] > 1)
+        self._executables = {known: kept for known, kept in self._executables.items() if kept is not oldest}
         self._known_calls = KnownCalls()
 
     def _programs_of_other_values(self, key: Key) -> list[Executable]:

@@ -13,7 +13,6 @@ from funcamp import _tree
 from funcamp._check import real
 from funcamp._dtensor import Across, group_by_mesh_dims, local, settled_sum, total
 from funcamp._optim.part import Update
-from funcamp._storage.params import check_not_sharded
 from funcamp._types import Tree
 
 
@@ -56,9 +55,7 @@ def global_norm(call: str, grads: Tree) -> Tensor:
 
     Raises:
         TypeError: a leaf is an integer tensor, is sparse, or is neither a tensor nor None.
-        ValueError: the gradients are sharded.
     """
-    check_not_sharded(call, "grads", grads)
     flat, _ = _tree.parameters(call, "grads", grads)
     settled = [settled_sum(leaf) for leaf in flat if leaf is not None]
     norms = [_norm(across, leaves) for across, leaves in group_by_mesh_dims(settled)]

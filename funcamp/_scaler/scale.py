@@ -15,7 +15,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._dtensor import any_in_meshes, local, settled_sum
 from funcamp._scaler.state import ScalerState, check_state, reciprocal, replace
-from funcamp._storage.params import Params, check_not_sharded, expand
+from funcamp._storage.params import Params, expand
 from funcamp._types import Reduce, Tree
 
 
@@ -128,7 +128,6 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
         `_amp_foreach_non_finite_check_and_unscale_`, aten/src/ATen/native/cuda/AmpKernels.cu, PyTorch 2.13.
     """
     state = check_state("unscale_and_check", state)
-    check_not_sharded("unscale_and_check", "grads", grads)
     flat, spec = _tree.gradients("unscale_and_check", "grads", grads, state.scale.device)
     inv_scale = reciprocal(state.scale)
     if reduce is None and flat and all(leaf is None for leaf in flat):
@@ -166,7 +165,6 @@ def all_finite(tree: Tree) -> Tensor:
         >>> all_finite({"a": torch.ones(2), "b": None}), all_finite(torch.tensor(float("nan")))
         (tensor(True), tensor(False))
     """
-    check_not_sharded("all_finite", "tree", tree)
     flat, _ = _tree.tensors("all_finite", "tree", tree)
     leaves = [settled_sum(leaf) for leaf in flat if leaf is not None]
     if not leaves:

@@ -85,7 +85,7 @@ def make_train_step(
     Raises:
         TypeError: an argument is not of the type given above.
         ValueError: a number is out of range; both max_norm and max_value are given; observe is given
-            with `DataParallel(shard=True)`, whose ranks have slices.
+            with `DataParallel(shard=True)`, whose ranks have parts of the gradients.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(4, 1), torch.nn.functional.mse_loss)

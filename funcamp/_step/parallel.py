@@ -13,6 +13,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._dtensor import settled_sum
 from funcamp._step.accumulate import Result, Share
+from funcamp._step.state import TrainState
 from funcamp._storage.params import Params
 from funcamp._types import Reduce, Tree
 
@@ -26,13 +27,13 @@ class Parallel:
     size: int = 1
     """The number of ranks."""
     shard: bool = False
-    """Whether a rank stores slices of the state."""
+    """Whether a rank stores a part of the state."""
     buckets: int = 1
     """The number of parts of flat storage."""
 
     def check(self, call: str, params: Params) -> None:
-        """Raise ValueError if the parameters are not laid out as `own_part` does it."""
-        if params.ranks is not None:
+        """Raise ValueError if the parameters are not stored as `own_part` returns them."""
+        if params.is_sharded():
             raise ValueError(
                 f"{call}: state must not be sharded; distributed.gather_state gives the full state; got params "
                 f"{params!r}"
@@ -52,14 +53,10 @@ class Parallel:
         """Return the sum over ranks of the weights of their batches."""
         return weight
 
-    def summed(self, result: Result, share: Share, before: dict[str, Tensor]) -> Result:  # noqa: ARG002
+    def summed(self, result: Result, share: Share, before: TrainState) -> Result:  # noqa: ARG002
         """Return the sum of the gradients over ranks, and the means of loss and buffers weighted by share.
 
-        before: the buffers before the step.
+        before: the state before the step.
         """
         gradients = _tree.map_leaves(settled_sum, *_tree.flatten(result.gradients))
         return result._replace(gradients=gradients)
-
-    def joined(self, squares: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of squares and the flag over the parts that ranks store."""
-        return squares, finite

@@ -12,6 +12,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._optim.average import Average
 from funcamp._optim.chain import average_in
+from funcamp._step.parallel import Parallel
 from funcamp._step.state import TrainState, check_train_state, states_of_parts
 from funcamp._storage.params import Params, clone, collapse, expand
 
@@ -64,14 +65,14 @@ def saved_names(state: TrainState) -> list[str]:
 
 
 @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
-def restore(call: str, saved: dict[str, Tensor], like: TrainState) -> TrainState:
-    """Return the state that `export` saved, laid out as like."""
+def restore(call: str, saved: dict[str, Tensor], like: TrainState, parallel: Parallel) -> TrainState:
+    """Return the state that `export` saved, laid out as like, a state of a step with this communication."""
     check_train_state(call, "like", like)
     if not isinstance(saved, dict):
         raise TypeError(f"{call}: saved must be a dict, as state_dict gives it; got {_tree.brief(saved)}")
 
     # The full state like `like`, as the trees that were saved.
-    full_like = _tree.map_nodes(Params, lambda params: params.outline(), like)
+    full_like = gather(call, like)
     tree_like = expand(full_like)
     tensors_like = tensors_by_name(tree_like)
     _check_names(call, saved, tensors_like.keys())
@@ -86,7 +87,7 @@ def restore(call: str, saved: dict[str, Tensor], like: TrainState) -> TrainState
     full_state = collapse(full_like, tree)
     check_scale(call, full_state)
     _check_counts(call, values, tensors_by_name(expand(full_state)))
-    state: TrainState = _tree.map_nodes(Params, lambda params, full: params.cut_like(full), like, full_state)
+    state: TrainState = _tree.map_nodes(Params, parallel.own_part, full_state)
     return state
 
 

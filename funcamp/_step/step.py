@@ -134,15 +134,14 @@ class TrainStep(Fixed):
         if options.accumulate == 1:
             result = differentiate_loss(state.buffers, batch, None)
         else:
-            gradients_like = state.params.outline()
-            result = accumulate(differentiate_loss, gradients_like, state.buffers, tape, pieces, shares)
+            result = accumulate(differentiate_loss, params_of_loss, state.buffers, tape, pieces, shares)
 
         # The sum over ranks; the flag and the norm by one reading of the gradients. An overflow of one rank reaches the
-        # others in the sum of the gradients; with slices in `joined`; with a user's own reduction in `flag_and_norm`.
+        # others in the sum of the gradients; with DTensors in that of the flags over their mesh; with a user's own
+        # reduction in `flag_and_norm`.
         # Nothing looks at the loss: an infinite loss whose gradients are finite is applied.
-        result = parallel.summed(result, shares.own, state.buffers)
+        result = parallel.summed(result, shares.own, state)
         squares, finite = squares_and_finite(state.scaler, result.gradients)
-        squares, finite = parallel.joined(squares, finite)
         if shares.is_empty is not None:
             finite = finite | shares.is_empty  # 0 / 0 in the loss of a batch that does not count
         scaler, norm = flag_and_norm(state.scaler, squares, finite, parallel.reduce)
@@ -373,13 +372,14 @@ class TrainStep(Fixed):
         Raises:
             ValueError, TypeError: they are not the loss's parameters (`check_params`), once for each layout.
         """
+        full_params = params.gathered()
         about = params.layout, [None if group is None else group.dtype for group in params.groups]
         # torch.compile would guard what is known, and compile anew for it.
         if torch.compiler.is_dynamo_compiling() or self._last_checked != about:
-            check_params(call, params, self.loss_fn)
+            check_params(call, full_params, self.loss_fn)
             if not compiling():
                 self._last_checked = about
-        return params.gathered()
+        return full_params
 
     def compute_params(self, state: TrainState) -> Tree:
         """Return the parameters by name as the loss gets them, in float32.
@@ -465,7 +465,7 @@ class TrainStep(Fixed):
             {'w': tensor([1., 1.])}
         """
         call = "load_state_dict"
-        return self._adopted(call, restore(call, saved, like), consume)
+        return self._adopted(call, restore(call, saved, like, self._options.parallel), consume)
 
     @torch.inference_mode(False)  # as `init`
     def _adopted(self, call: str, state: TrainState, consume: bool) -> TrainState:

@@ -189,7 +189,7 @@ def from_torch(
         for label, groups in groups_by_label.items():
             _read_optimizer(call, state_dicts[label], groups, saved)
         _read_counts(call, [group for groups in groups_by_label.values() for group in groups], steps, saved)
-    return restore(call, saved, like)
+    return restore(call, saved, like, step._options.parallel)
 
 
 def _read_optimizer(call: str, state_dict: StateDict, groups: Sequence[TorchGroup], saved: dict[str, Tensor]) -> None:

@@ -73,13 +73,13 @@ def lay_out(
 
 
 def check_params(call: str, params: Params, loss_fn: KnowsNames) -> None:
-    """Raise if stored parameters are not those of a loss.
+    """Raise if stored parameters, in full, are not those of a loss.
 
     Raises:
         ValueError: the parameters have other names or shapes than the loss knows, or one name twice.
         TypeError: a parameter is in float16.
     """
-    tree = params.outline().tree()  # shapes and dtypes only: sharded parameters have no full values here
+    tree = params.tree()
     leaves, _ = _tree.parameters(call, "params", tree)
     names = _tree.names(tree)
     repeated = repeated_name(names)

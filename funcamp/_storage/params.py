@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._dtensor import full, is_distributed
 from funcamp._storage.layout import Groups, Layout, arrange
 from funcamp._types import Tree
 
@@ -18,28 +19,6 @@ _FIX = (
 )
 
 
-class Ranks(Protocol):
-    """The ranks that each store one slice of every group: `distributed.collectives.Ranks`."""
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        ...
-
-    @property
-    def rank(self) -> int:
-        """This process's rank."""
-        ...
-
-    def gather(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        """Return the slices of all ranks, one after the other, by as few all-gathers as possible."""
-        ...
-
-    def cut(self, group: Tensor) -> Tensor:
-        """Return this rank's slice of a group that every rank has in full, as a copy."""
-        ...
-
-
 class Params:
     """A pytree of tensors stored in groups; immutable; a pytree, whose leaves are the groups.
 
@@ -47,7 +26,7 @@ class Params:
     |---|---|
     | flat, from `ravel` and `init` | a 1-D tensor, in which tensors of one kind lie one after the other |
     | from `init(flat=False)` | one tensor, in its own shape |
-    | sharded, from a step with `DataParallel(shard=True)` | this rank's slice of such a 1-D tensor |
+    | sharded, from a step with `DataParallel(shard=True)` | a DTensor, of which this rank stores a part |
 
     `params["weight"]` is one tensor, a view, as is `params.tree()["weight"]`. Every function of pytrees (the scaler's,
     an optimizer's, `clip_grad_norm`, a tree_map) runs per group instead of per tensor. The layout is shared between
@@ -59,13 +38,10 @@ class Params:
     group, such as an optimizer's step count."""
     layout: Layout
     """The position of every tensor; the same object for trees of the same layout."""
-    ranks: Ranks | None
-    """The ranks that store the other slices; None if this process has the whole groups."""
 
-    def __init__(self, groups: Groups, layout: Layout, ranks: Ranks | None = None) -> None:
+    def __init__(self, groups: Groups, layout: Layout) -> None:
         self.groups = groups
         self.layout = layout
-        self.ranks = ranks
 
     def __repr__(self) -> str:
         count = len(self.layout.slots)
@@ -73,8 +49,7 @@ class Params:
             return f"Params({count} tensors, each a group)"
         labelled_groups = zip(self.layout.labels, self.groups)
         groups = ", ".join(f"{label}: {_tree.describe(group)}" for label, group in labelled_groups)
-        owner = "" if self.ranks is None else f"rank {self.ranks.rank} of {self.ranks.size} of "
-        return f"{owner}Params({count} tensors in {{{groups}}})"
+        return f"Params({count} tensors in {{{groups}}})"
 
     def __getitem__(self, key: object) -> Any:
         tree = self.tree()
@@ -100,7 +75,7 @@ class Params:
             >>> ravel({"w": torch.ones(2, 2), "b": torch.zeros(2)}).tree()["b"]
             tensor([0., 0.])
         """
-        self._refuse_slices()
+        self._refuse_shards()
         return self.layout.tree(self.layout.views(self.groups))
 
     def kinds(self) -> list[tuple[tuple[int, ...], torch.dtype, int]]:
@@ -135,7 +110,7 @@ class Params:
             tensor([[3., 3.],
                     [3., 3.]])
         """
-        self._refuse_slices()
+        self._refuse_shards()
         values = _values_by_slot("ravel", self, tree)
         groups_of_one_number: dict[int, Tensor | None] = {}
         for number, slot in enumerate(self.layout.slots):
@@ -148,43 +123,14 @@ class Params:
 
     def values(self) -> list[Tensor]:
         """Return the tensors, tied ones once: views of the groups, one per slot of the layout."""
-        self._refuse_slices()
+        self._refuse_shards()
         return [value for value in self.layout.views(self.groups) if value is not None]
 
     def gathered(self) -> Params:
-        """Return the full groups: these, unless they are slices; then by one all-gather per large group."""
-        if self.ranks is None:
+        """Return the full groups: of sharded ones by an all-gather per group, any others as they are."""
+        if not self.is_sharded():
             return self
-        groups: list[Tensor | None] = [None] * len(self.groups)
-        sent_slices: dict[int, Tensor] = {}
-        for number, group in enumerate(self.groups):
-            if group is None:
-                continue
-            if _is_one_number(group):  # the same on every rank
-                groups[number] = group
-            else:
-                sent_slices[number] = group
-        gathered_groups = self.ranks.gather(list(sent_slices.values()))
-        for number, gathered_group in zip(sent_slices, gathered_groups):
-            # Without the zeros that give every rank a slice of one size.
-            groups[number] = gathered_group[: sum(self.layout.padded_sizes[number])]
-        return Params(tuple(groups), self.layout)
-
-    def outline(self) -> Params:
-        """Return groups of full size that store one zero each if these are slices, else these."""
-        if self.ranks is None:
-            return self
-        groups: list[Tensor | None] = []
-        for group, padded_sizes in zip(self.groups, self.layout.padded_sizes):
-            if group is None or _is_one_number(group):
-                groups.append(group)
-            else:
-                groups.append(group.new_zeros(()).expand(sum(padded_sizes)))
-        return Params(tuple(groups), self.layout)
-
-    def cut_like(self, full: Params) -> Params:
-        """Return full groups as these are stored: this rank's slices if these are slices, else as they are."""
-        return full if self.ranks is None else cut(full, self.ranks)
+        return Params(tuple([None if group is None else full(group) for group in self.groups]), self.layout)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every tensor under its dotted name, as `torch.nn.Module.state_dict` does.
@@ -198,7 +144,7 @@ class Params:
             >>> list(ravel({"layer": {"weight": torch.ones(2, 2), "bias": torch.zeros(2)}}).state_dict())
             ['layer.weight', 'layer.bias']
         """
-        self._refuse_slices()
+        self._refuse_shards()
         copies = [None if view is None else view.clone() for view in self.layout.views(self.groups)]
         names = _tree.names(self.layout.tree(copies))
         repeated = repeated_name(names)
@@ -211,11 +157,15 @@ class Params:
                 copies_by_name[name] = copy
         return copies_by_name
 
-    def _refuse_slices(self) -> None:
-        """Raise if this process has only slices."""
-        if self.ranks is not None:
+    def is_sharded(self) -> bool:
+        """Return whether ranks store parts of flat groups. Single tensors that are DTensors are the loss's own."""
+        return self.layout.flat and any(is_distributed(group) for group in self.groups)
+
+    def _refuse_shards(self) -> None:
+        """Raise if this process has only parts of the groups."""
+        if self.is_sharded():
             raise TypeError(
-                "Params: params must not be sharded over ranks: a rank has a slice of every group, so only an "
+                "Params: params must not be sharded over ranks: a rank has a part of every group, so only an "
                 "elementwise optimizer takes them (not Muon, not Adafactor), and distributed.gather_state makes them "
                 f"complete; got {self!r}"
             )
@@ -223,21 +173,10 @@ class Params:
 
 _tree.register(
     Params,
-    lambda params: (list(params.groups), (params.layout, params.ranks)),
-    lambda groups, context: Params(tuple(groups), *context),
+    lambda params: (list(params.groups), params.layout),
+    lambda groups, layout: Params(tuple(groups), layout),
     "groups",
 )
-
-
-def cut(params: Params, ranks: Ranks) -> Params:
-    """Return this rank's slices of groups that every rank has in full; no collective."""
-    groups: list[Tensor | None] = []
-    for group in params.groups:
-        if group is None or _is_one_number(group):  # a step count, for example: the same on every rank
-            groups.append(group)
-        else:
-            groups.append(ranks.cut(group))
-    return Params(tuple(groups), params.layout, ranks)
 
 
 def expand(tree: Tree) -> Tree:
@@ -248,12 +187,6 @@ def expand(tree: Tree) -> Tree:
 def collapse(like: Tree, tree: Tree) -> Tree:
     """Invert `expand`: store the parts of a tree at which `like` has a `Params` node as that node does."""
     return _tree.map_nodes(Params, lambda node, part: node.ravel(part), like, tree)
-
-
-def check_not_sharded(call: str, name: str, tree: Tree) -> None:
-    """Raise TypeError if a tree is one rank's slices, because a result for them is not the result for all."""
-    if isinstance(tree, Params) and tree.ranks is not None:
-        raise TypeError(f"{call}: {name} must not be sharded over ranks; got {tree!r}")
 
 
 def stored(call: str, params: Tree, group: Callable[[str, Tensor], str]) -> Params:

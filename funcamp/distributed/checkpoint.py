@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,11 +12,11 @@ from funcamp import _tree
 from funcamp._step.state import TrainState, check_train_state
 from funcamp._step.state_dict import check_like, check_scale, gather, tensors_by_name
 from funcamp._storage.params import Params, clone
-from funcamp.distributed.shards import joined_slice, slice_of
+from funcamp._types import Tree
 
 
 def gather_state(state: TrainState) -> TrainState:
-    """Gather the full state of a step with `DataParallel(shard=True)` from the slices of all ranks.
+    """Gather the full state of a step with `DataParallel(shard=True)` from all ranks.
 
     A collective: call it on every rank. It does one all-gather per group of the parameters, of each optimizer entry and
     of the average. Use it to save under the parameters' plain names, to evaluate with another step, or to continue
@@ -41,11 +41,11 @@ def gather_state(state: TrainState) -> TrainState:
 
 
 def sharded_state_dict(state: TrainState) -> dict[str, Tensor]:
-    """Return a state for torch.distributed.checkpoint: each rank's slices as DTensors, the rest plain.
+    """Return the tensors of a state by name, as torch.distributed.checkpoint reads and writes them.
 
-    `dcp.save(sharded_state_dict(state), checkpoint_id=path)`. To restore, on any number of ranks: create a state with
-    `init`, let `dcp.load` fill `saved = sharded_state_dict(like)`, and pass that to `load_sharded_state_dict`. Tensors
-    are copies. A collective: call it on every rank. No host sync.
+    Sharded ones are the DTensors of the state. `dcp.save(sharded_state_dict(state), checkpoint_id=path)`. To restore,
+    on any number of ranks: create a state with `init`, let `dcp.load` fill `saved = sharded_state_dict(like)`, and pass
+    that to `load_sharded_state_dict`. Tensors are copies. No collective (saving and loading are); no host sync.
 
     Args:
         state: a state of a step with `DataParallel`.
@@ -79,8 +79,21 @@ def _tensors_of(call: str, name: str, state: TrainState) -> dict[str, Tensor]:
         state: the argument.
     """
     check_train_state(call, name, state)
-    tree = _tree.map_nodes(Params, slice_of, state)
+    tree = _tree.map_nodes(Params, _by_name, state)
     return tensors_by_name(tree) | {_LAYOUT: torch.tensor(_fingerprint(state.params))}
+
+
+def _by_name(params: Params) -> Tree:
+    """Return flat groups in a list, and single tensors by their names; one with several names by its first."""
+    layout = params.layout
+    if layout.flat:
+        return list(params.groups)
+    names = _tree.names(layout.tree(range(len(layout.slots))))
+    first_names: dict[int, str] = {}
+    for name, slot in zip(names, layout.leaves):
+        if slot is not None:
+            first_names.setdefault(slot, name)
+    return {first_names[slot]: group for slot, group in enumerate(params.groups)}
 
 
 def _fingerprint(params: Params) -> int:
@@ -131,11 +144,10 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
         check_like(call, name, value, expected[name])
     if saved[_LAYOUT] != expected[_LAYOUT]:
         raise ValueError(f"{call}: saved must hold like's parameters, in its order; got another layout")
-    # The names are of the tree with DTensors, which has the leaves of like in the same order.
-    like_leaves, spec = _tree.flatten(like)
-    saved_values = iter(saved.values())
-    new_leaves = [None if leaf is None else joined_slice(next(saved_values), leaf) for leaf in like_leaves]
-    state: TrainState = _tree.unflatten(new_leaves, spec)
+    # The names are of a tree with the leaves of like in the same order.
+    saved_values: Iterator[Tensor] = iter(clone(saved).values())
+    leaves, spec = _tree.flatten(like)
+    state: TrainState = _tree.map_leaves(lambda leaf: next(saved_values).to(leaf.device), leaves, spec)
     check_scale(call, state)
     return state
 

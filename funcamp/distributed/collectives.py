@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -15,6 +16,8 @@ from funcamp._types import Reduce
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
     from typing_extensions import TypeIs
 
 #: The processes that communicate: a group, or a mesh of them.
@@ -32,26 +35,17 @@ class Ranks(NamedTuple):
     rank: int
     """This process's rank in the group."""
 
-    def gather(self, slices: Sequence[Tensor]) -> list[Tensor]:
-        """Return the slices of all ranks, one after the other, by as few all-gathers as possible."""
-        return all_gather_each(slices, self)
 
-    def cut(self, group: Tensor) -> Tensor:
-        """Return this rank's slice of a group that every rank has in full, as a copy."""
-        return self.padded(group).tensor_split(self.size)[self.rank].clone()
-
-    def padded(self, group: Tensor) -> Tensor:
-        """Return a group with zeros at the end, so that every rank has a slice of one size."""
-        padding = -group.numel() % self.size
-        return torch.cat([group, group.new_zeros(padding)]) if padding else group
+#: The ranks along every dimension of a mesh, the outermost first; one for a group.
+Dims: TypeAlias = "Sequence[Ranks]"
 
 
-def ranks_of(call: str, group: object = None) -> Ranks:
-    """Return the constants of a ProcessGroup, of a DeviceMesh of one dimension, or of the default group.
+def ranks_of(call: str, group: object = None) -> list[Ranks]:
+    """Return the constants of a ProcessGroup, of every dimension of a DeviceMesh, or of the default group.
 
     Raises:
         TypeError: group is something else.
-        ValueError: group is a mesh of several dimensions, or one without this process.
+        ValueError: group is without this process.
         RuntimeError: torch.distributed is not initialized.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -59,17 +53,17 @@ def ranks_of(call: str, group: object = None) -> Ranks:
             f"{call}: needs torch.distributed: start the script by torchrun, and call "
             "torch.distributed.init_process_group() before"
         )
-    if _is_mesh(group):
-        if group.ndim != 1:
-            raise ValueError(f"{call}: group must be a mesh of one dimension, as mesh['dp'] is; got {group!r}")
-        group = group.get_group()
     if group is None:
         group = dist.group.WORLD
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{call}: group must contain this process; got one without it")
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(f"{call}: group must be a ProcessGroup, a DeviceMesh or None; got {group!r}")
-    return Ranks(str(group.group_name), group.size(), group.rank())
+    groups = group.get_all_groups() if is_mesh(group) else [group]
+    constants: list[Ranks] = []
+    for process_group in groups:
+        if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError(f"{call}: group must contain this process; got one without it")
+        if not isinstance(process_group, dist.ProcessGroup):
+            raise TypeError(f"{call}: group must be a ProcessGroup, a DeviceMesh or None; got {process_group!r}")
+        constants.append(Ranks(str(process_group.group_name), process_group.size(), process_group.rank()))
+    return constants
 
 
 def process_group(ranks: Ranks) -> dist.ProcessGroup:
@@ -79,18 +73,26 @@ def process_group(ranks: Ranks) -> dist.ProcessGroup:
     return group
 
 
-def check_alike(rule: str, described: list[str], ranks: Ranks) -> None:
+def mesh_of(ranks: Ranks, device_type: str) -> DeviceMesh:
+    """Return a mesh of one dimension of these ranks."""
+    from torch.distributed.device_mesh import DeviceMesh  # half a second to import
+
+    return DeviceMesh.from_group(process_group(ranks), device_type)
+
+
+def check_alike(rule: str, described: list[str], dims: Dims) -> None:
     """Raise ValueError on all ranks if a rank's description differs from the first rank's; reads the host.
 
     Args:
         rule: what must be the same, for the error.
         described: this rank's description, line by line.
-        ranks: the ranks.
+        dims: the ranks.
     """
-    if ranks.size == 1:
-        return
-    descriptions: list[Any] = [None] * ranks.size
-    dist.all_gather_object(descriptions, described, process_group(ranks))
+    descriptions = [described]
+    for ranks in reversed(dims):
+        gathered: list[Any] = [None] * ranks.size
+        dist.all_gather_object(gathered, descriptions, process_group(ranks))
+        descriptions = [description for descriptions_of_one in gathered for description in descriptions_of_one]
     first_description = descriptions[0]
     for rank, description in enumerate(descriptions):
         if description == first_description:
@@ -130,112 +132,59 @@ def max_over(*groups: Group) -> Reduce:
     References:
         Megatron-LM and apex take the MAX over their model-parallel group (apex/transformer/amp/grad_scaler.py).
     """
-    process_groups: list[Group | None] = []
-    for group in groups:
-        if _is_mesh(group):
-            process_groups += group.get_all_groups()
-        else:
-            process_groups.append(group)
-    if not process_groups:
-        process_groups.append(None)  # the default group
+    constants: list[Ranks] = []
+    for group in groups or [None]:
+        constants += ranks_of("max_over", group)
     # A group that occurs twice, in two meshes for example, is reduced over once.
-    distinct_ranks = dict.fromkeys([ranks_of("max_over", group) for group in process_groups])
-    return _MaxOver(tuple(distinct_ranks))
+    return _MaxOver(tuple(dict.fromkeys(constants)))
 
 
 class _MaxOver:
     """What `max_over` returns: a class, so that it has a `repr`."""
 
-    def __init__(self, groups: tuple[Ranks, ...]) -> None:
-        self._groups = groups
+    def __init__(self, dims: tuple[Ranks, ...]) -> None:
+        self._dims = dims
 
     def __repr__(self) -> str:
-        return f"max_over({', '.join(group.name for group in self._groups)})"
+        return f"max_over({', '.join(ranks.name for ranks in self._dims)})"
 
     def __call__(self, flag: Tensor) -> Tensor:
-        for ranks in self._groups:
-            flag = all_reduce(flag, "max", ranks)
-        return flag
+        return all_reduce(flag, "max", self._dims)
 
 
-def all_reduce(x: Tensor, op: str, ranks: Ranks) -> Tensor:
+def all_reduce(x: Tensor, op: str, dims: Dims) -> Tensor:
     """Return the sum or the max of a real tensor over ranks."""
-    if ranks.size == 1:
-        return x
-    return _waited(_ops().all_reduce(x.contiguous(), op, ranks.name))
+    for ranks in dims:
+        if ranks.size > 1:
+            x = _waited(_ops().all_reduce(x.contiguous(), op, ranks.name))
+    return x
 
 
-def all_reduce_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
-    """Return the sums over ranks, by one all-reduce per large tensor and one per dtype for the small ones."""
+def all_reduce_each(tensors: Sequence[Tensor], dims: Dims) -> list[Tensor]:
+    """Return the sums over ranks of real or complex tensors.
 
-    def reduced(together: list[Tensor]) -> list[Tensor]:
-        if len(together) == 1:
-            # Without views around it, because the compiler would wait for them before the backward pass continues.
-            return [all_reduce(together[0], "sum", ranks)]
-        buffer = torch.cat([tensor.reshape(-1) for tensor in together])
-        sums = torch.split(all_reduce(buffer, "sum", ranks), [tensor.numel() for tensor in together])
-        return [sum_of_one.view(tensor.shape) for tensor, sum_of_one in zip(together, sums)]
-
-    return _with_small_ones_merged(reduced, tensors, ranks)
-
-
-def all_gather_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
-    """Return the tensors of all ranks along their first dimensions, by as few all-gathers as possible."""
-
-    def gathered_buffer(buffer: Tensor) -> Tensor:
-        return _waited(_ops().all_gather_into_tensor(buffer, ranks.size, ranks.name))
-
-    def gathered(together: list[Tensor]) -> list[Tensor]:
-        if len(together) == 1:
-            return [gathered_buffer(together[0].contiguous())]
-        buffer = torch.cat([tensor.reshape(-1) for tensor in together])
-        # A row per rank; the elements of one tensor are some of its columns.
-        rows = gathered_buffer(buffer).view(ranks.size, -1)
-        columns = torch.split(rows, [tensor.numel() for tensor in together], dim=1)
-        return [values.reshape(-1, *tensor.shape[1:]) for tensor, values in zip(together, columns)]
-
-    return _with_small_ones_merged(gathered, tensors, ranks)
-
-
-def reduce_scatter_each(tensors: Sequence[Tensor], ranks: Ranks) -> list[Tensor]:
-    """Return this rank's parts (first dimension) of the sums over ranks, by as few reduce-scatters as possible."""
-
-    def scattered_buffer(buffer: Tensor) -> Tensor:
-        return _waited(_ops().reduce_scatter_tensor(buffer, "sum", ranks.size, ranks.name))
-
-    def scattered(together: list[Tensor]) -> list[Tensor]:
-        if len(together) == 1:
-            return [scattered_buffer(together[0].contiguous())]
-        # A row per rank: its parts of all tensors, one after the other.
-        rows_by_tensor = [tensor.reshape(ranks.size, -1) for tensor in together]
-        buffer = torch.cat(rows_by_tensor, 1).reshape(-1)
-        parts = torch.split(scattered_buffer(buffer), [rows.shape[1] for rows in rows_by_tensor])
-        return [part.view(-1, *tensor.shape[1:]) for tensor, part in zip(together, parts)]
-
-    return _with_small_ones_merged(scattered, tensors, ranks)
-
-
-def _with_small_ones_merged(
-    collective: Callable[[list[Tensor]], list[Tensor]], tensors: Sequence[Tensor], ranks: Ranks
-) -> list[Tensor]:
-    """Return the results of a collective for every tensor, by one call per large tensor and per dtype of small ones.
-
-    Args:
-        collective: a function of real tensors of one dtype, which it sends together.
-        tensors: real or complex tensors.
-        ranks: the ranks; a single one has the results already.
+    There is one all-reduce per large tensor, and one per dtype for the small ones. Not Inductor's coalesced
+    collectives: with gloo they abort the process (2.13); for NCCL merging small ones is enough.
     """
-    # Not Inductor's coalesced collectives: with gloo they abort the process (2.13); for NCCL merging small ones is
-    # enough.
     results = list(tensors)
-    if ranks.size == 1:
+    if size_of(dims) == 1:
         return results
     real_tensors = [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
     for indices in _sent_together(real_tensors):
-        outputs = collective([real_tensors[index] for index in indices])
-        for index, output in zip(indices, outputs):
-            results[index] = torch.view_as_complex(output) if tensors[index].is_complex() else output
+        sums = _summed_together([real_tensors[index] for index in indices], dims)
+        for index, sum_of_one in zip(indices, sums):
+            results[index] = torch.view_as_complex(sum_of_one) if tensors[index].is_complex() else sum_of_one
     return results
+
+
+def _summed_together(tensors: list[Tensor], dims: Dims) -> list[Tensor]:
+    """Return the sums over ranks of real tensors of one dtype, by one all-reduce."""
+    if len(tensors) == 1:
+        # Without views around it, because the compiler would wait for them before the backward pass continues.
+        return [all_reduce(tensors[0], "sum", dims)]
+    buffer = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    sums = torch.split(all_reduce(buffer, "sum", dims), [tensor.numel() for tensor in tensors])
+    return [sum_of_one.view(tensor.shape) for tensor, sum_of_one in zip(tensors, sums)]
 
 
 def _sent_together(tensors: Sequence[Tensor]) -> list[list[int]]:
@@ -251,12 +200,32 @@ def _sent_together(tensors: Sequence[Tensor]) -> list[list[int]]:
     return large + [indices for indices in small_by_dtype.values() if indices]
 
 
-def broadcast(x: Tensor, ranks: Ranks) -> Tensor:
+def sum_placed_like(leaf: DTensor, values: Tensor) -> Tensor:
+    """Return the sum over ranks of values that each rank has in full, placed like leaf: a reduce-scatter if sharded."""
+    from torch.distributed.tensor import DTensor, Partial
+
+    if values.is_complex():  # NCCL knows no complex numbers
+        return torch.view_as_complex(sum_placed_like(leaf, torch.view_as_real(values)))
+    mesh = leaf.device_mesh
+    placements: list[Placement] = [Partial()] * mesh.ndim
+    part = DTensor.from_local(values, mesh, placements, run_check=False)
+    for dim in reversed(range(mesh.ndim)):  # shards first: what is summed over replicas then is smaller
+        placements[dim] = leaf.placements[dim]
+        part = part.redistribute(placements=placements)
+    return part
+
+
+def broadcast(x: Tensor, dims: Dims) -> Tensor:
     """Return the first rank's tensor, of any dtype."""
-    if ranks.size == 1:
-        return x
     as_bytes = x.contiguous().reshape(-1).view(torch.uint8)  # gloo does not support every dtype
-    return _waited(_ops().broadcast(as_bytes, 0, ranks.name)).view(x.dtype).view(x.shape)
+    for ranks in dims:
+        as_bytes = _waited(_ops().broadcast(as_bytes, 0, ranks.name))
+    return as_bytes.view(x.dtype).view(x.shape)
+
+
+def size_of(dims: Dims) -> int:
+    """Return the number of all ranks."""
+    return math.prod([ranks.size for ranks in dims])
 
 
 def _ops() -> Any:
@@ -270,6 +239,6 @@ def _waited(x: Tensor) -> Tensor:
     return waited
 
 
-def _is_mesh(group: object) -> TypeIs[DeviceMesh]:
+def is_mesh(group: object) -> TypeIs[DeviceMesh]:
     """Return whether this is a DeviceMesh, without importing the class."""
     return hasattr(group, "get_all_groups") and hasattr(group, "ndim")

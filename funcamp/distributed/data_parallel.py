@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import boolean, integer
-from funcamp._dtensor import as_dtensor_like, local, settled_sum
+from funcamp._dtensor import as_dtensor_like, is_distributed, local, settled_sum
 from funcamp._step.accumulate import Result, Share, weighed
 from funcamp._step.parallel import Parallel
-from funcamp._storage.params import Params, cut, expand
+from funcamp._step.state import TrainState
+from funcamp._storage.params import Params, expand
 from funcamp._types import Tree
 from funcamp.distributed.collectives import (
     Group,
     Ranks,
-    all_gather_each,
     all_reduce,
     all_reduce_each,
     broadcast,
     check_alike,
+    is_mesh,
+    mesh_of,
     ranks_of,
+    size_of,
+    sum_placed_like,
 )
-from funcamp.distributed.shards import summed_slices
 
-#: The ranks of one process.
-_ONE_RANK = Ranks("", 1, 0)
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -42,13 +46,16 @@ class DataParallel(Parallel):
     the loss and counts of taps are per rank. Pure; torch.compile puts the collectives into the step's graph; no host
     sync except in `init`.
 
-    With shard=True each rank stores a slice of the parameters, of the optimizer's state and of the average (ZeRO stages
-    1 and 2): all-gather in float32, forward and backward, reduce-scatter, update of the slice. The norm and
-    the flag share one all-gather of two numbers.
+    With shard=True the groups of the parameters, of the optimizer's state and of the average are DTensors with
+    `Shard(0)`, of which each rank stores a part (ZeRO stages 1 and 2): all-gather in float32, forward and backward,
+    reduce-scatter, update of the part; one collective per group of flat storage, and one each for the norm and the
+    flag. With a mesh of two dimensions the state is sharded over the second, and the first has replicas (HSDP): the
+    sums of the parts are summed over it.
 
     Args:
-        group: a ProcessGroup, or a DeviceMesh of one dimension; by default all processes.
-        shard: shard the state over the ranks; needs flat storage and elementwise optimizers (your own sees slices).
+        group: a ProcessGroup, or a DeviceMesh of one dimension; with shard=True also one of (replicas, shards). By
+            default all processes.
+        shard: shard the state over the ranks; needs flat storage and elementwise optimizers (your own sees DTensors).
         dtype: the dtype in which gradients are summed, if not their own, float32: bfloat16 for less traffic.
         buckets: number of parts of flat storage, in the order of the parameters. Under `jit` the collective of a part
             starts when its gradients are ready and overlaps the backward pass of the earlier parts. Useful if
@@ -58,7 +65,7 @@ class DataParallel(Parallel):
 
     Raises:
         TypeError: an argument has another type.
-        ValueError: group is a mesh of several dimensions or lacks this process; dtype is not a floating-point type;
+        ValueError: group is a mesh of more dimensions or lacks this process; dtype is not a floating-point type;
             buckets is below 1.
         RuntimeError: torch.distributed is not initialized.
 
@@ -77,7 +84,8 @@ class DataParallel(Parallel):
         "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", 2020.
     """
 
-    ranks: Ranks = _ONE_RANK
+    dims: tuple[Ranks, ...] = ()
+    mesh: DeviceMesh | None = None
     dtype: torch.dtype | None = None
     mean_buffers: bool = True
 
@@ -91,36 +99,50 @@ class DataParallel(Parallel):
         mean_buffers: bool = True,
     ) -> None:
         call = "DataParallel"
-        ranks = ranks_of(call, group)
+        dims = tuple(ranks_of(call, group))
+        checked_shard = boolean(call, "shard", shard)
+        if len(dims) > 1 + checked_shard:
+            raise ValueError(
+                f"{call}: group must be a mesh of one dimension, as mesh['dp'] is, or with shard=True of two, "
+                f"(replicas, shards); got {group!r}"
+            )
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise TypeError(f"{call}: dtype must be a torch.dtype; got {dtype!r}")
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"{call}: dtype must be a floating-point type; got {dtype}")
-        checked_shard = boolean(call, "shard", shard)
         checked_mean_buffers = boolean(call, "mean_buffers", mean_buffers)
         checked_buckets = integer(call, "buckets", buckets, 1)
         # No reduction of the flag: the sum of the gradients carries an overflow to all ranks.
-        super().__init__(reduce=None, size=ranks.size, shard=checked_shard, buckets=checked_buckets)
+        super().__init__(reduce=None, size=size_of(dims), shard=checked_shard, buckets=checked_buckets)
         # The class is frozen, and its arguments are not its fields: a group is stored as its constants.
-        vars(self).update(ranks=ranks, dtype=dtype, mean_buffers=checked_mean_buffers)
+        mesh = group if is_mesh(group) else None
+        vars(self).update(dims=dims, mesh=mesh, dtype=dtype, mean_buffers=checked_mean_buffers)
 
     def __repr__(self) -> str:
         sharding = ", shard=True" if self.shard else ""
-        return f"DataParallel(rank {self.ranks.rank} of {self.ranks.size}{sharding})"
+        ranks = ", ".join(f"rank {ranks.rank} of {ranks.size}" for ranks in self.dims)
+        return f"DataParallel({ranks}{sharding})"
 
     def check(self, call: str, params: Params) -> None:
-        """Raise ValueError if the parameters are not laid out as `own_part` does it."""
-        expected_ranks = self.ranks if self.shard else None
-        if params.ranks == expected_ranks:
+        """Raise ValueError if the parameters are not stored as `own_part` returns them."""
+        if not self.shard:
+            super().check(call, params)
             return
-        if self.shard:
-            raise ValueError(
-                f"{call}: state must be sharded over this step's ranks, as its init and load_state_dict return it; got "
-                f"params {params!r} with {self!r}"
-            )
-        raise ValueError(
-            f"{call}: state must not be sharded; distributed.gather_state gives the full state; got params {params!r}"
-        )
+        if torch.compiler.is_dynamo_compiling():  # Dynamo does not know a mesh's groups (2.13)
+            return
+        for group in params.groups:
+            if group is not None and not self._is_placed(group):
+                raise ValueError(
+                    f"{call}: state must be sharded over this step's ranks, as its init and load_state_dict return it; "
+                    f"got params {params!r} with {self!r}"
+                )
+
+    def _is_placed(self, group: Tensor) -> bool:
+        """Return whether a group is a DTensor on this step's ranks."""
+        if not is_distributed(group):
+            return False
+        names = [str(process_group.group_name) for process_group in group.device_mesh.get_all_groups()]
+        return names == [ranks.name for ranks in self.dims]
 
     def agree(self, described: list[str]) -> None:
         """Raise ValueError on all ranks if a rank's step differs from the first rank's; reads the host."""
@@ -131,11 +153,11 @@ class DataParallel(Parallel):
             "mean_buffers": self.mean_buffers,
         }
         described = described + [f"{name} of DataParallel is {value}" for name, value in options.items()]
-        check_alike("the optimizer and every constant must be the same on all ranks", described, self.ranks)
+        check_alike("the optimizer and every constant must be the same on all ranks", described, self.dims)
 
     def broadcast_first(self, tree: Tree) -> None:
         """Write the first rank's values into tensors that have the same names on all ranks."""
-        if self.ranks.size == 1:  # a tensor written onto itself would count as changed
+        if self.size == 1:  # a tensor written onto itself would count as changed
             return
         # Tensors are compared one by one under their names, and sent in groups.
         by_tensor = expand(tree)
@@ -143,71 +165,74 @@ class DataParallel(Parallel):
         for name, leaf in zip(_tree.names(by_tensor), _tree.leaves(by_tensor)):
             without_device, _, _ = _tree.describe(leaf).rpartition(" on ")
             described.append(f"{name} is {without_device}")
-        check_alike(
-            "params and buffers must have the same names, shapes and dtypes on all ranks", described, self.ranks
-        )
+        check_alike("params and buffers must have the same names, shapes and dtypes on all ranks", described, self.dims)
         for leaf in _tree.leaves(tree):
             if leaf is not None:
-                local(leaf).copy_(broadcast(local(leaf), self.ranks))
+                local(leaf).copy_(broadcast(local(leaf), self.dims))
 
     def sum_of_weights(self, weight: Tensor) -> Tensor:
         """Return the sum of a number over ranks."""
-        return all_reduce(weight, "sum", self.ranks)
+        return all_reduce(weight, "sum", self.dims)
 
     def own_part(self, params: Params) -> Params:
-        """Return this rank's slices of flat parameters, or all of them."""
-        return cut(params, self.ranks) if self.shard else params
+        """Return flat parameters as DTensors of which this rank stores a part, or as they are; no collective."""
+        if not self.shard:
+            return params
+        return Params(tuple([self._own_part_of(group) for group in params.groups]), params.layout)
 
-    def joined(self, squares: Tensor, finite: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the sum of squares and the finite flag over the slices of all ranks, by one all-gather."""
-        if self.ranks.size == 1 or not self.shard:
-            return squares, finite
-        own = torch.stack([squares, finite.to(squares.dtype)])
-        (gathered,) = all_gather_each([own], self.ranks)
-        rows = gathered.view(self.ranks.size, 2)  # a row per rank
-        return rows[:, 0].sum(), (rows[:, 1] != 0).all()
+    def _own_part_of(self, group: Tensor | None) -> Tensor | None:
+        """Return a group as a DTensor; as it is if it is one number, such as an optimizer's step count."""
+        if group is None or not group.dim():
+            return group
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # half a second to import
 
-    def summed(self, result: Result, share: Share, before: dict[str, Tensor]) -> Result:
+        mesh = self.mesh or mesh_of(self.dims[0], group.device.type)
+        placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+        whole = distribute_tensor(group, mesh, placements, src_data_rank=None)
+        return as_dtensor_like(whole, local(whole).clone())  # older versions give a view
+
+    def summed(self, result: Result, share: Share, before: TrainState) -> Result:
         """Return the summed gradients, and the means of loss and floating-point buffers weighted by share."""
         gradients = result.gradients
-        if self.ranks.size == 1:
-            summed_gradients, _ = self._summed(gradients, [])
+        if self.size == 1:
+            summed_gradients, _ = self._summed(gradients, before.params, [])
             return result._replace(gradients=summed_gradients)
         names = [name for name, value in result.buffers.items() if self.mean_buffers and value.is_floating_point()]
-        shares_of_means = _shares_of_means(result, share, before, names)
+        shares_of_means = _shares_of_means(result, share, before.buffers, names)
         if isinstance(share, Tensor):  # the backward pass of a mean over 0 examples gives NaN
             leaves, spec = _tree.flatten(gradients)
             gradients = _tree.map_leaves(lambda leaf: torch.where(share == 0, 0.0, leaf), leaves, spec)
-        summed_gradients, (means,) = self._summed(gradients, [torch.cat(shares_of_means)])
+        summed_gradients, (means,) = self._summed(gradients, before.params, [torch.cat(shares_of_means)])
         mean_loss, *sums = torch.split(means, [values.numel() for values in shares_of_means])
         buffers = dict(result.buffers)
         for number, name in enumerate(names):
-            buffer_before = before[name]
+            buffer_before = before.buffers[name]
             share_that_wrote = sums[-1][number]
             mean = sums[number].view(buffer_before.shape)
             buffers[name] = torch.where(share_that_wrote == 0, buffer_before, mean).to(buffer_before.dtype)
         loss = mean_loss.reshape(()).to(result.loss.dtype)
         return result._replace(gradients=summed_gradients, loss=loss, buffers=buffers)
 
-    def _summed(self, gradients: Params, more: list[Tensor]) -> tuple[Params, list[Tensor]]:
-        """Sum gradients and further tensors over ranks."""
+    def _summed(self, gradients: Params, params: Params, more: list[Tensor]) -> tuple[Params, list[Tensor]]:
+        """Return the sums over ranks of gradients, placed as the parameters are, and of further tensors."""
         leaves, spec = _tree.flatten(gradients)
         groups: list[Tensor | None] = [None if leaf is None else settled_sum(leaf) for leaf in leaves]
         if self.dtype is not None:
             groups = [_in_dtype(group, self.dtype) for group in groups]
-        if self.ranks.size == 1 and not self.shard:
-            return _tree.unflatten(groups, spec), more
-        if self.shard:
-            slices = summed_slices(Params(tuple(groups), gradients.layout), self.ranks)
-            return slices, all_reduce_each(more, self.ranks)
         # In the order in which gradients complete, so that a collective can overlap the rest of the backward pass.
         present_groups: dict[int, Tensor] = {}
         for number in gradients.layout.last_first():
             group = groups[number]
             if group is not None:
                 present_groups[number] = group
+        if self.shard:
+            for number, group in present_groups.items():
+                stored = params.groups[number]
+                assert is_distributed(stored)
+                groups[number] = sum_placed_like(stored, group)
+            return _tree.unflatten(groups, spec), all_reduce_each(more, self.dims)
         local_groups = [local(group) for group in present_groups.values()]
-        sums = all_reduce_each([*local_groups, *more], self.ranks)
+        sums = all_reduce_each([*local_groups, *more], self.dims)
         for (number, group), summed_group in zip(present_groups.items(), sums):
             groups[number] = as_dtensor_like(group, summed_group)
         return _tree.unflatten(groups, spec), sums[len(present_groups) :]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._inductor import codecache, cpu_vec_isa
 
-from funcamp import _upstream, jit
+from funcamp import jit
 from funcamp._cpu import options
 from funcamp._cpu.headers import ahead
 from funcamp._upstream.bugs import BUGS
@@ -62,17 +62,3 @@ def test_a_program_asks_for_the_same_headers(kind: str, asked: set[Any], monkeyp
     with torch._inductor.config.patch(force_disable_caches=True), pytest.raises(Stop):
         jit(step, without=without)({"w": torch.zeros(3)}, torch.ones(3))
     assert asked == before
-
-
-def test_what_cannot_be_asked_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def refuse(*_: object, **__: object) -> None:
-        asked.append(True)
-        raise OSError("no compiler")
-
-    monkeypatch.setitem(_upstream._looked_up, "torch._inductor.cpu_vec_isa.pick_vec_isa", refuse)
-    monkeypatch.setattr(codecache.CppPythonBindingsCodeCache, "load_async", refuse)
-    with ahead():
-        pass
-    assert len(asked) == 2

@@ -14,9 +14,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree
 
 from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
-from funcamp._cpu import part_inputs, sources, steps_in_cpp
-from funcamp._jit.cache_name import cache_name
-from funcamp._jit.passes.program import Steps
+from funcamp._cpu import steps_in_cpp
 from tests.support.generated import code_of
 from tests.support.helpers import assert_same, clone
 
@@ -82,6 +80,9 @@ def test_a_training_step_with_a_skip_and_dropout(policy: str) -> None:
     assert_same(metrics, expected)
 
 
+TABLE = torch.arange(5.0)
+
+
 def everything(state: dict[str, Tensor], batch: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
     """Results of all kinds: transposed, of other dtypes, empty, a leaf of the state, of the batch, twice the same."""
     x, flags = batch["x"], batch["more"][0]
@@ -97,6 +98,7 @@ def everything(state: dict[str, Tensor], batch: dict[str, Any]) -> tuple[dict[st
         "count": count,
         "double": count.double() / 3,
         "empty": x[:0],
+        "captured": TABLE * weight,
         "constant": torch.ones(2, 3),
     }
     return {"weight": weight, "count": count, "fixed": state["fixed"]}, metrics
@@ -126,76 +128,12 @@ def test_views_of_the_batch_are_of_any_layout() -> None:
 
 
 @pytest.mark.inductor
-def test_what_is_captured_is_read_by_each_step() -> None:
-    rate, table = torch.ones(()), torch.randn(4)
-
-    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
-        return state + batch * table * rate, rate * 2
-
-    batch = torch.randn(CALLS, STEPS, 4)
-    run, state, rows = jit(step, unroll=STEPS), torch.zeros(4), []
-    expected = torch.zeros(4)
-    for call in range(CALLS):
-        rate.fill_(call + 1.0)
-        state, metrics = run(state, batch[call])
-        rows.append(metrics)
-        for values in batch[call]:
-            expected = expected + values * table * rate
-    assert_same(torch.cat(rows), 2 * torch.arange(1.0, CALLS + 1).repeat_interleave(STEPS))
-    torch.testing.assert_close(state, expected)
-
-
-@pytest.mark.inductor
-@pytest.mark.parametrize("batch", [None, 2, ()])
-@pytest.mark.parametrize("has_metrics", [False, True])
-def test_no_tensor_in_the_batch_or_none_in_the_metrics(batch: Any, has_metrics: bool) -> None:
-    run = jit(lambda state, batch: (state * 2, state.sum() if has_metrics else None), unroll=STEPS)
-    state, metrics = run(torch.ones(3), batch)
-    assert_same(metrics, torch.tensor([3.0, 6.0, 12.0, 24.0]) if has_metrics else None)
-    assert_same(state, torch.full((3,), 16.0))
-
-
-@pytest.mark.inductor
 def test_an_error_in_a_step_is_the_calls(caplog: pytest.LogCaptureFixture) -> None:
     run = jit(lambda state, batch: (state + torch.arange(4)[batch], state.sum()), unroll=STEPS)
     state, _ = run(torch.zeros(1), torch.tensor([[0], [1], [2], [3]]))
     assert state.item() == 6
     with pytest.raises(RuntimeError, match="index"):
         run(state, torch.tensor([[0], [1], [9], [3]]))
-
-
-@pytest.mark.inductor
-@pytest.mark.parametrize(
-    ("options", "why"),
-    [({"donate": False}, "returns the next state"), ({"without": ["steps_in_cpp"]}, "left out")],
-    ids=["donate", "without"],
-)
-def test_where_the_loop_is_in_python(options: Any, why: str) -> None:
-    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
-        return state + batch, state.sum()
-
-    batch = torch.randn(CALLS, STEPS, 4)
-    after, metrics, code = in_calls(step, torch.zeros(4), batch, **options)
-    assert "entry_of_one_step" not in code, why
-    expected_after, expected = one_by_one(step, torch.zeros(4), batch)
-    assert_same(after, expected_after)
-    assert_same(metrics, expected)
-
-
-@pytest.mark.inductor
-def test_what_is_around_a_program_is_around_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part_inputs, "MANY", 2)
-
-    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
-        out = torch.stack([torch.tanh(part * part.sum()) + batch for part in torch.split(state, [2, 2])])
-        return out.reshape(-1), out
-
-    batch, state = torch.randn(CALLS, STEPS, 2), torch.randn(4)
-    after, metrics, code = in_calls(step, state.clone(), batch)
-    assert "entry_of_one_step" not in code
-    expected_after, expected = one_by_one(step, state.clone(), batch)
-    assert_same(after, expected_after)
-    assert_same(metrics, expected)
 
 
 @pytest.mark.inductor
@@ -210,35 +148,6 @@ def test_a_program_that_cpp_cannot_call_is_compiled_again(
     assert "without cpp_wrapper" not in caplog.text
     torch.testing.assert_close(state, batch.sum(0))
     assert metrics.shape == (STEPS,)
-
-
-@pytest.mark.inductor
-def test_numbers_of_python_are_constants_of_every_step() -> None:
-    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Any]:
-        changed = batch.clone()
-        changed[0] = 7
-        return state + changed, {"sum": state.sum(), "constant": torch.tensor(3.0)}
-
-    batch = torch.randn(CALLS, STEPS, 5)
-    after, metrics = assert_in_cpp_as_in_python(step, torch.zeros(5), batch)
-    assert after[0] == 7 * CALLS * STEPS
-    assert_same(metrics["constant"], torch.full((CALLS, STEPS), 3.0))
-
-
-@pytest.mark.inductor
-def test_a_torch_whose_source_cannot_be_changed_has_the_loop_in_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (sources, steps_in_cpp):
-        monkeypatch.setattr(module, "can_change_sources", lambda: False)
-    state, metrics = jit(lambda state, batch: (state * 2, state.sum()), unroll=STEPS)(torch.ones(3), None)
-    assert_same(state, torch.full((3,), 16.0))
-    assert_same(metrics, torch.tensor([3.0, 6.0, 12.0, 24.0]))
-
-
-@pytest.mark.inductor
-def test_a_program_without_its_loop_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sources, "can_change_sources", lambda: False)
-    with pytest.raises(RuntimeError, match=r"no loop over the steps of a call .* pass without=\['steps_in_cpp'\]"):
-        jit(lambda state, batch: (state * 3, state.sum()), unroll=STEPS)(torch.ones(3), None)
 
 
 @pytest.mark.inductor
@@ -269,48 +178,14 @@ def test_a_signal_is_handled_between_two_steps() -> None:
     assert many < state < 2 * many
 
 
-SOURCE = """// before
-void inductor_entry_impl(
-    AtenTensorHandle* input_handles, AtenTensorHandle* output_handles) {
-    auto inputs = steal_from_raw_handles_to_raii_handles(input_handles, 3);
-    auto arg0_1 = std::move(inputs[0]);
-    auto arg1_1 = std::move(inputs[1]);
-    [[maybe_unused]] auto constant0 = std::move(inputs[2]);
-    output_handles[0] = buf0.release();
-}
-"""
+@pytest.mark.inductor
+def test_numbers_of_python_are_constants_of_every_step() -> None:
+    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Any]:
+        changed = batch.clone()
+        changed[0] = 7
+        return state + changed, {"sum": state.sum(), "constant": torch.tensor(3.0)}
 
-
-def with_loop(source: str, inputs: int, results: int, constants: int = 0) -> str:
-    return steps_in_cpp._with_loop(Steps(4, 1, 1, donated=True), constants, inputs, results, source)
-
-
-def test_inductors_constants_are_the_same_in_every_step() -> None:
-    source = with_loop(SOURCE, 2, 1)
-    assert "first_of_batch = 1, end_of_batch = 2" in source
-    assert "input_count = 3, result_count = 1" in source
-    assert source.startswith("// before\n")
-    assert source.endswith("static void entry_of_one_step(" + SOURCE.partition("inductor_entry_impl(")[2])
-
-
-def test_constants_of_the_graph_come_before_the_state() -> None:
-    assert "first_of_batch = 2, end_of_batch = 3" in with_loop(SOURCE, 1, 1, constants=1)
-
-
-@pytest.mark.parametrize(("inputs", "results"), [(1, 1), (3, 1), (2, 0), (2, 2)])
-def test_other_inputs_and_results_are_refused(inputs: int, results: int) -> None:
-    with pytest.raises(RuntimeError, match="in C\\+\\+ are not"):
-        with_loop(SOURCE, inputs, results)
-
-
-def test_another_entry_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="in C\\+\\+ are not"):
-        with_loop("int main() {}", 2, 1)
-
-
-def test_the_number_of_steps_is_in_the_name_in_the_cache() -> None:
-    names = {
-        cache_name(exact=False, without=frozenset(), steps=steps)
-        for steps in (None, Steps(4, 1, 1, True), Steps(5, 1, 1, True), Steps(4, 2, 1, True), Steps(4, 1, 1, False))
-    }
-    assert len(names) == 5
+    batch = torch.randn(CALLS, STEPS, 5)
+    after, metrics = assert_in_cpp_as_in_python(step, torch.zeros(5), batch)
+    assert after[0] == 7 * CALLS * STEPS
+    assert_same(metrics["constant"], torch.full((CALLS, STEPS), 3.0))

@@ -38,6 +38,7 @@ def test_it_errs_by_about_one_in_the_last_place() -> None:
     errors = last_places(tanh(x), x)
     assert errors.max() <= 1.1
     assert errors.mean() <= 0.25
+    assert tanh(x).abs().max() <= 1
 
 
 @pytest.mark.inductor
@@ -55,21 +56,6 @@ def test_limits_are_torchs(dtype: torch.dtype) -> None:
     assert value.dtype == dtype
     torch.testing.assert_close(value, torch.tanh(x), rtol=0, atol=0, equal_nan=True)
     assert torch.equal(value.signbit()[:4], torch.tensor([False, True, False, True]))
-
-
-def test_no_value_is_beyond_one() -> None:
-    assert tanh(inputs()).abs().max() <= 1
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_in_half_precision_it_is_rounded_once(dtype: torch.dtype) -> None:
-    x = torch.linspace(-8, 8, 4001).to(dtype)
-    assert (tanh(x) == torch.tanh(x)).float().mean() > 0.999
-
-
-@pytest.mark.parametrize("x", [torch.ones(2, dtype=torch.float64), torch.ones(2, dtype=torch.int64)])
-def test_other_dtypes_are_left_to_inductor(x: Tensor) -> None:
-    assert tanh(x) is NotImplemented
 
 
 @pytest.mark.inductor

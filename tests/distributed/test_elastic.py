@@ -20,7 +20,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
 
 import funcamp
-from tests.distributed.elastic import TINY, read
 from tests.support.helpers import assert_same
 from tests.support.launch import BOUND, ENVIRONMENT, ROOT, lines, torchrun
 from tests.support.programs import import_example
@@ -36,6 +35,7 @@ train_gpt = import_example("train_gpt")
 PATIENCE = 600
 
 DYING = "tests.distributed.dying"
+TINY = ["--width=16", "--layers=1", "--heads=2", "--context=16", "--batch=4", "--save-every=4", "--log-every=2"]
 
 
 def steps(printed: list[str]) -> list[int]:
@@ -83,6 +83,7 @@ def test_restarted_run_ends_in_the_uninterrupted_ones_bits(
     printed = [line for line in lines(run) if line.startswith("processes")]
     assert printed == ["processes 2, from step 0", "processes 2, from step 4"]
     assert sorted(path.name for path in out.iterdir()) == ["step-00000008", "step-00000012"]
+    # Two processes saved these, and one reads them, not sharded.
     state = state_in(out)
     assert state.step == 12
     assert_same(state, state_in(tmp_path / "whole"))
@@ -141,16 +142,6 @@ def test_the_others_raise_without_a_launcher_that_ends_them(
     assert started[1].returncode == -signal.SIGKILL
 
 
-@pytest.mark.thorough(keep=1)
-def test_checkpoint_of_two_processes_is_the_same_state_on_one(
-    tmp_path: Path, alone: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """ranks/checkpoint.py has more."""
-    lines(torchrun(2, "-m", "tests.distributed.elastic", "write", tmp_path))
-    read(tmp_path)
-    assert capsys.readouterr().out.count("processes 1, from step 12\n") == 2
-
-
 def parts_in(folder: Path) -> dict[str, Any]:
     """The newest state there of the program with FSDP2, read by one process."""
     parser = processes.make_parser("train_fsdp2", "")
@@ -177,13 +168,16 @@ def test_fsdp2_run_goes_on_bit_for_bit(tmp_path: Path, alone: None) -> None:
 
 
 @pytest.mark.thorough
-def test_fsdp2_run_ends_before_the_threads_of_its_group_can_abort_it(tmp_path: Path) -> None:
-    argv = ["train_fsdp2.py", *TINY, "--steps=1", f"--out={tmp_path}"]
+@pytest.mark.parametrize("program", [["train_fsdp2"], ["train_ddp", "--shard"]], ids=lambda program: program[0])
+def test_run_with_dtensors_ends_before_the_threads_of_its_group_can_abort_it(
+    program: list[str], tmp_path: Path
+) -> None:
+    argv = [*program, *TINY, "--steps=1", f"--out={tmp_path}"]
     script = f"""
 import atexit, runpy, sys
 sys.argv = {argv!r}
 atexit.register(print, "the interpreter ends")
-runpy.run_path("examples/train_fsdp2.py", run_name="__main__")
+runpy.run_path("examples/{program[0]}.py", run_name="__main__")
 """
     path = os.pathsep.join([str(ROOT / "examples"), str(ROOT)])
     command, env = [sys.executable, "-c", script], {**ENVIRONMENT, "PYTHONPATH": path}
@@ -207,15 +201,6 @@ def test_demo_splits_its_batches_and_rank_0_alone_reports(tmp_path: Path) -> Non
     assert found["history"]["loss"] == pytest.approx(expected["history"]["loss"], rel=1e-3)
     assert sum(found["history"]["found_inf"]) < 12
     assert found["state"].keys() == expected["state"].keys()
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("kept", ["without the workaround", "with it"])
-def test_a_group_ends_with_its_threads_although_dtensors_caches_keep_its_mesh(kept: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tests.distributed.elastic", "leave", str(tmp_path), kept]
-    run = subprocess.run(command, cwd=ROOT, env=ENVIRONMENT, capture_output=True, text=True, timeout=BOUND)
-    left = 2 if kept == "without the workaround" else 0
-    assert run.stdout == f"threads 2, then {left}\n", run.stderr
 
 
 @pytest.mark.thorough

@@ -1,10 +1,16 @@
-"""Every test of `jit` traces or compiles."""
+"""Every test of `jit` traces or compiles; and the three ways in which a program uses the memory of a state."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from funcamp import jit
+from funcamp._jit import cuda_graph
+from tests.support.stand_in import StandIn
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -12,3 +18,18 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:  # those of the complete session
         if folder in item.path.parents:
             item.add_marker("compiled")
+
+
+@pytest.fixture(params=["donated", "captured", "undonated"])
+def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """How a state is used; a captured program is in a stand-in for a CUDA graph."""
+    if request.param == "captured":
+        monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
+    name: str = request.param
+    return name
+
+
+@pytest.fixture
+def compiled(mode: str) -> Callable[..., Any]:
+    """`jit` by a compiler that generates no code."""
+    return lambda step, **options: jit(step, backend="aot_eager", donate=mode != "undonated", **options)

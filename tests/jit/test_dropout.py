@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from funcamp import jit, make_train_step, module_loss, stateless
-from tests.support.helpers import assert_close, clone
+from tests.support.steps import assert_as_eager
 
 X, Y = torch.randn(8, 6), torch.randn(8, 1)
 
@@ -31,13 +31,4 @@ def test_a_compiled_step_with_dropout_is_that_of_eager_mode(name: str, policy: s
     torch.manual_seed(0)
     sgd = stateless(torch.optim.SGD, lr=0.01)
     step = make_train_step(module_loss(MODELS[name](), F.mse_loss), sgd, policy=policy)
-    run = jit(step, exact=True)
-    state = step.init()
-    for seed in range(3):
-        torch.manual_seed(seed)
-        expected, expected_metrics = step(clone(state), (X, Y))
-        torch.manual_seed(seed)
-        state, metrics = run(state, (X, Y))
-        assert not metrics.found_inf
-        assert_close(metrics.loss, expected_metrics.loss, 1e-5 if policy is None else 1e-2)
-        assert_close(state.params.tree(), expected.params.tree(), 1e-5 if policy is None else 1e-2)
+    assert_as_eager(step, jit(step, exact=True), step.init(), [(X, Y)] * 3, 1e-5 if policy is None else 1e-2)

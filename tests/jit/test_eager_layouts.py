@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from funcamp import jit, make_train_step, module_loss, stateless
+from tests.support.steps import assert_as_eager
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
 
@@ -22,41 +21,6 @@ def turned(x: Tensor) -> Tensor:
 @turned.register_fake
 def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
-
-
-class Normalized(nn.Module):
-    """A batch norm over the last dimension: its input is transposed, and its result is read as rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.last = nn.BatchNorm1d(6), nn.Linear(6, 2)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.last(self.norm(x.transpose(1, 2)).transpose(1, 2))
-        return out
-
-
-def batch(rows: int) -> tuple[Tensor, Tensor]:
-    made = torch.Generator().manual_seed(rows)
-    return torch.randn(rows, 4, 6, generator=made), torch.randn(rows, 4, 2, generator=made)
-
-
-def losses(wrap: Any, rows: list[int]) -> list[Tensor]:
-    torch.manual_seed(0)
-    step = make_train_step(module_loss(Normalized(), F.mse_loss), SGD)
-    run, state, found = wrap(step), step.init(), []
-    for count in rows:
-        state, metrics = run(state, batch(count))
-        found.append(metrics.loss.clone())
-    return found
-
-
-@pytest.mark.parametrize("rows", [[3, 3, 3], [3, 2, 3, 2]])
-def test_batch_norm_of_a_transposed_input(rows: list[int]) -> None:
-    def traced(step: Any) -> Any:
-        return jit(step, backend="eager")
-
-    torch.testing.assert_close(losses(traced, rows), losses(lambda step: step, rows))
 
 
 @pytest.mark.parametrize("inner", [nn.Identity(), nn.Dropout(0.3)], ids=["norm", "dropout"])
@@ -74,29 +38,17 @@ def test_what_follows_a_batch_norm_of_a_transposed_input_draws_and_sums_in_eager
             out: Tensor = self.inner(self.norm(self.first(x).permute(turn))).relu()
             return out.permute(*sorted(range(3), key=turn.__getitem__))
 
-    def trained(wrap: Any) -> list[Tensor]:
-        step = make_train_step(module_loss(Turned(), F.mse_loss), SGD, policy="bfloat16")
-        run, state = wrap(step), step.init()
-        torch.manual_seed(1)
-        x = torch.randn(6, 4, 6)
-        for _ in range(2):
-            state, metrics = run(state, (x, x.exp()))
-        return [metrics.loss, *state.params.tree().values()]
-
-    eager = trained(lambda step: step)
-    for expected, value in zip(eager, trained(lambda step: jit(step, backend="eager"))):
-        assert torch.equal(value, expected)
+    step, x = make_train_step(module_loss(Turned(), F.mse_loss), SGD, policy="bfloat16"), torch.randn(6, 4, 6)
+    assert_as_eager(step, jit(step, backend="eager"), step.init(), [(x, x.exp())] * 2)
 
 
 def test_operation_that_promised_another_layout() -> None:
     def step(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return state + 1, (turned(x) * state).view(-1) + turned(x).view(3, 2, 2).sum(1).view(-1).sum()
 
-    state, run = torch.ones(()), jit(step, backend="eager", donate=False)
     x = torch.arange(12.0).view(3, 4)
-    for count in (1, 2, 3):
-        state, out = run(state, x)
-        assert torch.equal(out, x.view(-1) * count + x.sum())
+    _, out = jit(step, backend="eager")(torch.ones(()), x)
+    assert torch.equal(out, x.view(-1) + x.sum())
 
 
 @pytest.mark.parametrize("order", [(2, 1, 0), (1, 0, 2), (0, 2, 1)])
@@ -116,11 +68,3 @@ def test_a_batch_keeps_the_order_of_its_dimensions(order: tuple[int, ...], is_de
     expected = step(state, x)[1]
     assert torch.equal(jit(step, backend="eager")(state, x)[1], expected)
     assert orders[0] == orders[1]
-
-
-@pytest.mark.thorough
-@pytest.mark.inductor
-def test_batch_norm_compiled_then_run_one_by_one() -> None:
-    """The second batch's size is not compiled at its first call."""
-    rows = [3, 2, 2, 3]
-    torch.testing.assert_close(losses(jit, rows), losses(lambda step: step, rows))

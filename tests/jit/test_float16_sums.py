@@ -6,7 +6,7 @@ differs from operation to operation; a program has to do the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -42,72 +42,32 @@ def pooled(values: Tensor, pool: Any, shape: tuple[int, ...]) -> Tensor:
     return grad_of(lambda x: pool(x, 3, stride=1, padding=1), inputs, values)
 
 
-def resized(values: Tensor, mode: str, shape: tuple[int, ...], factor: int) -> Tensor:
-    return grad_of(lambda w: F.interpolate(w, scale_factor=factor, mode=mode), ones(*shape), values)
-
-
 #: Functions of the four values.
 SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "weight of a convolution, over places": lambda v: grad_of(
         lambda w: F.conv1d(v.view(1, 1, 4), w), ones(1, 1, 1), ones(4)
     ),
-    "weight of a convolution, over images": lambda v: grad_of(
-        lambda w: F.conv2d(v.view(4, 1, 1, 1), w), ones(1, 1, 1, 1), ones(4)
-    ),
     "convolution over channels": lambda v: F.conv1d(v.view(1, 4, 1), ones(1, 4, 1)),
-    "transposed convolution": lambda v: F.conv_transpose1d(v.view(1, 4, 1), ones(4, 1, 1)),
-    "product of a row": lambda v: v.view(1, 4) @ ones(4, 1),
     "product": lambda v: v.view(1, 4).repeat(8, 1) @ ones(4, 8),
-    "batched product": lambda v: torch.bmm(v.view(1, 1, 4).repeat(2, 8, 1), ones(2, 4, 8)),
-    "batched product of a row": lambda v: torch.bmm(v.view(1, 1, 4), ones(1, 4, 1)),
-    "matrix and vector": lambda v: v.view(1, 4).repeat(3, 1).mv(ones(4)),
-    "dot": lambda v: v.dot(ones(4)),
-    "addmm": lambda v: torch.addmm(ones(8), v.view(1, 4).repeat(8, 1), ones(4, 8)),
-    "baddbmm": lambda v: torch.baddbmm(ones(1, 1, 1), v.view(1, 1, 4), ones(1, 4, 1)),
     "linear": lambda v: F.linear(v.view(1, 4), ones(2, 4)),
-    "bilinear": lambda v: F.bilinear(v.view(1, 4), ones(1, 1), ones(1, 4, 1)),
     "attention": lambda v: F.scaled_dot_product_attention(
         zeros(1, 1, 1, 4), zeros(1, 1, 4, 4), v.view(1, 1, 4, 1).repeat(1, 1, 1, 4)
     ),
-    "sum": lambda v: v.sum(),
-    "sum of a column": lambda v: v.view(4, 1).sum(0),
     "mean": lambda v: v.mean(),
-    "cumsum": lambda v: v.cumsum(0),
     "var": lambda v: v.var(),
-    "norm": lambda v: v.norm(),
-    "prod": lambda v: (v / 100).prod(),
-    "cumprod": lambda v: (v / 100).cumprod(0),
-    "logsumexp": lambda v: v.logsumexp(0),
     "index_add": lambda v: zeros(2).index_add(0, PLACES, v),
     "scatter_add": lambda v: zeros(2).scatter_add(0, PLACES, v),
-    "mean by scatter_reduce": lambda v: zeros(2).scatter_reduce(0, PLACES, v, "mean"),
-    "sum by scatter_reduce": lambda v: zeros(2).scatter_reduce(0, PLACES, v, "sum"),
     "index_put": lambda v: zeros(2).index_put((PLACES,), v, accumulate=True),
-    "gradient of an index": lambda v: grad_of(lambda w: w[PLACES], ones(2), v),
-    "gradient of gather": lambda v: grad_of(lambda w: w.gather(0, PLACES), ones(2), v),
     "gradient of expand": lambda v: grad_of(lambda w: w.expand(4), ones(1), v),
     "gradient of an embedding": lambda v: grad_of(lambda w: F.embedding(PLACES, w), ones(2, 1), v),
-    "bag of embeddings": lambda v: F.embedding_bag(torch.arange(4)[None], v.view(4, 1), mode="sum"),
-    "pool of means": lambda v: F.avg_pool1d(v.view(1, 1, 4), 4),
-    "pool of means in two dimensions": lambda v: F.avg_pool2d(v.view(1, 1, 2, 2), 2),
-    "adaptive pool": lambda v: F.adaptive_avg_pool1d(v.view(1, 1, 4), 1),
     "gradient of a maximum pool": lambda v: pooled(v, F.max_pool1d, (1, 1, 4)),
-    "gradient of a maximum pool in two dimensions": lambda v: pooled(v, F.max_pool2d, (1, 1, 2, 2)),
-    "gradient of nearest": lambda v: resized(v, "nearest", (1, 1, 2), 2),
-    "gradient of linear": lambda v: resized(v, "linear", (1, 1, 1), 4),
-    "gradient of bilinear": lambda v: resized(v, "bilinear", (1, 1, 1, 1), 2),
     "fold": lambda v: F.fold(torch.stack([v, v]).view(1, 2, 4), (1, 5), (1, 2)),
     "layer_norm": lambda v: F.layer_norm(v, (4,)),
     "weight of layer_norm": lambda v: grad_of(
         lambda w: F.layer_norm(torch.tensor([[1.0, 2.0]] * 4, dtype=HALF), (2,), w), ones(2), v.view(4, 1).expand(4, 2)
     ),
-    "group_norm": lambda v: F.group_norm(v.view(1, 1, 4), 1),
     "batch_norm": lambda v: F.batch_norm(v.view(4, 1), None, None, training=True),
     "softmax": lambda v: v.softmax(0),
-    "einsum": lambda v: torch.einsum("i,i->", v, ones(4)),
-    "trace": lambda v: torch.diag(v).trace(),
-    "one after the other": lambda v: v[0] + v[1] + v[2],
-    "fused": lambda v: v[0] * 2 * 0.5,
 }
 
 
@@ -125,24 +85,4 @@ def test_an_exact_program_overflows_where_eager_code_does() -> None:
     expected = {name: value.isfinite() for name, value in all_of_them(ones(1), VALUES)[1].items()}
     found = jit(all_of_them, exact=True)(ones(1), clone(VALUES))[1]
     assert [name for name in SUMS if not torch.equal(found[name].isfinite(), expected[name])] == [OUTSIDE]
-    assert 10 < sum(not value.all() for value in expected.values()) < len(SUMS)  # both are among them
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Inductor adds into a scattered element in another precision with several threads."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.mark.thorough
-@pytest.mark.inductor
-@pytest.mark.usefixtures("one_thread")
-def test_without_exact_some_sums_are_nearer_to_the_true_one() -> None:
-    """If this fails, Inductor sums as torch does, and exact=True needs no forms of its own for these."""
-    expected = all_of_them(ones(1), VALUES)[1]
-    found = jit(all_of_them)(ones(1), clone(VALUES))[1]
-    other = {name for name in SUMS if not torch.equal(found[name].isfinite(), expected[name].isfinite())}
-    assert {"gradient of an embedding", "scatter_add", "weight of layer_norm"} <= other
+    assert 5 < sum(not value.all() for value in expected.values()) < len(SUMS)  # both are among them

@@ -22,26 +22,24 @@ def begun() -> State:
     return {"n": torch.zeros(()), "sum": torch.zeros(())}
 
 
-@pytest.mark.parametrize("traced", ["by all at once", "before", "again by all"])
-def test_each_thread_keeps_its_state(traced: str) -> None:
+@pytest.mark.parametrize("is_traced", [False, True])
+def test_each_thread_keeps_its_state(is_traced: bool) -> None:
     run = jit(count, backend="eager")
-    if traced != "by all at once":
+    if is_traced:
         run(begun(), torch.ones(4))
     states: dict[int, State] = {}
 
     def work(index: int) -> None:
         state = own = begun()
         for call in range(CALLS):
-            size = 3 if traced == "again by all" and call >= CALLS // 2 else 4
-            state, n = run(state, torch.full((size,), 10.0**index))
+            state, n = run(state, torch.full((4 if call < CALLS // 2 else 3,), 10.0**index))
             assert n.item() == call + 1
         assert state is own
         states[index] = state
 
     together(work, THREADS)
     for index, state in states.items():
-        elements = 4 * CALLS if traced != "again by all" else 4 * (CALLS // 2) + 3 * (CALLS // 2)
-        assert [state["n"].item(), state["sum"].item()] == [CALLS, elements * 10.0**index]
+        assert [state["n"].item(), state["sum"].item()] == [CALLS, 7 * (CALLS // 2) * 10.0**index]
     assert len({id(state) for state in states.values()}) == THREADS
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,10 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, dropout
 
-from funcamp import ScalerConfig, _upstream, jit, loss, make_train_step, module_loss, stateless
+from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
 from funcamp._jit import cuda_graph
-from tests.support.helpers import assert_close, assert_same, clone
+from tests.support.helpers import assert_same
 from tests.support.stand_in import StandIn
+from tests.support.steps import assert_as_eager
 
 CLASSES, ROWS = 3, 12
 SIZES = (ROWS, 5, 2, 1, 0, 1, 7)
@@ -49,17 +49,12 @@ def test_a_loss_over_a_mask_trains_as_the_eager_step(policy: str, accumulate: in
     config = ScalerConfig(2.0**20, growth_interval=2)
     loss_fn = module_loss(model(), labeled)
     step = make_train_step(loss_fn, ADAMW, config, policy=policy, max_norm=1.0, accumulate=accumulate)
-    eager, compiled, run = step.init(), step.init(), jit(step, backend="eager")
-    skips = 0
-    for batch in batches():
-        if accumulate > 1:
-            batch = tuple(leaf.unflatten(0, (accumulate, -1)) for leaf in batch)
-        eager, wanted = step(eager, batch)
-        compiled, metrics = run(compiled, batch)
-        assert_same((compiled, metrics), (eager, wanted))
-        skips += int(metrics.found_inf)
+    run, given = jit(step, backend="eager"), batches()
+    if accumulate > 1:
+        given = [(x.unflatten(0, (accumulate, -1)), target.unflatten(0, (accumulate, -1))) for x, target in given]
+    rows = assert_as_eager(step, run, step.init(), given)
     assert run.programs == 1
-    assert (skips > 0) == (policy == "float16")
+    assert any(row.found_inf for row in rows) == (policy == "float16")
 
 
 def operations(state: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Any:
@@ -83,14 +78,7 @@ def operations(state: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Any:
 
 @pytest.mark.inductor
 def test_generated_code_computes_what_the_operations_do() -> None:
-    torch.manual_seed(1)
-    state = {"w": torch.randn(4, 4)}
-    eager, compiled, run = state, clone(state), jit(operations)
-    for batch in batches(1):
-        eager, wanted = operations(eager, batch)
-        compiled, found = run(compiled, batch)
-        assert [value.shape for value in found.values()] == [value.shape for value in wanted.values()]
-        assert_close((compiled, found), (eager, wanted), 1e-5)
+    assert_as_eager(operations, jit(operations), {"w": torch.randn(4, 4)}, batches(1), 1e-5)
 
 
 @pytest.mark.inductor
@@ -105,64 +93,10 @@ def test_compiled_parts_write_the_state_last() -> None:
         new = {"w": other, "other": w + late.sin(), "count": state["count"] + 1}
         return new, {"old": w, "rows": w[mask], "mean": mean, "late": late, "view": late.t()[1:]}
 
-    torch.manual_seed(2)
     state = {"w": torch.randn(4, 4), "other": torch.randn(4, 4), "count": torch.zeros(())}
+    masks = [torch.randperm(4) < size for size in (2, 4, 1, 3)]
     for run in (jit(step), jit(step, donate=False), jit(step, exact=True)):
-        eager, compiled = clone(state), clone(state)
-        for size in (2, 4, 1, 3):
-            mask = torch.randperm(4) < size
-            (eager, wanted), (compiled, found) = step(eager, mask), run(compiled, mask)
-            assert_close((compiled, found), (eager, wanted), 1e-6)
-
-
-@pytest.mark.inductor
-def test_draws_keep_their_order() -> None:
-    def step(state: Tensor, x: Tensor) -> tuple[Tensor, Any]:
-        first, second = torch.rand(3), torch.rand(3)
-        rows = x[x[:, 0] > second[0]]
-        return state + first, (rows.sin().sum(), dropout(state, 0.5) + rows.sum(), torch.rand(2))
-
-    run, x, state = jit(step, exact=True), torch.rand(8, 2), torch.ones(3)
-    for seed in range(4):
-        torch.manual_seed(seed)
-        wanted = step(state, x)
-        torch.manual_seed(seed)
-        assert_close(run(clone(state), x), wanted, 1e-6)
-
-
-@pytest.mark.inductor
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_the_callers_autocast_changes_nothing_and_its_default_dtype_acts_as_in_eager_mode(backend: str) -> None:
-    def step(state: Tensor, mask: Tensor) -> tuple[Tensor, Any]:
-        with torch.autocast("cpu", enabled=False):
-            rows = state[mask] @ state
-            new = state + rows.t() @ rows
-        return new, (rows, torch.ones(rows.shape) * torch.eye(4)[mask])
-
-    run, state, mask = jit(step, backend=backend, donate=False), torch.randn(4, 4), torch.arange(4) < 3
-    wanted = step(state, mask)
-    assert_close(run(state, mask), wanted, 1e-6)
-    try:
-        torch.set_default_dtype(torch.float64)
-        assert_close(run(state, mask), step(state, mask), 1e-6)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
-        run = jit(step, backend=backend, donate=False)
-        assert_close(run(state, mask), wanted, 1e-6)
-
-
-@pytest.mark.inductor
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_strides_that_follow_from_values(backend: str) -> None:
-    def step(state: Tensor, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        first = batch[0][:, batch[1]][:, 0]
-        return state + first.sin(), first * 2
-
-    run, x, state = jit(step, backend=backend, donate=False), torch.randn(6, 6), torch.zeros(6)
-    for size in (3, 1, 6, 2):
-        mask = torch.randperm(6) < size
-        assert_close(run(state, (x, mask)), step(state, (x, mask)), 1e-6)
+        assert_as_eager(step, run, state, masks, 1e-6)
 
 
 @pytest.mark.inductor
@@ -198,79 +132,6 @@ def test_a_size_that_cannot_be_is_an_error_and_loses_nothing() -> None:
     assert_same(run(state, x), (torch.full((2,), 2.0), out))
 
 
-def test_random_numbers_of_such_a_shape() -> None:
-    def step(state: Tensor, x: Tensor) -> tuple[Tensor, Any]:
-        columns = x[:, x[0] > 0]
-        return state, (torch.rand_like(x[x > 0]), torch.zeros_like(columns).bernoulli_(0.5), columns.clone().normal_())
-
-    run, x = jit(step, backend="eager"), torch.linspace(-1, 1, 12).reshape(3, 4).roll(1, 1)
-    torch.manual_seed(3)
-    wanted = step(torch.ones(()), x)
-    torch.manual_seed(3)
-    # torch 2.11 asks, in its formula for uniform_, whether the size is 1.
-    with pytest.raises(RuntimeError, match="a size that follows") if _upstream.VERSION < (2, 13) else nullcontext():
-        assert_same(run(torch.ones(()), x), wanted)
-
-
-class Keeps(nn.Module):
-    """Keeps the places of what it selected first, as caches of masks do."""
-
-    places: Tensor | None = None
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.places is None:
-            self.places = torch.tensor([True, False, True, True]).nonzero()[:, 0]
-        return (x * self.weight)[:, self.places].sum()
-
-
-def test_a_kept_tensor_of_such_a_shape_has_its_values() -> None:
-    kept = Keeps()
-    step = make_train_step(module_loss(kept, lambda out, _: out), ADAMW)
-    jit(step, backend="eager")(step.init(), (torch.ones(2, 4), torch.ones(())))
-    assert kept.places is not None
-    assert kept.places.tolist() == [0, 2, 3]
-
-
-def test_a_second_signature_is_compiled_later() -> None:
-    step = make_train_step(module_loss(model(), labeled), ADAMW)
-    run, eager, state = jit(step, backend="aot_eager", compile_after=2), step.init(), step.init()
-    for batch in batches():
-        for rows in (ROWS, ROWS - 1):
-            part = batch[0][:rows], batch[1][:rows]
-            (eager, wanted), (state, metrics) = step(eager, part), run(state, part)
-            assert_same((state, metrics), (eager, wanted))
-
-
-REFUSED: dict[str, Any] = {
-    "branch": lambda w, x: (w * x)[x > 0].sum() if x[x > 0].numel() > 2 else w.sum(),
-    "range": lambda w, x: torch.stack([w[i] for i in range(x.nonzero().shape[0])]).sum(),
-    "dropout": lambda w, x: dropout((w * x)[x > 0]).sum(),  # torch asks whether there is nothing to drop
-    "int": lambda w, x: w.sum() * int(x[x > 0].shape[0]),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_python_reads_of_such_a_shape_is_refused_with_its_line(name: str) -> None:
-    step = make_train_step(loss(lambda p, x: REFUSED[name](p["w"], x)), ADAMW)
-    text = r"jit: step must not read a tensor's value .* or a size that follows from values.*; .*test_open_shapes.py:"
-    with pytest.raises(RuntimeError, match=text):
-        jit(step, backend="eager")(step.init({"w": torch.ones(4)}), torch.ones(4))
-
-
-def test_such_a_size_or_shape_where_it_cannot_be_returned() -> None:
-    x, state = torch.ones(4), torch.ones(4)
-    with pytest.raises(RuntimeError, match=r"jit: step must return tensors .*; metrics\['n'\] is a number that"):
-        jit(lambda s, x: (s, {"n": x[x > 0].shape[0]}), backend="eager")(state, x)
-    with pytest.raises(ValueError, match="jit: the step's new state must have the shapes"):
-        jit(lambda s, x: (s[x > 0], x), backend="eager")(state, x)
-    with pytest.raises(RuntimeError, match="jit: step must return metrics of fixed shapes with unroll"):
-        jit(lambda s, x: (s, x[x > 0]), backend="eager", unroll=2)(state, torch.ones(2, 4))
-
-
 def test_a_cuda_graph_has_fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
     step = make_train_step(module_loss(model(), labeled), ADAMW)
@@ -278,3 +139,13 @@ def test_a_cuda_graph_has_fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=text):
         jit(step, backend="eager")(step.init(), batches()[0])
     jit(step, backend="eager", capture=False)(step.init(), batches()[0])
+
+
+@pytest.mark.inductor
+def test_draws_keep_their_order() -> None:
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, Any]:
+        first, second = torch.rand(3), torch.rand(3)
+        rows = x[x[:, 0] > second[0]]
+        return state + first, (rows.sin().sum(), dropout(state, 0.5) + rows.sum(), torch.rand(2))
+
+    assert_as_eager(step, jit(step, exact=True), torch.ones(3), [torch.rand(8, 2)] * 4, 1e-6)

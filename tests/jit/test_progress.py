@@ -6,7 +6,6 @@ import io
 import logging
 import re
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,14 +36,6 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
 
 
-@pytest.fixture
-def log() -> Iterator[logging.Logger]:
-    logger = logging.getLogger("funcamp")
-    level = logger.level
-    yield logger
-    logger.setLevel(level)
-
-
 def compiled(stream: Stream, *batches: Tensor) -> str:
     """What a jitted step says whose trace goes on until something is said."""
 
@@ -64,55 +55,31 @@ def compiled(stream: Stream, *batches: Tensor) -> str:
 def test_it_is_two_lines_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = Stream()
     monkeypatch.setattr("sys.stderr", stream)
-    first, last = compiled(stream, torch.ones(3, 2)).splitlines()
-    assert first == "funcamp.jit: tracing take for a batch of float32[3, 2]; once for each batch signature"
-    assert re.fullmatch(rf"funcamp.jit: {DONE}: take for a batch of float32\[3, 2\]", last)
+    lines = compiled(stream, torch.ones(3, 2), torch.ones(2)).splitlines()
+    assert lines[0] == "funcamp.jit: tracing take for a batch of float32[3, 2]; once for each batch signature"
+    assert re.fullmatch(rf"funcamp.jit: {DONE}: take for a batch of float32\[3, 2\]", lines[1])
+    assert "float32[2]; batch changed from a torch.float32 tensor of shape (3, 2) on cpu to a" in lines[2]
 
 
-def test_a_second_signature_says_what_differs(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Stream()
-    monkeypatch.setattr("sys.stderr", stream)
-    lines = compiled(stream, torch.ones(3), torch.ones(2)).splitlines()
-    assert "float32[2]; batch changed from a torch.float32 tensor of shape (3,) on cpu to a" in lines[2]
-
-
-class _Handler(logging.Handler):
-    def __init__(self, stream: Stream) -> None:
-        super().__init__()
-        self._stream = stream
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self._stream.write(f"{record.levelname} {record.getMessage()}\n")
-
-
-def test_a_logger_that_is_enabled_gets_it_instead(monkeypatch: pytest.MonkeyPatch, log: logging.Logger) -> None:
+def test_a_logger_that_is_enabled_gets_it_instead(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     stream, stderr = Stream(), io.StringIO()
     monkeypatch.setattr("sys.stderr", stderr)
-    handler = _Handler(stream)
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    try:
+    monkeypatch.setattr(caplog.handler, "stream", stream)
+    with caplog.at_level(logging.INFO, "funcamp"):
         lines = compiled(stream, torch.ones(3)).splitlines()
-    finally:
-        log.removeHandler(handler)
-    assert [line[:18] for line in lines] == ["INFO jit: tracing ", "INFO jit: done aft"]
+    assert ["jit: tracing take" in lines[0], "jit: done after" in lines[1], len(lines)] == [True, True, 2]
     assert stderr.getvalue() == ""
 
 
-def test_it_is_silent_if_asked(monkeypatch: pytest.MonkeyPatch, log: logging.Logger) -> None:
+def test_it_is_silent_if_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     stream = Stream()
     monkeypatch.setattr("sys.stderr", stream)
-    log.setLevel(logging.WARNING)
     stream.spoken.set()
-    assert compiled(stream, torch.ones(3)) == ""
+    with caplog.at_level(logging.WARNING, "funcamp"):
+        assert compiled(stream, torch.ones(3)) == ""
     assert not [thread for thread in threading.enumerate() if thread.name == "funcamp-progress"]
-
-
-def test_without_stderr_it_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Stream()
-    monkeypatch.setattr("sys.stderr", None)
-    stream.spoken.set()
-    assert compiled(stream, torch.ones(3)) == ""
 
 
 def test_a_closed_stream_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,11 +102,3 @@ def test_a_failure_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="mine"):
         jit(fails, backend="eager")(torch.zeros(()), torch.ones(3))
     assert re.search(r"jit: failed after \d+ s \(tracing \d+ s\): fails for a batch", stream.getvalue())
-
-
-def test_a_short_call_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "PATIENCE", 60.0)
-    stream = Stream()
-    stream.spoken.set()
-    monkeypatch.setattr("sys.stderr", stream)
-    assert compiled(stream, torch.ones(3)) == ""

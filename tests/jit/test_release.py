@@ -88,25 +88,6 @@ def test_graphs_and_memory_are_freed(interfaces: list[Watched]) -> None:
     assert memory.expired()
 
 
-def test_a_later_call_captures_again(interfaces: list[Watched]) -> None:
-    run = jit(add, backend="aot_eager")
-    state: Any = {"sum": torch.zeros(())}
-    for calls in range(3):
-        for _ in range(2):
-            state, _ = run(state, torch.ones(2))
-        assert state["sum"] == 4 * (calls + 1)
-        assert [graphs.captures for graphs in interfaces] == [1] * (calls + 1)
-        run.release()
-
-
-def test_a_state_of_another_kind_may_follow(interfaces: list[Watched]) -> None:
-    run = jit(add, backend="aot_eager")
-    run({"sum": torch.zeros(2)}, torch.ones(2))
-    run.release()
-    state, _ = run({"sum": torch.zeros(3)}, torch.ones(2))
-    assert state["sum"].tolist() == [2, 2, 2]
-
-
 def test_all_steps_on_the_state_are_freed(interfaces: list[Watched]) -> None:
     run = jit(add, backend="aot_eager")
     other = run.also(read)
@@ -118,16 +99,6 @@ def test_all_steps_on_the_state_are_freed(interfaces: list[Watched]) -> None:
     state, _ = run(state, torch.ones(2))
     assert other(state, torch.ones(2))[1] == 6
     assert [graphs.captures for graphs in interfaces] == [2, 2]
-
-
-def test_after_an_error_too(interfaces: list[Watched]) -> None:
-    run = jit(add, backend="aot_eager")
-    state, _ = run({"sum": torch.zeros(())}, torch.ones(2))
-    with pytest.raises(ValueError, match="jit: state must have"):
-        run({"sum": torch.zeros(5)}, torch.ones(2))
-    run.release()
-    assert interfaces[0].alive == 0
-    assert run(state, torch.ones(2))[0]["sum"] == 4
 
 
 @pytest.mark.parametrize("donate", [True, False])

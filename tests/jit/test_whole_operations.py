@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from typing import Any
 
 import pytest
@@ -14,16 +12,14 @@ from torch.nn import functional as F
 
 import funcamp
 from funcamp import _upstream, jit, make_train_step, module_loss, stateless
-from tests.support.helpers import assert_close, assert_same
 from tests.support.models import lstm_policies
+from tests.support.steps import assert_as_eager
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "time first": {"batch_first": False},
     "two layers, both directions": {"num_layers": 2, "bidirectional": True},
-    "no bias": {"bias": False},
     "projected": {"proj_size": 4},
 }
 
@@ -34,87 +30,16 @@ class Layers(nn.Module):
     def __init__(self, *kinds: str) -> None:
         super().__init__()
         torch.manual_seed(0)
-        options = [{"batch_first": True, **KINDS[kind]} for kind in kinds]
-        self.layers = nn.ModuleList([nn.LSTM(6, 8, **given) for given in options])
+        self.layers = nn.ModuleList([nn.LSTM(6, 8, batch_first=True, **KINDS[kind]) for kind in kinds])
         self.heads = nn.ModuleList([nn.LazyLinear(3) for _ in kinds])
         self(torch.zeros(2, 5, 6))
 
     def forward(self, x: Tensor) -> Tensor:
         out = torch.zeros(())
         for layer, head in zip(self.layers, self.heads):
-            seen, (hidden, _) = layer(x if layer.batch_first else x.transpose(0, 1))
-            last = seen[:, -1] if layer.batch_first else seen[-1]
-            out = out + head(last + hidden.mean() * last.square())
+            seen, (hidden, _) = layer(x)
+            out = out + head(seen[:, -1] + hidden.mean() * seen[:, -1].square())
         return out
-
-
-def step_of(model: nn.Module, policy: str | None, **options: Any) -> Any:
-    gradients = {"gradients": lambda grads: {name: grad.clone() for name, grad in grads.items()}}
-    sgd = stateless(torch.optim.SGD, lr=1.0)
-    config = funcamp.ScalerConfig(init_scale=2.0**10)
-    return make_train_step(
-        module_loss(model, F.cross_entropy), sgd, config, policy=policy, observe=gradients, **options
-    )
-
-
-def batch(number: int, parts: int | None = None) -> tuple[Tensor, Tensor]:
-    draw = torch.Generator().manual_seed(number)
-    size = (4,) if parts is None else (parts, 4)
-    return torch.randn(*size, 5, 6, generator=draw), torch.randint(3, size, generator=draw)
-
-
-@pytest.mark.thorough(keep=2)
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("policy", lstm_policies())
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_step_is_the_eager_one(kind: str, policy: str | None, backend: str) -> None:
-    step = step_of(Layers(kind), policy)
-    run, state = jit(step, backend=backend), step.init(flat=False)
-    for number in range(3):
-        expected, expected_metrics = step(state, batch(number))
-        state, metrics = run(state, batch(number))
-        if policy is None or _upstream.VERSION >= (2, 13):
-            assert_same((state, metrics), (expected, expected_metrics))
-        else:  # the trace of torch 2.11 rounds in other places
-            assert_close(state.params, expected.params, 3e-2)
-
-
-def test_whole_operations_in_micro_batches_are_the_eager_ones() -> None:
-    step = step_of(Layers("plain"), None, accumulate=2)
-    state = step.init(flat=False)
-    expected, _ = step(state, batch(0, 2))
-    assert_close(jit(step, backend="aot_eager")(state, batch(0, 2))[0].params, expected.params, 1e-6)
-
-
-@pytest.mark.thorough
-@pytest.mark.inductor
-def test_every_gradient_of_the_generated_code_is_the_eager_one() -> None:
-    step = step_of(Layers(*KINDS), None)
-    state = step.init(flat=False)
-    _, expected = step(state, batch(0))
-    _, found = jit(step)(state, batch(0))
-    for name, grad in expected.observed["gradients"].items():
-        assert_close(found.observed["gradients"][name], grad, 1e-5)
-        assert grad.any()
-
-
-def test_an_evaluation_without_gradients_is_the_eager_one() -> None:
-    model = Layers("plain")
-    with torch.no_grad():
-        expected = model(batch(0)[0])
-        run = jit(lambda state, x: (state, model(x)), backend="aot_eager")
-        assert_same(run((), batch(0)[0])[1], expected)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_multilabel_margin_loss_ends_at_the_first_negative_target(reduction: str) -> None:
-    target = torch.tensor([[0, 1, -1, 0, 0], [2, -1, -1, -1, -1], [3, 4, -1, 0, 0], [4, 3, 2, 1, 0]])
-    x = torch.randn(4, 5)
-
-    def value(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return state, F.multilabel_margin_loss(x, target, reduction=reduction)
-
-    assert_close(jit(value, backend="aot_eager")(torch.zeros(()), x)[1], value(x, x)[1], 1e-6)
 
 
 def hessian_product(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -129,31 +54,44 @@ def hessian_product(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return mean
 
 
-def hessian_steps(run: Any) -> Tensor:
-    params = {"w": torch.linspace(-1, 1, 64).view(8, 8).sin(), "b": torch.zeros(8)}
-    step = make_train_step(hessian_product, stateless(torch.optim.SGD, lr=5e-4), funcamp.ScalerConfig(init_scale=4.0))
-    state, call = step.init(params), run(step)
-    for _ in range(3):
-        state, metrics = call(state, torch.linspace(-1, 1, 32).view(4, 8))
-    loss: Tensor = metrics.loss
-    return loss
+def batch(number: int) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(number)
+    return torch.randn(4, 5, 6, generator=draw), torch.randint(3, (4,), generator=draw)
+
+
+def step_of(*kinds: str, policy: str | None = None) -> Any:
+    """A step that reports its gradients."""
+    gradients = {"gradients": lambda grads: {name: grad.clone() for name, grad in grads.items()}}
+    sgd, config = stateless(torch.optim.SGD, lr=1.0), funcamp.ScalerConfig(init_scale=2.0**10)
+    return make_train_step(module_loss(Layers(*kinds), F.cross_entropy), sgd, config, policy=policy, observe=gradients)
+
+
+@pytest.mark.thorough(keep=2)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("policy", lstm_policies())
+def test_a_step_is_the_eager_one(kind: str, policy: str | None) -> None:
+    step = step_of(kind, policy=policy)
+    # The trace of torch 2.11 rounds in other places in 16 bits.
+    relative = None if policy is None or _upstream.VERSION >= (2, 13) else 3e-2
+    assert_as_eager(step, jit(step, backend="aot_eager"), step.init(flat=False), map(batch, range(3)), relative)
 
 
 @pytest.mark.thorough
 @pytest.mark.inductor
-def test_a_hessian_product_is_the_eager_ones() -> None:
-    assert_close(hessian_steps(jit), hessian_steps(lambda step: step), 1e-5)
+def test_every_gradient_of_the_generated_code_is_the_eager_one() -> None:
+    step = step_of(*KINDS)
+    assert_as_eager(step, jit(step), step.init(flat=False), [batch(0)], 1e-5)
 
 
-@pytest.mark.thorough
-@pytest.mark.inductor
-@pytest.mark.filterwarnings("ignore")
-def test_zeros_without_memory_are_needed_as_long_as_torch_has_the_defect() -> None:
-    uncached = torch._inductor.config.patch(force_disable_caches=True)
-    fails = pytest.raises(RuntimeError, match="mm_out") if _upstream.ZERO_TENSORS else contextlib.nullcontext()
-    # Without the products of torch, which look at what they get, the process ends.
-    with uncached, fails:
-        hessian_steps(functools.partial(jit, without=["zero_tensors", "products"]))
+TARGET = torch.tensor([[0, 1, -1, 0, 0], [2, -1, -1, -1, -1], [3, 4, -1, 0, 0], [4, 3, 2, 1, 0]])
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_multilabel_margin_loss_ends_at_the_first_negative_target(reduction: str) -> None:
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return state + 1, F.multilabel_margin_loss(x, TARGET, reduction=reduction)
+
+    assert_as_eager(step, jit(step, backend="aot_eager"), torch.zeros(()), [torch.randn(4, 5)], 1e-6)
 
 
 @pytest.mark.inductor
@@ -162,5 +100,12 @@ def test_trilinear_interpolation_where_tests_run(monkeypatch: pytest.MonkeyPatch
         return state + 1, F.interpolate(x * state, scale_factor=2, mode="trilinear").sin()
 
     monkeypatch.setenv("CI", "true")
-    x = torch.arange(24.0).view(1, 1, 2, 3, 4)
-    torch.testing.assert_close(jit(step)(torch.ones(1), x), step(torch.ones(1), x))
+    assert_as_eager(step, jit(step), torch.ones(1), [torch.arange(24.0).view(1, 1, 2, 3, 4)], 1e-5)
+
+
+@pytest.mark.thorough
+@pytest.mark.inductor
+def test_a_hessian_product_is_the_eager_ones() -> None:
+    step = make_train_step(hessian_product, stateless(torch.optim.SGD, lr=5e-4), funcamp.ScalerConfig(init_scale=4.0))
+    state = step.init({"w": torch.linspace(-1, 1, 64).view(8, 8).sin(), "b": torch.zeros(8)})
+    assert_as_eager(step, jit(step), state, [torch.linspace(-1, 1, 32).view(4, 8)] * 3, 1e-5)

@@ -1,12 +1,14 @@
-"""A step of a small model."""
+"""A step of a small model, and the comparison of two forms of a step."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from funcamp import jit, make_train_step, module_loss, stateless
+from tests.support.helpers import assert_close, assert_same, clone
 from tests.support.models import Task
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
@@ -25,3 +27,37 @@ def eager(step: object) -> Any:
 def traced(step: Any) -> Any:
     """A step that is traced and donates its state, whose operations run one by one: nothing is compiled."""
     return jit(step, backend="eager")
+
+
+def assert_as_eager(
+    step: Callable[[Any, Any], Any],
+    run: Callable[[Any, Any], Any],
+    state: Any,
+    batches: Iterable[Any],
+    relative: float | None = None,
+) -> list[Any]:
+    """Compare what two forms of a step return for each batch; return the metrics of the second.
+
+    Both begin with a clone of the state, and draw the same random numbers. They are compared bit for bit, or within a
+    fraction of each leaf's norm. In the end the metrics of all calls must still be what they were.
+    """
+
+    def compare(found: object, expected: object) -> None:
+        if relative is None:
+            assert_same(found, expected)
+        else:
+            assert_close(found, expected, relative)
+
+    expected, found, rows = clone(state), clone(state), []
+    for number, batch in enumerate(batches):
+        torch.manual_seed(number)
+        expected, expected_metrics = step(expected, batch)
+        drawn = torch.get_rng_state()
+        torch.manual_seed(number)
+        found, metrics = run(found, batch)
+        rows.append((metrics, clone(expected_metrics)))
+        compare((found, metrics), (expected, expected_metrics))
+        assert relative or torch.equal(torch.get_rng_state(), drawn), "other counts of random numbers are drawn"
+    for row in rows:
+        compare(*row)
+    return [metrics for metrics, _ in rows]

@@ -36,14 +36,9 @@ def written_index(x: Tensor) -> Tensor:
 #: With what each returns for [1, 3].
 CONSTANTS: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
     "moved": (lambda x: x * torch.tensor([1.0, 2.0]).to(x.device), [1, 6]),
-    "moved and cast": (lambda x: x * torch.tensor([1, 2]).to(x.device, torch.float32), [1, 6]),
     "cast and moved": (lambda x: x * torch.tensor([1, 2]).float().to(x.device), [1, 6]),
-    "a view": (lambda x: x * torch.tensor([[1.0], [2.0]]).view(2).to(x.device), [1, 6]),
-    "stacked": (lambda x: x * torch.stack([torch.tensor(1.0), torch.tensor(2.0)]).to(x.device), [1, 6]),
     "a scalar": (lambda x: x * torch.tensor(2.0), [2, 6]),
     "an index": (lambda x: x[torch.tensor([1, 0])], [3, 1]),
-    "a computed index": (lambda x: x[1 - torch.arange(2)], [3, 1]),
-    "written at an index": (lambda x: torch.zeros_like(x).index_put((torch.tensor([1, 0]),), x), [3, 1]),
     "copied": (lambda x: torch.empty_like(x).copy_(torch.tensor([5.0, 6.0])) + x, [6, 9]),
     "written in between": (written, [1.5, 6]),
     "an index that was written": (written_index, [3, 3]),
@@ -78,23 +73,16 @@ def constants_of(change: Callable[[Tensor], Any]) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
-def test_constant_of_the_host_is_moved(name: str) -> None:
-    graph = traced(CONSTANTS[name][0])
-    assert places(graph) == {"meta"}
-    assert not graph.captured
-    graph.module.recompile()
-    (result,) = graph.module(torch.ones(2, device=META))
-    assert result.device == META
-
-
-@pytest.mark.parametrize("name", CONSTANTS)
 def test_constant_has_the_value_of_eager_code(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The graph for a device without values, computed on the CPU with the constants that were moved there."""
     change, expected = CONSTANTS[name]
     x = torch.tensor([1.0, 3.0])
     assert change(x).tolist() == expected
     values = constants_of(change)
-    graph = traced(change).module
+    trace = traced(change)
+    assert places(trace) == {"meta"}
+    assert not trace.captured
+    graph = trace.module
     names = [str(node.target) for node in graph.graph.find_nodes(op="get_attr")]
     assert len(names) == len({*names}) == len(values)
     for own, value in zip(sorted(names, key=lambda own: int(own.rsplit("_", 1)[1])), values):
@@ -106,41 +94,12 @@ def test_constant_has_the_value_of_eager_code(name: str, monkeypatch: pytest.Mon
     assert result.tolist() == expected
 
 
-def test_what_is_only_on_the_host_is_a_constant_result() -> None:
-    graph = traced(lambda x: (x.sum(), torch.tensor(2.0) + 1, torch.zeros(())))
-    graph.module.recompile()
-    _, three, zero = graph.module(torch.ones(2, device=META))
-    assert (three.item(), zero.item()) == (3.0, 0.0)
-
-
 ARRAY = np.array([1.0, 2.0], dtype=np.float32)
-
-
-@pytest.mark.parametrize("read", [torch.from_numpy, torch.tensor])
-def test_memory_of_an_array_is_refused_in_a_cuda_graph_alone(read: Callable[[Any], Tensor]) -> None:
-    """A program reads it at every call, a graph could not; torch does not say whether the array is the step's own."""
-
-    def change(x: Tensor) -> Tensor:
-        return x * read(ARRAY).to(x.device)
-
-    with pytest.raises(HostError, match=r"read no array of numpy, .*on the device before the first call"):
-        traced(change)
-    assert "cpu" in places(traced(change, in_cuda_graph=False))
-
-
-@pytest.mark.parametrize(
-    "shaped", [torch.zeros_like, torch.randn_like, lambda like, device: like.new_ones(2, device=device)]
-)
-def test_shape_of_a_tensor_of_the_host_may_be_read(shaped: Any) -> None:
-    graph = traced(lambda x: x + shaped(ON_HOST, device=x.device))
-    graph.module.recompile()
-    (result,) = graph.module(torch.ones(2, device=META), *graph.captured)
-    assert result.device == META
 
 
 CHANGING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "captured": (lambda x: x * ON_HOST.to(META), r"reads a torch.float32 tensor of shape \(2,\) on cpu: move it"),
-    "captured scalar": (lambda x: x * ON_HOST[0], r"reads a torch.float32 tensor of shape \(2,\) on cpu: move it"),
+    "an array": (lambda x: x * torch.from_numpy(ARRAY).to(META), "read no array of numpy, .*on the device before the"),
     "drawn": (lambda x: x * torch.rand(()), "draws on cpu: pass device="),
 }
 
@@ -148,6 +107,6 @@ CHANGING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
 @pytest.mark.parametrize("name", CHANGING)
 def test_what_could_change_on_the_host_is_refused_in_a_cuda_graph_alone(name: str) -> None:
     change, text = CHANGING[name]
-    with pytest.raises(HostError, match=f"test_host_constants.py.*{text}"):
+    with pytest.raises(HostError, match=text):
         traced(change)
     assert "cpu" in places(traced(change, in_cuda_graph=False))

@@ -10,9 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from funcamp import _upstream, jit, make_train_step, module_loss, stateless
+from funcamp import jit, make_train_step, module_loss, stateless
 from tests.support.helpers import assert_same
-from tests.support.models import lstm_policies
 
 X = torch.tensor([1.0, 2.0, 3.0])
 
@@ -37,21 +36,6 @@ def table() -> Tensor:
     return made
 
 
-def diagonal() -> Tensor:
-    made = torch.zeros(3, 3)
-    made.diagonal().fill_(5)
-    made.t().mul_(2)
-    return made
-
-
-def rows() -> Tensor:
-    made = torch.zeros(3, 3)
-    made[0] = 5
-    for row in made.unbind():
-        row += 1
-    return made
-
-
 def base_and_view() -> list[Tensor]:
     base = torch.arange(3.0)
     view = base[1:]
@@ -61,14 +45,9 @@ def base_and_view() -> list[Tensor]:
 
 MADE: dict[str, Callable[[], Any]] = {
     "filled through slices": table,
-    "filled through a diagonal": diagonal,
-    "filled row by row": rows,
     "a view": lambda: torch.ones(3, 3).tril()[None, None],
-    "a slice": lambda: torch.arange(12.0)[:9].view(3, 3),
-    "expanded": lambda: torch.ones(3, 1).expand(3, 3),
     "a tensor and a view of it": base_and_view,
     "in a dict": lambda: {3: torch.ones(3, 3).triu()},
-    "nothing": lambda: torch.zeros(0, 3),
 }
 
 
@@ -122,57 +101,13 @@ def test_a_part_of_the_batch_that_nothing_reads_again_may_be_kept(caplog: pytest
     run(state, (torch.ones(1, 3), torch.zeros(1, 3)))
 
 
-def test_a_value_of_its_own_is_not_read_through_a_computation() -> None:
-    own = torch.tensor(3.0)
-    with pytest.raises(
-        RuntimeError, match=r"must not read a tensor's value.*test_kept.py:\d+ \(.*\(own \* 2\).item\(\)"
-    ):
-        jit(lambda state, batch: (state * (own * 2).item(), None), backend="eager")(torch.zeros(()), X)
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-@pytest.mark.parametrize("layout", ["coo", "csr"])
-def test_a_sparse_tensor_of_its_own_is_refused(layout: str) -> None:
-    own = torch.eye(3).to_sparse() if layout == "coo" else torch.eye(3).to_sparse_csr()
-    with pytest.raises(RuntimeError, match=r"read strided tensors only, besides its arguments; .*make it dense"):
-        jit(lambda state, batch: (state + (own @ batch[:, None]).sum(), None), backend="eager")(torch.zeros(()), X)
-
-
-@pytest.mark.thorough(keep=2)
-@pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [
-        *[(nn.LSTM, policy) for policy in lstm_policies()],
-        *[(kind, policy) for kind in (nn.GRU, nn.RNN) for policy in (None, "bfloat16")],
-    ],
-)
-def test_recurrent_layers_keep_their_weights_and_equal_the_eager_step(
-    kind: Any, dtype: str | None, caplog: pytest.LogCaptureFixture
-) -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.rnn, self.head = kind(4, 5, num_layers=2, batch_first=True), nn.Linear(5, 1)
-
-        def forward(self, x: Tensor) -> Tensor:
-            out: Tensor = self.head(self.rnn(x)[0][:, -1])
-            return out
-
-    runs = []
-    for wrap in (lambda step: step, lambda step: jit(step, backend="eager")):
-        torch.manual_seed(0)
-        model = Model()
-        step = make_train_step(module_loss(model, F.mse_loss), stateless(torch.optim.SGD, lr=0.1), policy=dtype)
-        state, run, losses = step.init(), wrap(step), []
-        for index in range(3):
-            state, metrics = run(state, (torch.ones(2, 3, 4) * index, torch.zeros(2, 1)))
-            losses.append(metrics.loss)
-        runs.append((losses, state.params.tree()))
-        names = model.rnn._flat_weights_names
-        assert all(value is getattr(model.rnn, name) for name, value in zip(names, model.rnn._flat_weights))
-    if _upstream.VERSION < (2, 13) and kind is nn.LSTM and dtype is not None:
-        # There eager code takes oneDNN's LSTM in bfloat16, a trace the operations one by one.
-        torch.testing.assert_close(runs[1][1], runs[0][1], rtol=0, atol=1e-4)
-    else:
-        assert_same(runs[1], runs[0])
-    assert not [record for record in caplog.records if record.name == "funcamp"]
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM])
+def test_recurrent_layers_keep_their_weights(kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(kind(3, 3, num_layers=2))
+    step = make_train_step(module_loss(model, lambda out, y: F.mse_loss(out[0], y)), stateless(torch.optim.SGD, lr=0.1))
+    batch = torch.ones(2, 1, 3), torch.zeros(2, 1, 3)
+    assert_same(jit(step, backend="eager", donate=False)(step.init(), batch), step(step.init(), batch))
+    layer: Any = model[0]
+    names = layer._flat_weights_names
+    assert all(value is getattr(layer, name) for name, value in zip(names, layer._flat_weights))
+    assert not caplog.records

@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import funcamp
-from funcamp import _upstream
 from tests.distributed.ranks import case
 from tests.distributed.ranks.tools import collectives, rank, world
 from tests.support.helpers import assert_same, difference
@@ -172,22 +171,13 @@ def _whole(value: Any) -> Any:
 
 
 @case(2, 4)
-def a_functional_step_on_sharded_state_equals_one_process() -> None:
-    sharded_state(lambda step: step)
-
-
-@case(2)
-def compiled_on_sharded_state_equals_one_process() -> None:
-    for run in (compiled, funcamp.jit):
-        if run is funcamp.jit or _upstream.VERSION >= (2, 13):
-            sharded_state(run)
-        else:  # an assertion of Dynamo, torch/_dynamo/variables/torch.py, 2.11: no autograd.grad of DTensors in a graph
-            with pytest.raises((RuntimeError, AssertionError)):
-                sharded_state(run)
+def a_step_on_the_users_own_dtensors_equals_one_process() -> None:
+    for run in (identity, funcamp.jit):
+        sharded_state(run)
 
 
 def sharded_state(run: Callable[[Any], Any]) -> None:
-    """FSDP by hand: parameters, moments and gradients are slices, gathered in the forward pass."""
+    """FSDP by hand: parameters, moments and gradients are parts, gathered in the forward pass."""
 
     def loss_fn(params: Any, batch: Any) -> Tensor:
         x, y, share = batch
@@ -209,15 +199,14 @@ def sharded_state(run: Callable[[Any], Any]) -> None:
         params = {name: distribute_tensor(value, mesh, rows) for name, value in whole.items()}
         state, expected = step.init(params, flat=False), step.init(whole, flat=False)
         made = run(step)
-        with torch._dynamo.config.patch(trace_autograd_ops=True):
-            for number in range(12):
-                torch.manual_seed(number)
-                x, y = torch.randn(16, 8), torch.randint(4, (16,))
-                part = (x.chunk(world())[rank()], y.chunk(world())[rank()], torch.tensor(1 / world()))
-                state, metrics = made(state, part)
-                expected, expected_metrics = step(expected, (x, y, torch.tensor(1.0)))
-                assert metrics.found_inf == expected_metrics.found_inf
-                assert metrics.scale == expected_metrics.scale
+        for number in range(12):
+            torch.manual_seed(number)
+            x, y = torch.randn(16, 8), torch.randint(4, (16,))
+            part = (x.chunk(world())[rank()], y.chunk(world())[rank()], torch.tensor(1 / world()))
+            state, metrics = made(state, part)
+            expected, expected_metrics = step(expected, (x, y, torch.tensor(1.0)))
+            assert metrics.found_inf == expected_metrics.found_inf
+            assert metrics.scale == expected_metrics.scale
         assert difference(full(state.params), expected.params) < 0.02
         assert_same(state.scaler, expected.scaler)
         assert expected.skipped > 0

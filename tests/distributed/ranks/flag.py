@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -38,11 +37,6 @@ def an_overflow_on_one_rank_is_found_on_all() -> None:
     assert judged(reduce, False, backend="aot_eager") == 0.0
     for culprit in range(world()):
         assert judged(reduce, rank() == culprit, backend="aot_eager") == 1.0
-
-
-@case(2)
-def inductor_puts_it_into_its_program() -> None:
-    assert judged(distributed.max_over(), rank() == 1, backend="inductor") == 1.0
 
 
 @case(2)
@@ -94,19 +88,3 @@ def bad_groups_are_refused() -> None:
     for make, kind, message in wrong:
         with pytest.raises(kind, match=message):
             make()
-
-
-@case(2)
-def the_whole_loop_agrees() -> None:
-    """Scales, skips and trackers of 40 steps on every rank are those of one scaler that sees every rank's gradients."""
-    config = funcamp.ScalerConfig(init_scale=16.0, growth_interval=3)
-    alone, state = funcamp.init(config), funcamp.init(config)
-    reduce = distributed.max_over()
-    pattern = itertools.product((0, 0, 1), (0, 1, 0), (0, 0, 0, 1))
-    for bad in pattern:
-        grads = [torch.full((2,), float("nan") if flag else 1.0) for flag in bad[:2]]
-        _, alone = funcamp.unscale_and_check(alone, grads)
-        alone = funcamp.update(alone, config)
-        _, state = funcamp.unscale_and_check(state, grads[rank()], reduce=reduce)
-        state = funcamp.update(state, config)
-        assert state == alone

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -156,30 +155,6 @@ def with_the_class() -> Ended:
     )
 
 
-def with_the_functions() -> Ended:
-    """fully_shard and the functional core: one selection keeps everything that a skipped step must not change."""
-    module = distribute()
-    sgd = funcamp.stateless(torch.optim.SGD, lr=rate, momentum=MOMENTUM)
-    weights = dict(module.named_parameters())
-    params: Any = {name: param.detach() for name, param in weights.items()}
-    scaler, opt_state, average = funcamp.init(CONFIG), sgd.init(params), funcamp.clone(params)
-    total, rows = torch.zeros(()), []
-    for number in range(STEPS):
-        loss = backward(module, number, partial(funcamp.scale, scaler))
-        grads, scaler = funcamp.unscale_and_check(scaler, {name: param.grad for name, param in weights.items()})
-        rows.append(Row(scaler.scale.item(), int(opt_state.applied), bool(scaler.found_inf)))
-        stepped, moments = sgd.update(params, grads, opt_state)
-        new = (stepped, moments, funcamp.ema_update(average, stepped, DECAY), total + loss)
-        kept, opt_state, average, total = funcamp.skip_step(scaler, new=new, old=(params, opt_state, average, total))
-        for name, param in weights.items():
-            params[name].copy_(kept[name])
-            param.grad = None
-        scaler = funcamp.update(scaler, CONFIG)
-    loss_mean = mean_over_ranks(total) / int(opt_state.applied)
-    last = sgd.learning_rate(opt_state).item()
-    return Ended(rows, last, loss_mean, [*map(full, params.values())], [*map(full, average.values())])
-
-
 def with_the_step() -> Ended:
     """A step with sharded state, whose metrics are means over the ranks already."""
     sgd = funcamp.stateless(torch.optim.SGD, lr=rate, momentum=MOMENTUM)
@@ -214,7 +189,6 @@ def overflows_on_one_rank_over_500_steps_under_fsdp2_equal_the_plain_rule() -> N
     natural = {number for number, row in enumerate(expected.rows) if row.skipped} - CULPRITS.keys()
     assert natural, "float16 itself never overflowed"
     compare(with_the_class(), expected)
-    compare(with_the_functions(), expected)
 
 
 @case(2)

@@ -66,28 +66,17 @@ class _Calls(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
-        self.gathered: Counter[torch.dtype] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "_c10d_functional" and "wait_tensor" not in str(func):
-            self.found[str(func).split(".")[1]] += 1
-            if "all_gather" in str(func):
-                self.gathered[args[0].dtype] += args[0].numel()
+        name = str(func).split(".")[1]
+        if func.namespace == "_c10d_functional" and "wrap" not in name and name != "wait_tensor":
+            self.found[name] += 1
         return func(*args, **(kwargs or {}))
 
 
 def called(fn: Any, *args: Any) -> Counter[str]:
     """The collectives that a function calls, not compiled."""
-    return _calls(fn, *args).found
-
-
-def gathered(fn: Any, *args: Any) -> Counter[torch.dtype]:
-    """The elements that this rank sends in all-gathers."""
-    return _calls(fn, *args).gathered
-
-
-def _calls(fn: Any, *args: Any) -> _Calls:
     calls = _Calls()
     with calls:
         fn(*args)
-    return calls
+    return calls.found

@@ -121,8 +121,8 @@ class _Host:
                 read = self._module.graph.get_attr(name)
                 lifted = self._module.graph.call_function(_aten.lift_fresh_copy.default, (read,))
             with self._fake_mode:
-                read.meta["val"] = self._fake_mode.from_tensor(constant, static_shapes=True)
-                lifted.meta["val"] = self._fake_mode.from_tensor(constant, static_shapes=True)
+                fake = self._fake_mode.from_tensor(constant, static_shapes=True)
+            read.meta["val"] = lifted.meta["val"] = fake
             self._lifted[key] = lifted
         return self._lifted[key]
 

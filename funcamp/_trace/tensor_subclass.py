@@ -56,7 +56,7 @@ def unwrap_all(tensors: Iterable[Tensor]) -> list[Tensor]:
         if is_traceable_wrapper_subclass(tensor):
             names, _ = tensor.__tensor_flatten__()
             attributes = [getattr(tensor, name) for name in names]
-            plain += unwrap_all(filter(_is_tensor, attributes))
+            plain += unwrap_all([attribute for attribute in attributes if isinstance(attribute, Tensor)])
         else:
             plain.append(tensor)
     return plain
@@ -71,7 +71,3 @@ def wrap(wrapper: Wrapper | None, plain: Iterator[Tensor]) -> Tensor:
         attributes[name] = wrap(part_wrapper, plain)
     tensor: Tensor = wrapper.subclass.__tensor_unflatten__(attributes, wrapper.context, wrapper.size, wrapper.stride)
     return tensor
-
-
-def _is_tensor(attribute: object) -> bool:
-    return isinstance(attribute, Tensor)

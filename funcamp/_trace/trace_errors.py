@@ -8,7 +8,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from funcamp import _upstream
 from funcamp._trace.tracing import HostError
-from funcamp._trace.user_line import line_in_traceback
+from funcamp._trace.user_line import in_nested_tensor, line_in_traceback
 
 #: torch's error for an operation whose result has a shape that follows from values, if there must be none.
 _SHAPE_FROM_VALUES = tuple(
@@ -81,6 +81,8 @@ def explain(error: Exception, *, in_cuda_graph: bool, operations: Collection[str
         if in_cuda_graph:
             instead += ", or pass capture=False"
         return HostError(f"not take a shape from values {where}; {line} does: {instead}")
+    if in_nested_tensor(error):
+        return nested_tensor_error(line)
     if isinstance(error, _NUMBER_FROM_VALUES) or _reads_values(error):
         return read_error(line, operations)
     return None
@@ -88,6 +90,4 @@ def explain(error: Exception, *, in_cuda_graph: bool, operations: Collection[str
 
 def _reads_values(error: Exception) -> bool:
     """Return whether an error's text is one of those for reading a tensor without values."""
-    if not isinstance(error, (RuntimeError, TypeError)):
-        return False
-    return any(text in str(error) for text in _READ_TEXTS)
+    return isinstance(error, (RuntimeError, TypeError)) and any(text in str(error) for text in _READ_TEXTS)

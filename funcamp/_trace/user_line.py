@@ -37,6 +37,12 @@ def asks_whether_compiled(error: BaseException) -> bool:
     return False
 
 
+def in_nested_tensor(error: BaseException) -> bool:
+    """Return whether an error came out of torch's code for nested tensors."""
+    folder = f"{Path(torch.nested.__file__).parent}{os.sep}"
+    return any(frame.f_code.co_filename.startswith(folder) for frame, _ in _innermost_first(error))
+
+
 def line_in_stack() -> str:
     """Return the innermost line of user code in the current call stack."""
     return _first_user_line(traceback.walk_stack(sys._getframe(1)))

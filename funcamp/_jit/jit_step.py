@@ -195,6 +195,7 @@ class JitStep(Fixed):
         owned = memory.current
         if executable is None:
             executable, inputs, results = self._first_run(key_of(frame, leaves), memory, batch, tensors)
+            owned = memory.current  # a new program may have moved it
         else:
             is_as_noted = known_program is not None and executable.layouts.are_outside(tensors, owned.memory)
             inputs = tensors if is_as_noted else arranged(tensors, executable.layouts, owned.memory)
@@ -206,7 +207,7 @@ class JitStep(Fixed):
 
         # Return its results.
         outputs = executable.outputs
-        next_state = memory.keep(outputs.state_of(results)) if outputs.next_state_count else memory.current.tree
+        next_state = memory.keep(outputs.state_of(results)) if outputs.next_state_count else owned.tree
         return next_state, outputs.metrics_of(results)
 
     def _take_state(self, state: Tree, batch: Tree, tensors: list[Tensor]) -> tuple[StateMemory, list[Tensor]]:

@@ -182,7 +182,7 @@ def brief(value: object) -> str:
     if isinstance(value, Tensor) or torch.compiler.is_dynamo_compiling():
         return describe(value)
     kind = brief_kind(value)
-    if hasattr(value, "_fields"):  # a NamedTuple, such as a state
+    if hasattr(type(value), "_fields"):  # a NamedTuple, such as a state
         return kind
     if isinstance(value, Mapping) and value:
         return f"{kind} with {listed([repr(key) for key in value])}"

@@ -119,7 +119,7 @@ def test_changelog_of_the_release_is_short() -> None:
 #: The tokens of code that a room may have. A figure may only be lowered, or raised in a commit that names the users who
 #: need it, and why nothing simpler serves them.
 MOST_TOKENS: dict[str, int] = {
-    "_jit": 22_467,
+    "_jit": 22_530,
     "report": 27_993,
     "_optim": 20_912,
     "_trace": 15_525,
@@ -130,9 +130,9 @@ MOST_TOKENS: dict[str, int] = {
     "_verify": 4_571,
     "_upstream": 3_974,
     "_amp": 5_631,
-    "files beside": 5_270,
+    "files beside": 5_273,
     "_storage": 4_503,
-    "_scaler": 4_538,
+    "_scaler": 4_546,
     "rules": 4_401,
     "distributed": 3_688,
     "float8": 2_316,

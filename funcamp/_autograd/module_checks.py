@@ -135,10 +135,10 @@ def check_call(
                 "values no step changes: read it in the call, or keep a clone() if it is a constant"
             )
         raise ValueError(
-            "module_loss: criterion must have no trainable parameter, which no step would train; got one, "
-            f"{_tree.describe(leaf)}: make it a part of the model, whose forward takes the target, or "
-            "freeze it, requires_grad_(False); what another step trains (a GAN's discriminator) comes in the "
-            "batch, other_step.compute_params(state), for functional_call"
+            "module_loss: criterion must have no trainable parameter, which no step would train, and a forward pass "
+            f"must make none; got one, {_tree.describe(leaf)}: make it a part of the model, whose forward takes the "
+            "target, or freeze it, requires_grad_(False); what another step trains (a GAN's discriminator) comes in "
+            "the batch, other_step.compute_params(state), for functional_call"
         )
 
 

@@ -249,7 +249,7 @@ def _is_finite(leaf: Tensor) -> Tensor:
         # Widened, because a sum of duplicates may exceed float16.
         leaf = _widened(leaf).coalesce().values()
     values = local(leaf)
-    if not values.is_floating_point() or values.numel() == 0:
+    if not values.is_floating_point() or values.numel() == 0 or values.dtype.itemsize == 1:  # no maximum of float8
         return torch.isfinite(values).all()
     # A tensor is finite if its largest element is: in an eager step a third of the time of a flag for each element.
     return torch.isfinite(values.abs().amax())

@@ -152,6 +152,18 @@ class Config:
     def doubled(self) -> float:
         return 2 * self.factor
 
+    def times(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
+class Items(dict[str, float]):
+    """Raises KeyError for an attribute that is not there."""
+
+    __getattr__ = dict.__getitem__
+
+    def __deepcopy__(self, _: Any) -> Items:
+        return Items(self)
+
 
 class Trainer:
     epoch = 0
@@ -377,6 +389,18 @@ FOLLOWED: dict[str, Make] = {
     "a global tensor": global_of_the_criterion("TABLE", torch.zeros(5)),
     "a global of a function that it calls": criterion_with_helper,
     "a partial": criterion_partial,
+    "another partial": attribute(
+        functools.partial(torch.mul, other=1.0),
+        functools.partial(torch.mul, other=2.0),
+        lambda self, x: self.factor(self.layer(x)),
+    ),
+    "a method of another object": attribute(
+        Config().times, Config(2.0).times, lambda self, x: self.factor(self.layer(x))
+    ),
+    "items of a set": held({1}, lambda held: sum(held), lambda held: (held.add(2), held.remove(1))),
+    "an object whose attributes are items": attribute(
+        Items(w=1.0), Items(w=2.0), lambda self, x: self.layer(x) * self.factor.w
+    ),
     "the object of a method": criterion_method,
     "the reduction of a loss of torch's": criterion_of_torch(nn.MSELoss(), "reduction", "sum"),
     "the weight of a loss of torch's": criterion_of_torch(nn.BCEWithLogitsLoss(), "weight", torch.tensor([3.0])),

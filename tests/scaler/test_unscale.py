@@ -223,6 +223,8 @@ def test_inverse_scale_is_rounded_once_from_float64() -> None:
 def test_all_finite_integers_are_finite_and_complex_parts_both_count() -> None:
     assert all_finite([torch.tensor([1, 2]), torch.tensor(True)])
     assert not all_finite(torch.tensor(complex(0.0, math.inf)))
+    assert all_finite(torch.ones(2).to(torch.float8_e5m2))
+    assert not all_finite(torch.tensor([1.0, math.inf]).to(torch.float8_e5m2))
 
 
 def test_init_is_on_the_device_asked_for() -> None:

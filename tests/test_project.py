@@ -122,7 +122,7 @@ MOST_TOKENS: dict[str, int] = {
     "_jit": 22_530,
     "report": 27_993,
     "_optim": 20_912,
-    "_trace": 15_525,
+    "_trace": 15_554,
     "_autograd": 9_745,
     "_step": 10_208,
     "_cpu": 7_069,

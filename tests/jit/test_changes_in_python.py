@@ -343,7 +343,20 @@ def keeps_output(self: Any, x: Tensor) -> Any:
     return out
 
 
+def near_and_far() -> Program:
+    """An object that a layer deep in the model has, and that is also far from another attribute."""
+    last = Net(lambda self, x: self.layer(x) * self.held.inner.factor, held=types.SimpleNamespace(inner=Config()))
+    model: Any = last
+    far = last.held
+    for _ in range(6):
+        model = nn.Sequential(model)
+        far = types.SimpleNamespace(inner=far)
+    model.far = far
+    return Program(model, before=late(lambda: setattr(last.held.inner, "factor", 2.0)))
+
+
 FOLLOWED: dict[str, Make] = {
+    "an object near to a layer and far from another": near_and_far,
     "the mode of the whole": layers(nn.Dropout(1.0), before=lambda model, index: model.train(index % 2 == 0)),
     "the mode of a part": layers(nn.BatchNorm1d(4), before=lambda model, index: model[1].train(index < LATE)),
     "the mode, by assignment": changed(

@@ -347,7 +347,7 @@ def near_and_far() -> Program:
     """An object that a layer deep in the model has, and that is also far from another attribute."""
     last = Net(lambda self, x: self.layer(x) * self.held.inner.factor, held=types.SimpleNamespace(inner=Config()))
     model: Any = last
-    far = last.held
+    far: Any = last.held
     for _ in range(6):
         model = nn.Sequential(model)
         far = types.SimpleNamespace(inner=far)

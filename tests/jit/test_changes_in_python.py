@@ -346,9 +346,9 @@ def keeps_output(self: Any, x: Tensor) -> Any:
 def near_and_far() -> Program:
     """An object that a layer deep in the model has, and that is also far from another attribute."""
     last = Net(lambda self, x: self.layer(x) * self.held.inner.factor, held=types.SimpleNamespace(inner=Config()))
-    model: Any = last
+    model: Any = nn.Sequential(last)
     far: Any = last.held
-    for _ in range(6):
+    for _ in range(5):
         model = nn.Sequential(model)
         far = types.SimpleNamespace(inner=far)
     model.far = far

@@ -133,12 +133,6 @@ def map_nodes(cls: type, fn: Callable[..., object], *trees: Tree) -> Tree:
     return unflatten(replaced, spec)
 
 
-def select_nodes(cls: type | tuple[type, ...], fn: Callable[[Any], object], tree: Tree) -> Tree:
-    """Replace every node of a class, or of one of several, by fn of it, and everything else by None."""
-    nodes, spec = flatten(tree, is_leaf=lambda node: isinstance(node, cls))
-    return unflatten([fn(node) if isinstance(node, cls) else None for node in nodes], spec)
-
-
 def contents(tree: Tree) -> list[tuple[Any, list[Any] | None, tuple[object, ...]]] | None:
     """Return every dict and list of a tree of tensors with its keys and items; None if another node may be mutable."""
     containers: list[tuple[object, list[object] | None, tuple[object, ...]]] = []

@@ -119,7 +119,7 @@ def test_changelog_of_the_release_is_short() -> None:
 #: The tokens of code that a room may have. A figure may only be lowered, or raised in a commit that names the users who
 #: need it, and why nothing simpler serves them.
 MOST_TOKENS: dict[str, int] = {
-    "_jit": 22_530,
+    "_jit": 22_544,
     "report": 27_993,
     "_optim": 20_912,
     "_trace": 15_554,
@@ -130,7 +130,7 @@ MOST_TOKENS: dict[str, int] = {
     "_verify": 4_571,
     "_upstream": 3_974,
     "_amp": 5_631,
-    "files beside": 5_273,
+    "files beside": 5_196,
     "_storage": 4_503,
     "_scaler": 4_546,
     "rules": 4_401,

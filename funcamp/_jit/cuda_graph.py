@@ -124,10 +124,12 @@ class Captured:
                 f"jit: the step could not be captured into one CUDA graph: {error}. capture=False calls the program "
                 "without a graph"
             ) from error
-        numbers_by_dtype: defaultdict[torch.dtype, list[int]] = defaultdict(list)
+        #: The results of each dtype, which are copied together: their numbers, and their memory.
+        self._copied_together: defaultdict[torch.dtype, tuple[list[int], list[Tensor]]] = defaultdict(lambda: ([], []))
         for number, result in enumerate(self._results):
-            numbers_by_dtype[result.dtype].append(number)
-        self._copied_together = [*numbers_by_dtype.values()]
+            numbers, parts = self._copied_together[result.dtype]
+            numbers.append(number)
+            parts.append(local(result))
 
     def __call__(self, values: list[Tensor]) -> list[Tensor]:
         """Copy the batch in, replay, and return results that later calls do not change. No sync.
@@ -141,8 +143,6 @@ class Captured:
         torch.autograd.graph.increment_version(self._state)  # torch's operations do this, a replay does not
         copies = [torch.empty_like(result) for result in self._results]
         # A step has a dozen scalars. One by one their copies take the device, and the host, as long as small kernels.
-        for numbers in self._copied_together:
-            _upstream.copy_each(
-                [local(copies[number]) for number in numbers], [local(self._results[number]) for number in numbers]
-            )
+        for numbers, parts in self._copied_together.values():
+            _upstream.copy_each([local(copies[number]) for number in numbers], parts)
         return copies

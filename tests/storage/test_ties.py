@@ -411,9 +411,7 @@ def test_a_lazy_module_and_a_criterion_with_parameters() -> None:
         module_loss(nn.Sequential(nn.LazyLinear(3)), F.mse_loss)
     loss_fn = module_loss(Pair(), nn.Bilinear(4, 4, 1))
     params = {name: value.requires_grad_() for name, value in loss_fn.params().items()}
-    with pytest.raises(
-        ValueError, match=r"no trainable parameter, which no step would train; got one, a torch.float32"
-    ):
+    with pytest.raises(ValueError, match=r"must have no trainable parameter, .*; got one, a torch.float32"):
         loss_fn(params, (torch.ones(2, 4), torch.ones(2, 4)))
 
 

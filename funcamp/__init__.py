@@ -12,7 +12,7 @@ from funcamp._autograd.module_loss import module_loss
 from funcamp._autograd.scaled_grad import scaled_grad_and_value
 from funcamp._io.checkpoint import load, save
 from funcamp._io.metric_reader import MetricReader
-from funcamp._jit.jit import jit
+from funcamp._jit.jit import jit, load_step
 from funcamp._layers import register_passes as _register_passes
 from funcamp._optim.average import average, ema_update
 from funcamp._optim.by_group import by_group
@@ -67,6 +67,7 @@ __all__ = [
     "jit",
     "leaf_names",
     "load",
+    "load_step",
     "loss",
     "make_train_step",
     "merge",

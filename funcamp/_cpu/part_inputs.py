@@ -45,6 +45,21 @@ class _Flat(NamedTuple):
         return [parts[number] for number in self.part_numbers]
 
 
+class _WithParts(NamedTuple):
+    """Gives a program the parts after its inputs."""
+
+    flats: list[_Flat]
+
+    def __call__(self, inner: Flat) -> Flat:
+        """Return the function of the inputs without the parts."""
+
+        def run(inputs: list[Tensor]) -> list[Tensor]:
+            parts = [part for flat in self.flats for part in flat.parts_of_copy(inputs)]
+            return inner([*inputs, *parts])
+
+        return run
+
+
 def part_inputs(program: Program) -> Program:
     """Return a program with parts of copies of small flat inputs as inputs, after all others."""
     graph = program.module.graph
@@ -75,16 +90,9 @@ def part_inputs(program: Program) -> Program:
         examples += part_examples
         flats.append(flat)
 
-    def with_parts(inner: Flat) -> Flat:
-        def run(inputs: list[Tensor]) -> list[Tensor]:
-            parts = [part for flat in flats for part in flat.parts_of_copy(inputs)]
-            return inner([*inputs, *parts])
-
-        return run
-
     if not flats:
         return program
-    return program._replace(examples=examples, around=(*program.around, with_parts))
+    return program._replace(examples=examples, around=(*program.around, _WithParts(flats)))
 
 
 def _part_number(node: fx.Node) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -173,34 +173,34 @@ def _with_loop(steps: Steps, constant_count: int, input_count: int, result_count
     return before_entry + loop + after_entry
 
 
-def _with_results_checked(steps: Steps, shapes_of_one_step: list[tuple[int, ...]], all_steps: Flat) -> Flat:
-    """Return a function that raises at its first call if a program has taken one step instead of all of them.
+class _ResultsChecked(NamedTuple):
+    """Raises at its first call if a program has taken one step instead of all of them.
 
     The loop is put into C++ that torch writes. If it is there, the results are stacked.
-
-    Args:
-        steps: the steps that it should take.
-        shapes_of_one_step: the shapes of the results of one step; at least one.
-        all_steps: the compiled function of state and batch.
     """
-    expected_shapes = [(steps.number, *shape) for shape in shapes_of_one_step]
-    is_checked = False
 
-    def run(values: list[Tensor]) -> list[Tensor]:
-        nonlocal is_checked
-        results = all_steps(values)
-        if not is_checked:
-            shapes = [tuple(result.shape) for result in results]
-            if shapes != expected_shapes:
-                raise RuntimeError(
-                    "jit: this torch compiles no loop over the steps of a call (unroll); got results of shapes "
-                    f"{shapes} instead of {expected_shapes}: pass without=['steps_in_cpp'], and start from a saved "
-                    "state"
-                )
-            is_checked = True
-        return results
+    expected_shapes: list[tuple[int, ...]]
+    """Of the results of all steps; at least one."""
 
-    return run
+    def __call__(self, all_steps: Flat) -> Flat:
+        """Return the checked function, given the compiled one of state and batch."""
+        is_checked = False
+
+        def run(values: list[Tensor]) -> list[Tensor]:
+            nonlocal is_checked
+            results = all_steps(values)
+            if not is_checked:
+                shapes = [tuple(result.shape) for result in results]
+                if shapes != self.expected_shapes:
+                    raise RuntimeError(
+                        "jit: this torch compiles no loop over the steps of a call (unroll); got results of shapes "
+                        f"{shapes} instead of {self.expected_shapes}: pass without=['steps_in_cpp'], and start from "
+                        "a saved state"
+                    )
+                is_checked = True
+            return results
+
+        return run
 
 
 def _run(program: Program) -> Program:
@@ -217,13 +217,13 @@ def _run(program: Program) -> Program:
         return program
     constants = [*program.module.parameters(), *program.module.buffers()]
     add_loop = functools.partial(_with_loop, steps, len(constants), len(program.examples), len(results))
-    shapes_of_one_step = [tuple(node.meta["val"].shape) for node in results]
+    expected_shapes = [(steps.number, *node.meta["val"].shape) for node in results]
     return program._replace(
         steps=None,
         cache_name=program.cache_name + b"-loop",
         while_compiled=(*program.while_compiled, functools.partial(source_changed, add_loop)),
         may_fail=(*program.may_fail, PASS.name),
-        around=(functools.partial(_with_results_checked, steps, shapes_of_one_step),),
+        around=(_ResultsChecked(expected_shapes),),
     )
 
 

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import logging
 import shutil
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -13,16 +14,14 @@ from torch import Tensor, fx
 
 from funcamp import _upstream
 from funcamp._jit.cache_name import cache_name
+from funcamp._jit.compiled_program import Code, CompiledProgram, Surroundings
 from funcamp._jit.explain import explain
 from funcamp._jit.one_by_one import one_by_one
 from funcamp._jit.passes import changed
 from funcamp._jit.passes.graph_pass import Unchanged
 from funcamp._jit.passes.program import Flat, Program, Steps, Target
 from funcamp._jit.session import deep_recursion
-from funcamp._jit.unroll import unrolled
-from funcamp._memory import overlaps
 from funcamp._trace.autocast_regions import without_autocast
-from funcamp._trace.tensor_subclass import unwrap_all, wrap
 from funcamp._trace.trace import Graph
 
 _log = logging.getLogger("funcamp")
@@ -62,7 +61,7 @@ def compile_graph(
     *,
     steps: Steps | None = None,
     explained: bool = False,
-) -> Flat:
+) -> CompiledProgram:
     """Compile a graph; return a function from the arguments to the results of the traced function.
 
     With `steps` its batch and its metrics are stacked, those of all steps.
@@ -94,7 +93,7 @@ def compile_graph(
         for changed_module in program.graph_modules():
             changed_module.recompile()
         try:
-            compiled = _compiled(program)
+            compiled, code = _compiled(program)
         except Exception as error:
             if not program.may_fail:
                 raise
@@ -102,11 +101,16 @@ def compile_graph(
             _log.info("jit: compiling again without %s: %s: %s", name, type(error).__name__, error)
             # What is done to the program was printed above.
             return compile_graph(graph, target, without | {name}, steps=steps)
-    for around in program.around:
-        compiled = around(compiled)
-    run = _with_captured(graph, compiled, as_eager=not target.by_inductor)
     has_loop = steps_for_passes is not None and program.steps is None
-    return run if steps is None or has_loop else unrolled(run, steps, graph.outputs)
+    surroundings = Surroundings(
+        program.around,
+        graph.captured,
+        wrappers=graph.wrappers if graph.has_subclasses else None,
+        as_eager=not target.by_inductor,
+        steps=None if has_loop else steps,
+        outputs=graph.outputs,
+    )
+    return CompiledProgram(compiled, surroundings, code)
 
 
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
@@ -118,83 +122,24 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
     return copied
 
 
-def _with_captured(graph: Graph, compiled: Flat, *, as_eager: bool) -> Flat:
-    """Return a function of the arguments only, whose results share no memory.
-
-    Args:
-        graph: the traced step.
-        compiled: a function from the arguments and the captured tensors to the results.
-        as_eager: whether it calls torch's operations in Python, which look at autocast and record derivatives.
-    """
-    captured_tensors = graph.captured
-    wrappers = graph.wrappers
-    # The numbers of the results that need a copy, found at the first call: a program returns the same ones in the
-    # memory of others at every call.
-    copies_needed: list[int] | None = None
-
-    def run(values: list[Tensor]) -> list[Tensor]:
-        nonlocal copies_needed
-        inputs = [*values, *captured_tensors]
-        results = list(compiled(inputs))
-        if copies_needed is None:
-            copies_needed = _in_shared_memory(results, inputs)
-        for number in copies_needed:
-            results[number] = results[number].clone()
-        return results
-
-    def run_as_eager(values: list[Tensor]) -> list[Tensor]:
-        # Casts and derivatives are already in the trace. A captured tensor may require gradients, and since torch 2.14
-        # make_fx records alias instead of detach, which lets them through.
-        with without_autocast(), torch.no_grad():
-            return run(values)
-
-    run_on_parts = run_as_eager if as_eager else run
-    if not graph.has_subclasses:
-        return run_on_parts
-
-    def run_on_wrapped(values: list[Tensor]) -> list[Tensor]:
-        """Take the parts of distributed tensors out, and put the results into such tensors."""
-        plain_results = iter(run_on_parts(unwrap_all(values)))
-        return [wrap(wrapper, plain_results) for wrapper in wrappers]
-
-    return run_on_wrapped
-
-
-def _in_shared_memory(results: list[Tensor], inputs: list[Tensor]) -> list[int]:
-    """Return the numbers of results that share memory with an input or with an earlier result.
-
-    Inductor removes a clone of a value that is also another result. What a caller or a later call writes into one of
-    them must not show in the other.
-    """
-    tensors_by_number = {str(number): tensor for number, tensor in enumerate([*results, *inputs])}
-    shared_results: set[int] = set()
-    for pair in overlaps(tensors_by_number):
-        first, second = map(int, pair)
-        # The inputs follow the results. Of two results one copy is enough.
-        if second < len(results):
-            shared_results.add(second)
-        elif first < len(results):
-            shared_results.add(first)
-    return sorted(shared_results)
-
-
-def _compiled(program: Program) -> Flat:
-    """Return a function from the inputs of a program to its results."""
+def _compiled(program: Program) -> tuple[Flat, Code | None]:
+    """Return a function from the inputs of a program to its results, and what Inductor has made of it."""
     backend = program.target.backend
+    code: Code | None = None
     if backend == "inductor":
         with deep_recursion():
-            compiled = _by_inductor(program)
+            compiled, code = _by_inductor(program)
     elif backend == "eager":
         compiled = one_by_one(program.module)
     else:
         from torch._dynamo.backends.registry import lookup_backend
 
         compiled = lookup_backend(backend)(program.module, program.examples)
-    return lambda inputs: compiled(*inputs)
+    return lambda inputs: compiled(*inputs), code
 
 
-def _by_inductor(program: Program) -> Any:
-    """Return what Inductor makes of a program."""
+def _by_inductor(program: Program) -> tuple[Any, Code | None]:
+    """Return what Inductor makes of a program, and its code, if it is in one module."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
 
@@ -204,7 +149,17 @@ def _by_inductor(program: Program) -> Any:
         stack.enter_context(config.patch({**program.options, "joint_custom_post_pass": named}))
         for context in program.while_compiled:
             stack.enter_context(context())
-        return compile_fx(program.module, program.examples, decompositions=program.table)
+        constants = [*program.module.parameters(), *program.module.buffers()]
+        modules_before = len(_modules_of_inductor())
+        compiled = compile_fx(program.module, program.examples, decompositions=program.table)
+    modules = [module for module in _modules_of_inductor()[modules_before:] if hasattr(module, "call")]
+    return compiled, Code(modules[0], constants) if len(modules) == 1 else None
+
+
+def _modules_of_inductor() -> list[ModuleType]:
+    """Return the modules that Inductor has written and imported, in this order."""
+    cache = _upstream.find("torch._inductor.codecache.PyCodeCache")
+    return cache.modules if _upstream.usable(cache) else []
 
 
 def check_compiler(backend: str, leaves: list[Tensor]) -> None:

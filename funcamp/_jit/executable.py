@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._jit.compile import check_compiler, compile_graph, one_by_one_instead, target_of
+from funcamp._jit.compiled_program import CompiledProgram
 from funcamp._jit.compiler_error import reason_of
 from funcamp._jit.constants import constant_key, structure_key
 from funcamp._jit.cuda_graph import Captured
@@ -59,6 +60,29 @@ class Executable(NamedTuple):
     description: Hashable
     """What it computes: an equal one is the same program."""
 
+    def captured_in(self, memory: StateMemory, inputs: list[Tensor]) -> Executable:
+        """Return the executable as a CUDA graph on the state, which stays where it is now; without graphs, itself.
+
+        Args:
+            memory: where the state is.
+            inputs: tensors like those of every later call, on the state's device.
+
+        Raises:
+            RuntimeError: the capture failed.
+        """
+        if memory.graphs is None:
+            return self
+        run = Captured(memory.graphs, self.run, memory.current.leaves, inputs)
+        memory.pin()
+        return self._replace(run=run)
+
+    def compiled_program(self) -> CompiledProgram | None:
+        """Return what the compiler made; None if it has not yet."""
+        run = self.run
+        while isinstance(run, (Captured, CompiledLater)):
+            run = run.inner
+        return run if isinstance(run, CompiledProgram) else None
+
 
 class CompiledLater:
     """Runs the traced operations one by one, and compiles them once it has been called often enough.
@@ -71,7 +95,7 @@ class CompiledLater:
     """
 
     def __init__(self, one_by_one: Flat, compile_traced: Callable[[], Flat], calls: int, task: str) -> None:
-        self._run = one_by_one
+        self.inner = one_by_one
         #: None once they are compiled.
         self._compile_traced: Callable[[], Flat] | None = compile_traced
         self._calls_left = calls
@@ -84,9 +108,9 @@ class CompiledLater:
         elif self._compile_traced is not None:
             with CompileSession(self._task) as session:
                 session.progress.phase("compiling")
-                self._run = self._compile_traced()
+                self.inner = self._compile_traced()
             self._compile_traced = None
-        return self._run(values)
+        return self.inner(values)
 
 
 def make_executable(
@@ -157,21 +181,19 @@ def make_executable(
         outside_state = [tensor for tensor in graph.captured if not memory.meets(tensor)]
 
     # The program, and on a GPU its capture, in which the state stays where it is now.
-    owned = memory.current
     compile_at_once = compile_at_once or memory.graphs is not None
-    run = _compiled(graph, options, owned, session, compile_at_once=compile_at_once)
-    if memory.graphs is not None:
-        run = Captured(memory.graphs, run, owned.leaves, inputs)
-        memory.pin()
-    return Executable(run, graph.outputs, layouts, graph.captured, outside_state, description)
+    run = _compiled(graph, options, memory.current, session, compile_at_once=compile_at_once)
+    executable = Executable(run, graph.outputs, layouts, graph.captured, outside_state, description)
+    return executable.captured_in(memory, inputs)
 
 
 def _description_of(graph: Graph) -> Hashable:
     """Return what a program of a traced step computes, reads and returns."""
     captured_ids = tuple(map(id, graph.captured))
+    metric_leaves, metric_spec = _tree.flatten(graph.outputs.metrics_like)
     try:
-        constants = tuple(map(constant_key, graph.outputs.constants))
-        return description_of(graph), captured_ids, structure_key(graph.outputs.structure), constants
+        constants = tuple(map(constant_key, metric_leaves))
+        return description_of(graph), captured_ids, structure_key(metric_spec), constants
     except TypeError:  # a constant that cannot be hashed: no other program is the same
         return object()
 

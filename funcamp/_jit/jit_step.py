@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import operator
+import os
 import threading
 import weakref
 from collections import Counter
@@ -72,6 +73,8 @@ class JitStep(Fixed):
         """Whether a program was dropped."""
         self._last: Executable | None = None
         """That of the last call."""
+        self._state_kinds: Tree = None
+        """The kinds of the state's leaves for which programs were compiled in another process."""
 
     def __repr__(self) -> str:
         return f"jit({self._step!r})"
@@ -153,6 +156,34 @@ class JitStep(Fixed):
         with self._turn:
             return JitStep(step, self._options._replace(unroll=unroll), self._sharing)
 
+    def save(self, path: str | os.PathLike[str], *, example_state: Tree = None) -> None:
+        """Write the compiled programs of this step to a file, which `funcamp.load_step` reads in another process.
+
+        That process traces and compiles nothing, and needs no code of the model, the loss or the optimizer. The file
+        has the program of every batch signature that was called, and the tensors that it reads besides its arguments,
+        with their values now. It is for the same torch, Python, and kind of processor or GPU. Syncs: reads tensors.
+
+        Args:
+            path: the file, in a folder that exists.
+            example_state: a state for `load_step(path).example_state`, so that the file alone can train. Not changed.
+
+        Raises:
+            RuntimeError: no call has compiled the step yet; a program is not compiled by Inductor, or runs on several
+                ranks.
+            TypeError: the state, the batch or the metrics contain an object of a class that is neither Python's nor
+                funcamp's; path is not a path.
+            ValueError: example_state is unlike the state; path ends in `.safetensors`.
+
+        Example:
+            >>> run = jit(step)  # doctest: +SKIP
+            >>> state, metrics = run(state, batch)  # doctest: +SKIP
+            >>> run.save("step.pt", example_state=state)  # doctest: +SKIP
+        """
+        from funcamp._jit.step_file import write
+
+        with self._turn:
+            write(path, self._options, self._executables, self._sharing.memory, example_state)
+
     def release(self) -> None:
         """Free the programs, CUDA graphs and memory of this step, and of all steps on the same state.
 
@@ -231,7 +262,8 @@ class JitStep(Fixed):
             state = self._check_call("step", state, batch)
         check_state(state)
         if memory is None:  # stored by the first run, if that succeeds
-            return StateMemory(state, donate=self._options.donate, capture=self._options.capture), tensors
+            donate, capture = self._options.donate, self._options.capture
+            return StateMemory(state, donate=donate, capture=capture, like=self._state_kinds), tensors
         if not memory.has(state):
             if memory.graphs is not None:  # the state is copied into their memory
                 tensors = [leaf.detach().clone() if memory.meets(leaf) else leaf for leaf in tensors]
@@ -254,17 +286,7 @@ class JitStep(Fixed):
         alike = self._programs_of_other_values(key)
         try:
             with CompileSession(self._task(batch, key)) as session:
-                executable = make_executable(
-                    self._step,
-                    self._options,
-                    memory,
-                    batch,
-                    tensors,
-                    self._python_values,
-                    session,
-                    known=alike,
-                    compile_at_once=not self._executables,
-                )
+                executable = self._make(key, memory, batch, tensors, session)
                 owned = memory.current  # where it is now: it may have been moved
                 inputs = arranged(tensors, executable.layouts, owned.memory)
                 results = executable.run([*owned.leaves, *inputs])
@@ -282,6 +304,22 @@ class JitStep(Fixed):
         self._sharing.memory = memory
         self._executables[key] = executable
         return executable, inputs, results
+
+    def _make(
+        self, key: Key, memory: StateMemory, batch: Tree, tensors: list[Tensor], session: CompileSession
+    ) -> Executable:
+        """Return a program for a new signature: compiled, or one of those for other values in Python."""
+        return make_executable(
+            self._step,
+            self._options,
+            memory,
+            batch,
+            tensors,
+            self._python_values,
+            session,
+            known=self._programs_of_other_values(key),
+            compile_at_once=not self._executables,
+        )
 
     def _drop_oldest(self, batch: Tree, key: Key) -> None:
         """Drop the oldest program, of those that differ from another one in values only, because one is too many."""

@@ -29,18 +29,19 @@ class StateMemory:
         state: the first state.
         donate: whether programs write the next state into this memory.
         capture: whether programs are captured, on a device that can.
+        like: the kinds of the state's leaves, if programs were compiled before.
 
     Raises:
         RuntimeError: the state is on several GPUs and is to be captured.
     """
 
-    def __init__(self, state: Tree, *, donate: bool, capture: bool) -> None:
+    def __init__(self, state: Tree, *, donate: bool, capture: bool, like: Tree = None) -> None:
         devices = [leaf.device for leaf in _tree.leaves(state) if isinstance(leaf, Tensor)]
         self.graphs = cuda_graph.graphs_for(devices) if capture else None
         """Captures and replays; None without CUDA graphs."""
         self.captured: weakref.WeakSet[CapturedTensors] = weakref.WeakSet()
         """The tensors that programs read besides their arguments."""
-        self.kinds: Tree = None
+        self.kinds: Tree = like
         """The kinds of the first state, with the strides that programs are compiled for."""
         self._owned: OwnedState | None = None
         """The state of the last call; None if its memory is now that of a captured tensor."""

@@ -27,10 +27,12 @@ class Outputs(NamedTuple):
     """The number of leaves of the next state; 0 if the program writes them into the memory of the state."""
     build_metrics: Callable[[Iterator[Tensor]], Tree]
     """Takes the metrics' tensors from an iterator, and returns the metrics."""
-    structure: _tree.TreeSpec
-    """That of the metrics."""
-    constants: list[object]
-    """The leaves of the metrics that are not tensors, and None for each that is."""
+    metrics_like: Tree
+    """The metrics, with the class `Tensor` in the place of each tensor."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle what the results are without the function, which is made again."""
+        return outputs_of, (self.next_state_count, self.metrics_like)
 
     def state_of(self, results: list[Tensor]) -> list[Tensor]:
         """Return the leaves of the next state."""
@@ -43,3 +45,10 @@ class Outputs(NamedTuple):
     def metrics_of(self, results: list[Tensor]) -> Tree:
         """Return the metrics."""
         return self.build_metrics(iter(self.metric_tensors_of(results)))
+
+
+def outputs_of(next_state_count: int, metrics: Tree) -> Outputs:
+    """Return what the results of a program are, given the number of leaves and the metrics, or what they are like."""
+    leaves, spec = _tree.flatten(metrics)
+    metrics_like = _tree.unflatten([Tensor if isinstance(leaf, Tensor) else leaf for leaf in leaves], spec)
+    return Outputs(next_state_count, _tree.builder(metrics_like), metrics_like)

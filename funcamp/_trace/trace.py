@@ -23,7 +23,7 @@ from funcamp import _tree, _upstream
 from funcamp._trace.as_compiled import as_compiled
 from funcamp._trace.host_constants import compute_host
 from funcamp._trace.inner_casts import watch_autocast
-from funcamp._trace.interface import Input, Outputs
+from funcamp._trace.interface import Input, Outputs, outputs_of
 from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.places import Identity, Survey
 from funcamp._trace.refusals import assignments_to_data_refused
@@ -255,7 +255,7 @@ class _PlainFunction:
             results = [*next_state, *_tree.tensors_in(metrics)]
             self.results = _Results(
                 wrappers=[wrapper_of(result) for result in results],
-                outputs=_outputs_of(len(next_state), metrics),
+                outputs=outputs_of(len(next_state), metrics),
                 plain_state_count=len(unwrap_all(next_state)),
             )
         return unwrap_all(results)
@@ -276,13 +276,6 @@ def _unwrap_arguments(args: list[Tensor], state_count: int) -> tuple[list[Tensor
 def _new_like(tensor: Tensor) -> Tensor:
     """Return a new tensor of the same shape, strides, dtype and device."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
-
-
-def _outputs_of(next_state_count: int, metrics: Tree) -> Outputs:
-    """Return what the results are: leaves of the next state, then the tensors of these metrics."""
-    leaves, structure = _tree.flatten(metrics)
-    constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return Outputs(next_state_count, _tree.builder(metrics), structure, constants)
 
 
 def _refuse_open_numbers(metrics: Tree) -> None:

@@ -97,6 +97,7 @@ PRIVATE = {
     "torch._higher_order_ops.utils._in_hop_compile": "jit does not take torch.cond and while_loop",
     "torch._inductor.codecache.CppPythonBindingsCodeCache": "a first call takes longer",
     "torch._inductor.codecache.CppWrapperCodeCache": "a first call takes longer",
+    "torch._inductor.codecache.PyCodeCache": "a compiled step cannot be saved",
     "torch._inductor.cpu_vec_isa.pick_vec_isa": "a first call takes longer",
     "torch._inductor.custom_graph_pass.CustomGraphPass": "jit does not work with the inductor backend",
     "torch._inductor.decomposition.select_decomp_table": "jit does not work with the inductor backend",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from torch import Tensor, fx
 
@@ -12,6 +12,13 @@ from funcamp._jit.passes.table import Extension, Table
 
 #: A function from the tensors of a program to its results.
 Flat: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
+
+
+class Around(Protocol):
+    """What is put around a compiled program: a NamedTuple, because a file of a step contains it."""
+
+    def __call__(self, inner: Flat, /) -> Flat:
+        """Return the function that is called instead."""
 
 
 class Target(NamedTuple):
@@ -70,7 +77,7 @@ class Program(NamedTuple):
     """Those of Inductor's options that passes ask for, by name."""
     extensions: tuple[Extension, ...] = ()
     """What adds entries to the compiler's table of decompositions."""
-    around: tuple[Callable[[Flat], Flat], ...] = ()
+    around: tuple[Around, ...] = ()
     """What is put around the compiled program, the first one innermost."""
     while_compiled: tuple[Callable[[], AbstractContextManager[object]], ...] = ()
     """Context managers that are entered, in order, while Inductor compiles it."""

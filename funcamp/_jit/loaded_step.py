@@ -1,0 +1,106 @@
+"""`LoadedStep`: a compiled step from a file."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import weakref
+from pathlib import Path
+from typing import NoReturn
+
+from torch import Tensor
+
+from funcamp._jit.donation import arranged
+from funcamp._jit.executable import Executable
+from funcamp._jit.jit_step import JitStep
+from funcamp._jit.session import CompileSession
+from funcamp._jit.signature import Key, difference, shapes, shown
+from funcamp._jit.state_memory import StateMemory
+from funcamp._jit.step_file import read, runnable
+from funcamp._step.parallel import Parallel
+from funcamp._step.state import TrainState
+from funcamp._step.state_dict import export, restore
+from funcamp._types import Tree
+
+
+class _NoPython:
+    """The step of a file, of which only the programs are there."""
+
+    def __init__(self, name: str) -> None:
+        self.__name__ = name
+
+    def __call__(self, *_: object) -> NoReturn:
+        raise AssertionError("a step from a file has no Python")
+
+    def python_parts(self) -> dict[str, object]:
+        """Return the objects that may keep state besides its arguments: none."""
+        return {}
+
+
+class LoadedStep(JitStep):
+    """A compiled step from a file: called like the `JitStep` that was saved, for the same batch signatures.
+
+    Args:
+        path: the file.
+        also: a step on the same state.
+    """
+
+    example_state: Tree
+    """The state that was saved with the programs; None if there was none."""
+
+    def __init__(self, path: str | os.PathLike[str], also: JitStep | None = None) -> None:
+        description = read(path)
+        super().__init__(_NoPython(os.fspath(path)), description.options, None if also is None else also._sharing)
+        self.example_state = description.example_state
+        self._state_kinds = description.state_kinds
+        # The code is in files as long as the step is there, so that it can be saved again.
+        code = Path(tempfile.mkdtemp(prefix="funcamp_step_"))
+        weakref.finalize(self, shutil.rmtree, code, ignore_errors=True)
+        number = self._python_values.number()
+        self._in_file: dict[Key, Executable] = {}
+        for index, program in enumerate(description.programs):
+            folder = code / f"{code.name}_{index}"
+            folder.mkdir()
+            executable = runnable(program, folder)
+            for *fields, _ in program.keys:
+                self._in_file[(*fields, number)] = executable  # type: ignore[index]
+
+    def __repr__(self) -> str:
+        return f"load_step({self._step.__name__!r})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r}: it must be loaded again instead of pickled or copied")
+
+    def state_dict(self, state: TrainState) -> dict[str, Tensor]:
+        """Return every tensor of a state by a dotted name, as `TrainStep.state_dict` does. No sync."""
+        return export("state_dict", state)
+
+    def load_state_dict(self, saved: dict[str, Tensor], like: TrainState) -> TrainState:
+        """Return the state that `state_dict` saved, laid out as like, such as `example_state`.
+
+        Raises:
+            TypeError: like is not a `TrainState`, or saved not a dict.
+            ValueError: as `TrainStep.load_state_dict`.
+        """
+        return restore("load_state_dict", saved, like, Parallel())
+
+    def _make(
+        self, key: Key, memory: StateMemory, batch: Tree, tensors: list[Tensor], session: CompileSession
+    ) -> Executable:
+        """Return the program of a signature from the file, on a GPU captured.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if key not in self._in_file:
+            signatures = "; ".join(f"({', '.join(map(shown, leaves))})" for _, leaves, *_ in self._in_file)
+            raise ValueError(
+                f"{self!r}: batch must be like one of those in the file: {signatures}; got {shapes(batch)}, where "
+                f"{difference(batch, next(reversed(self._in_file)), key)}: call the step with such a batch before save"
+            )
+        session.progress.phase("running")
+        executable = self._in_file[key]
+        if memory.graphs is not None:
+            tensors = [tensor.to(memory.current.leaves[0].device) for tensor in tensors]
+        return executable.captured_in(memory, arranged(tensors, executable.layouts, memory.current.memory))

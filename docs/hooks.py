@@ -16,7 +16,8 @@ script, and a test fails if it is out of date.
     <!-- best: ... -->                                  the same, and each row's smallest value in bold
     <!-- picture: step-cpu | what it shows -->          the newest *-step-cpu.png
 
-A link to a file outside of docs/ works on both sides: in the checkout it opens the file, on the site a page with it.
+A link to a result file leads to the newest of its kind. A link to a file outside of docs/ works on both sides: in the
+checkout it opens the file, on the site a page with it.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DIRECTIVE = re.compile(r"^(<!-- (\w+): (.+?) -->\n)(.*?)(^<!-- end -->)$", re.DOTALL | re.MULTILINE)
+RESULT = re.compile(r"(?<=/benchmarks/results/)[\d-]{10}-([\w-]+)(\.\w+)(?=\))")
 LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)")
 LANGUAGES = {".py": "python", ".json": "json", ".toml": "toml", ".md": "markdown"}
 
@@ -141,8 +143,9 @@ RENDER: dict[str, Callable[[str], str]] = {
 
 
 def fill(markdown: str) -> str:
-    """Write between each pair of lines what the first one names."""
-    return DIRECTIVE.sub(lambda found: f"{found[1]}\n{RENDER[found[2]](found[3])}\n\n{found[5]}", markdown)
+    """Write between each pair of lines what the first one names, and the newest date into links to result files."""
+    filled = DIRECTIVE.sub(lambda found: f"{found[1]}\n{RENDER[found[2]](found[3])}\n\n{found[5]}", markdown)
+    return RESULT.sub(lambda found: newest(found[1], found[2]).name, filled)
 
 
 def emptied(markdown: str) -> str:

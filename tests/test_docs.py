@@ -122,6 +122,14 @@ def test_a_page_is_filled_with_code_and_results() -> None:
     assert re.search(r"\| GPT-2 3.4\xa0M \| 1.0 \| [\d.]+ \| \*\*[\d.]+\*\* \|", table)
 
 
+def test_a_link_to_a_result_leads_to_the_newest_of_its_kind() -> None:
+    newest = hooks.newest("price-cpu", ".md").name
+    old = "[it](../benchmarks/results/2000-01-01-{}.md)"
+    assert hooks.fill(old.format("price-cpu")) == f"[it](../benchmarks/results/{newest})"
+    with pytest.raises(ValueError, match="no file benchmarks/results/DATE-no-such-result"):
+        hooks.fill(old.format("no-such-result"))
+
+
 def test_a_link_to_a_file_outside_of_the_pages_leads_to_its_copy_on_the_site() -> None:
     page = SimpleNamespace(file=SimpleNamespace(src_uri="api/index.md", abs_src_path=str(DOCS / "api" / "index.md")))
     text = "[code](../../tests/test_docs.py), [page](../step.md#options), ![it](../../examples/train_gpt.png)"

@@ -12,7 +12,7 @@ from funcamp._autograd.module_loss import module_loss
 from funcamp._autograd.scaled_grad import scaled_grad_and_value
 from funcamp._io.checkpoint import load, save
 from funcamp._io.metric_reader import MetricReader
-from funcamp._jit.jit import jit, load_step
+from funcamp._jit.jit import jit
 from funcamp._layers import register_passes as _register_passes
 from funcamp._optim.average import average, ema_update
 from funcamp._optim.by_group import by_group
@@ -32,6 +32,7 @@ from funcamp._scaler.update import exhausted, merge, saturated, update
 from funcamp._step.make import make_train_step
 from funcamp._step.state import Metrics, TrainState
 from funcamp._step.step import TrainStep
+from funcamp._step_file.load_step import load_step
 from funcamp._storage.params import Params, clone, ravel
 from funcamp._storage.policy import Policy
 from funcamp._verify.verify import verify

@@ -46,6 +46,7 @@ LAYERS = [
     "numerics",
     "report",
     "_verify",
+    "_step_file",
     "_doctor",
 ]
 ROOMS = [*CORE, *LAYERS, "__main__", "__init__"]
@@ -91,8 +92,8 @@ def test_a_room_imports_only_from_those_before_it() -> None:
             assert not later, f"{file.relative_to(ROOT)} imports from {', '.join(sorted(later))}"
 
 
-#: The files of the core that ask `_layers`: for `loss(probes=)`, and for passes.
-ASKING = {"_autograd/loss.py", "_jit/passes/__init__.py"}
+#: The files of the core that ask `_layers`: for `loss(probes=)`, for passes, and for `run.save`.
+ASKING = {"_autograd/loss.py", "_jit/passes/__init__.py", "_jit/jit_step.py"}
 
 
 def test_the_core_finds_layers_in_one_place() -> None:

@@ -25,6 +25,7 @@ from funcamp._jit.python_values import MOST_COMBINATIONS, PythonValues
 from funcamp._jit.session import CompileSession
 from funcamp._jit.signature import Key, difference, flattened, frame_of, key_of, shapes, without_values
 from funcamp._jit.state_memory import StateMemory
+from funcamp._layers import layer
 from funcamp._trace.tracing import running
 from funcamp._types import Step, Tree
 from funcamp._upstream.advice import advise
@@ -179,10 +180,8 @@ class JitStep(Fixed):
             >>> state, metrics = run(state, batch)  # doctest: +SKIP
             >>> run.save("step.pt", example_state=state)  # doctest: +SKIP
         """
-        from funcamp._jit.step_file import write
-
         with self._turn:
-            write(path, self._options, self._executables, self._sharing.memory, example_state)
+            layer("_step_file.file").write(path, self._options, self._executables, self._sharing.memory, example_state)
 
     def release(self) -> None:
         """Free the programs, CUDA graphs and memory of this step, and of all steps on the same state.

@@ -17,10 +17,10 @@ from funcamp._jit.jit_step import JitStep
 from funcamp._jit.session import CompileSession
 from funcamp._jit.signature import Key, difference, shapes, shown
 from funcamp._jit.state_memory import StateMemory
-from funcamp._jit.step_file import read, runnable
 from funcamp._step.parallel import Parallel
 from funcamp._step.state import TrainState
 from funcamp._step.state_dict import export, restore
+from funcamp._step_file.file import read, runnable
 from funcamp._types import Tree
 
 

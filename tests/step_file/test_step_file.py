@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import subprocess
 import sys
@@ -14,11 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import chain, clone, init, jit, load_step, make_train_step, stateless, unscale_and_check, update
-from funcamp._jit import machine, step_file
+from funcamp._step_file import file, machine
 from tests.support.helpers import assert_same, one_thread
 from tests.support.launch import ROOT
 from tests.support.models import cnn, mlp, tied
 from tests.support.steps import SGD, assert_as_eager, build
+
+pytestmark = pytest.mark.compiled
 
 ADAMW = stateless(torch.optim.AdamW, lr=lambda applied: 0.01 / (1 + applied))
 
@@ -55,7 +58,8 @@ def trained(task: Any, optimizer: Any = ADAMW, *, steps: int = 4, stacked: int =
     if batches[0][0].is_floating_point():
         batches[2][0].fill_(float("inf"))
     if stacked:
-        batches = [tuple(map(torch.stack, zip(*batches)))] * 2
+        parts = [batches[first : first + stacked] for first in range(0, steps, stacked)]
+        batches = [tuple(map(torch.stack, zip(*part))) for part in parts]
     return step, step.init(), batches
 
 
@@ -63,10 +67,10 @@ def trained(task: Any, optimizer: Any = ADAMW, *, steps: int = 4, stacked: int =
 CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "a step by hand": (by_hand, {}),
     "dropout, a skip, an average": (lambda: trained(mlp(0.3), ema_decay=0.9, max_norm=1.0), {}),
-    "buffers, accumulation": (lambda: trained(cnn(), SGD, accumulate=2), {}),
+    "buffers, accumulation": (lambda: trained(cnn(), SGD, accumulate=2, stacked=2), {}),
     "ties, a chain, tensor by tensor": (lambda: trained(tied(), chain(ADAMW)), {"donate": False}),
-    "several steps in a call": (lambda: trained(mlp(0.3), stacked=4), {"unroll": 4}),
-    "several steps, a loop in Python": (lambda: trained(mlp(), stacked=4), {"unroll": 4, "donate": False}),
+    "several steps in a call": (lambda: trained(mlp(0.3), steps=8, stacked=4), {"unroll": 4}),
+    "several steps, a loop in Python": (lambda: trained(mlp(), steps=8, stacked=4), {"unroll": 4, "donate": False}),
 }
 
 
@@ -167,17 +171,14 @@ def test_another_process_goes_on_without_the_code_of_the_model(tmp_path: Path) -
     path, script, model = tmp_path / "step.pt", tmp_path / "train.py", tmp_path / "model_of_the_user.py"
     script.write_text(TRAIN)
     model.write_text(MODEL)
-    environment = {"PYTHONPATH": str(ROOT), "PATH": "", "HOME": str(tmp_path), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    for mode in ("train", "load"):
-        if mode == "load":
-            model.unlink()
-            environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "empty")
-        else:
-            import os
 
-            environment["PATH"] = os.environ["PATH"]
-        subprocess.run([sys.executable, script, path, mode], env=environment, check=True)
-        environment["PATH"] = ""  # no compiler
+    def run(mode: str, **environment: str) -> None:
+        command = [sys.executable, script, path, mode]
+        subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, check=True)
+
+    run("train")
+    model.unlink()
+    run("load", PATH="", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "empty"))  # no compiler, and nothing compiled
     assert_same(torch.load(f"{path}.load"), torch.load(f"{path}.train"))
 
 
@@ -203,9 +204,9 @@ def test_what_cannot_be_in_a_file_is_refused_by_save(tmp_path: Path) -> None:
 
 
 def test_a_class_of_the_user_is_refused_by_name() -> None:
-    description = step_file.Description(None, Kept(), [], None)  # type: ignore[arg-type]
+    description = file.Description(None, Kept(), [], None)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"save: the state, the batch and the metrics must be .*test_step_file\.Kept"):
-        step_file._pickled(description, [])
+        file._pickled(description, [])
 
 
 class Planted:
@@ -217,7 +218,7 @@ class Planted:
 
 def test_a_pickle_in_a_file_runs_no_code() -> None:
     planted = pickle.dumps(Planted())
-    reader = step_file._Unpickler(step_file._as_bytes(step_file._as_tensor(planted)), [])
+    reader = file._Unpickler(file._as_bytes(file._as_tensor(planted)), [])
     with pytest.raises(pickle.UnpicklingError, match=r"builtins\.exec"):
         reader.load()
 

@@ -36,9 +36,9 @@ from funcamp._jit.compiled_program import Code, CompiledProgram, Surroundings
 from funcamp._jit.donation import Layouts
 from funcamp._jit.executable import Executable, Options
 from funcamp._jit.kinds import check_like
-from funcamp._jit.machine import check_machine, this_machine
 from funcamp._jit.signature import Key
 from funcamp._jit.state_memory import StateMemory
+from funcamp._step_file.machine import check_machine, this_machine
 from funcamp._types import Tree
 
 FORMAT = 1

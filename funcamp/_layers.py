@@ -1,4 +1,4 @@
-"""The one place in which the core finds a layer: if an argument or a call names it, as `probes=` and `run.save` do, or for passes of `jit`.
+"""The one place in which the core finds a layer: for `probes=` of a loss, for `run.save`, and for passes of `jit`.
 
 A layer (float8, numerics, distributed) imports the core; the core imports no layer. What the core asks of one is a
 protocol beside the code that calls it: `Taps` in `_autograd/loss.py`.

@@ -173,7 +173,7 @@ def test_another_process_goes_on_without_the_code_of_the_model(tmp_path: Path) -
     model.write_text(MODEL)
 
     def run(mode: str, **environment: str) -> None:
-        command = [sys.executable, script, path, mode]
+        command = [sys.executable, str(script), str(path), mode]
         subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, check=True)
 
     run("train")

@@ -19,8 +19,8 @@ def load_step(path: str | os.PathLike[str], *, also: JitStep | None = None) -> L
     step that was saved; on CUDA the first call captures. Everything that was a constant of the step is one of the
     file, and so are the tensors that it read besides its arguments.
 
-    No sync, except that tensors of a file for a GPU are copied there. The file contains compiled code, which runs in this process: load only a file from someone whose programs you would
-    run. Nothing else in it is executed.
+    The file contains compiled code, which runs in this process: load only a file from someone whose programs you would
+    run. Nothing else in it is executed. No sync.
 
     Args:
         path: the file.

@@ -161,8 +161,9 @@ class JitStep(Fixed):
         """Write the compiled programs of this step to a file, which `funcamp.load_step` reads in another process.
 
         That process traces and compiles nothing, and needs no code of the model, the loss or the optimizer. The file
-        has the program of every batch signature that was called, and the tensors that it reads besides its arguments,
-        with their values now. It is for the same torch, Python, and kind of processor or GPU. Syncs: reads tensors.
+        has the program of every batch signature that was called with the values that the step's Python has now, and the
+        tensors that it reads besides its arguments. It is for the same funcamp, torch, Python, and kind of processor or
+        GPU. Syncs: reads tensors.
 
         Args:
             path: the file, in a folder that exists.
@@ -181,7 +182,11 @@ class JitStep(Fixed):
             >>> run.save("step.pt", example_state=state)  # doctest: +SKIP
         """
         with self._turn:
-            layer("_step_file.file").write(path, self._options, self._executables, self._sharing.memory, example_state)
+            number = self._python_values.number()
+            executables = {key: executable for key, executable in self._executables.items() if key[-1] == number}
+            memory = self._sharing.memory
+            state_kinds = None if memory is None else memory.kinds
+            layer("_step_file.file").write(path, self._options, executables, state_kinds, example_state)
 
     def release(self) -> None:
         """Free the programs, CUDA graphs and memory of this step, and of all steps on the same state.

@@ -16,11 +16,13 @@ is data: the pickle makes NamedTuples of funcamp and plain values, and nothing e
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import io
 import os
 import pickle
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -35,9 +37,8 @@ from funcamp._io.checkpoint import load, save
 from funcamp._jit.compiled_program import Code, CompiledProgram, Surroundings
 from funcamp._jit.donation import Layouts
 from funcamp._jit.executable import Executable, Options
-from funcamp._jit.kinds import check_like
+from funcamp._jit.kinds import Kind, check_like
 from funcamp._jit.signature import Key
-from funcamp._jit.state_memory import StateMemory
 from funcamp._step_file.machine import check_machine, this_machine
 from funcamp._types import Tree
 
@@ -47,8 +48,8 @@ FORMAT = 1
 class SavedProgram(NamedTuple):
     """A program of a step."""
 
-    keys: list[Key]
-    """Its signatures."""
+    key: Key
+    """Its signature."""
     layouts: Layouts
     python: str
     """What Inductor has written."""
@@ -75,30 +76,37 @@ def write(
     path: str | os.PathLike[str],
     options: Options,
     executables: Mapping[Key, Executable],
-    memory: StateMemory | None,
+    state_kinds: Tree,
     example_state: Tree,
 ) -> None:
     """Write the programs of a step into a file.
 
+    Args:
+        path: the file.
+        options: those of `jit`.
+        executables: the programs by their signatures.
+        state_kinds: the kinds of the state's leaves.
+        example_state: a state; None for none.
+
     Raises:
-        RuntimeError: there are none yet, or one cannot be in a file.
+        RuntimeError: there are no programs, or one cannot be in a file.
         TypeError: something in them is of a class that `read` does not make; path is not a path.
         ValueError: the example is unlike the state.
     """
-    if memory is None or not executables:
-        raise RuntimeError("save: step must have been called, which compiles it; got one without a program")
+    if not executables:
+        raise RuntimeError(
+            "save: step must have been called, which compiles it, and with the values that its Python has now (the "
+            "model's mode, numbers); got no program for them: call it once, then save it"
+        )
     if example_state is not None:
-        check_like(("state", "example_state"), memory.kinds, example_state)
-    keys_of_programs: dict[int, list[Key]] = {}
-    for key, executable in executables.items():
-        keys_of_programs.setdefault(id(executable), []).append(key)
-    different_executables = {id(executable): executable for executable in executables.values()}
-    programs = [_saved(executable, keys_of_programs[number]) for number, executable in different_executables.items()]
+        check_like(("state", "example_state"), state_kinds, example_state)
+    programs = [_saved(key, executable) for key, executable in executables.items()]
     tensors: list[Tensor] = []
-    pickled = _pickled(Description(options, memory.kinds, programs, example_state), tensors)
+    pickled = _pickled(Description(options, state_kinds, programs, example_state), tensors)
+    devices = {kind.device.type for kind in _tree.leaves(state_kinds) if isinstance(kind, Kind)}
     saved = {
         "format": FORMAT,
-        "made_for": this_machine(has_gpu=any(tensor.is_cuda for tensor in tensors)),
+        "made_for": this_machine(has_gpu="cuda" in devices),
         "description": _as_tensor(pickled),
         "tensors": tensors,
     }
@@ -127,8 +135,8 @@ def read(path: str | os.PathLike[str]) -> Description:
 # A program.
 
 
-def _saved(executable: Executable, keys: list[Key]) -> SavedProgram:
-    """Return what a file has of a program.
+def _saved(key: Key, executable: Executable) -> SavedProgram:
+    """Return what a file has of a program for a signature.
 
     Raises:
         RuntimeError: it cannot be in a file.
@@ -139,7 +147,7 @@ def _saved(executable: Executable, keys: list[Key]) -> SavedProgram:
             "save: step must be compiled by Inductor, for every batch; got a program whose operations run one by one: "
             "call jit with backend='inductor' and compile_after=0, on a step whose shapes do not follow from values"
         )
-    if program.surroundings.wrappers is not None or torch.distributed.is_initialized():
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise RuntimeError("save: step must run in one process; got one of several ranks")
     if len(executable.outside_state) < len(executable.captured):
         raise RuntimeError(
@@ -147,7 +155,7 @@ def _saved(executable: Executable, keys: list[Key]) -> SavedProgram:
         )
     module = program.code.module
     return SavedProgram(
-        keys,
+        key,
         executable.layouts,
         Path(str(module.__file__)).read_text(),
         [_as_tensor(library.read_bytes()) for library in _libraries(module)],
@@ -165,24 +173,22 @@ def _libraries(module: ModuleType) -> list[Path]:
     return [Path(str(file)) for file in files]
 
 
-def runnable(saved: SavedProgram, folder: Path) -> Executable:
-    """Return a program of a file, ready to run.
-
-    Args:
-        saved: the program.
-        folder: an empty one for its code, which must stay as long as the program.
-    """
-    libraries: list[Path] = []
-    for number, content in enumerate(saved.libraries):
-        library = folder / f"library_{number}.so"
-        library.write_bytes(_as_bytes(content).getvalue())
-        libraries.append(library)
-    file = folder / "program.py"
-    file.write_text(saved.python)
-    spec: Any = importlib.util.spec_from_file_location(f"funcamp_{folder.name}", file)
-    module = importlib.util.module_from_spec(spec)
-    with _loaded_instead(libraries):
-        spec.loader.exec_module(module)
+def runnable(saved: SavedProgram) -> Executable:
+    """Return a program of a file, ready to run."""
+    # What is loaded needs its files no longer, except on Windows.
+    with tempfile.TemporaryDirectory(prefix="funcamp_", ignore_cleanup_errors=True) as folder:
+        libraries: list[Path] = []
+        for number, content in enumerate(saved.libraries):
+            library = Path(folder, f"library_{number}.so")
+            library.write_bytes(_as_bytes(content).getvalue())
+            libraries.append(library)
+        # A file of Python too: Triton reads the source of a kernel there.
+        file = Path(folder, "program.py")
+        file.write_text(saved.python)
+        spec: Any = importlib.util.spec_from_file_location(Path(folder).name, file)
+        module = importlib.util.module_from_spec(spec)
+        with _loaded_instead(libraries):
+            spec.loader.exec_module(module)
     vars(module).update(saved.module_tensors)
 
     def compiled(inputs: list[Tensor]) -> list[Tensor]:
@@ -202,7 +208,7 @@ def _loaded_instead(libraries: Sequence[Path]) -> Iterator[None]:
 
     def load_pybinding_async(cls: Any, /, *_: object, **__: object) -> Any:
         library = next(remaining)
-        name = f"funcamp_{library.parent.name}_{library.stem}"
+        name = f"{library.parent.name}_{library.stem}"
         cls._load_library_inner(str(library), name)
         function = getattr(sys.modules[f"{name}.{cls.entry_function}"], cls.entry_function)
         return lambda: function
@@ -220,7 +226,7 @@ def _as_tensor(content: bytes) -> Tensor:
 
 
 def _as_bytes(content: Tensor) -> io.BytesIO:
-    return io.BytesIO(content.numpy().tobytes())
+    return io.BytesIO(ctypes.string_at(content.data_ptr(), content.nbytes))  # numpy may not be there
 
 
 def _pickled(description: Description, tensors: list[Tensor]) -> bytes:

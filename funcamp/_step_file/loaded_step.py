@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
-import weakref
-from pathlib import Path
 from typing import NoReturn
 
 from torch import Tensor
 
+from funcamp import _tree
 from funcamp._jit.donation import arranged
 from funcamp._jit.executable import Executable
 from funcamp._jit.jit_step import JitStep
@@ -54,23 +51,24 @@ class LoadedStep(JitStep):
         super().__init__(_NoPython(os.fspath(path)), description.options, None if also is None else also._sharing)
         self.example_state = description.example_state
         self._state_kinds = description.state_kinds
-        # The code is in files as long as the step is there, so that it can be saved again.
-        code = Path(tempfile.mkdtemp(prefix="funcamp_step_"))
-        weakref.finalize(self, shutil.rmtree, code, ignore_errors=True)
         number = self._python_values.number()
         self._in_file: dict[Key, Executable] = {}
-        for index, program in enumerate(description.programs):
-            folder = code / f"{code.name}_{index}"
-            folder.mkdir()
-            executable = runnable(program, folder)
-            for *fields, _ in program.keys:
-                self._in_file[(*fields, number)] = executable  # type: ignore[index]
+        # The other of two threads that compile would get these libraries.
+        with CompileSession(f"a step of {path}") as session:
+            session.progress.phase("loading")
+            for program in description.programs:
+                *fields, _ = program.key
+                self._in_file[(*fields, number)] = runnable(program)  # type: ignore[index]
 
     def __repr__(self) -> str:
         return f"load_step({self._step.__name__!r})"
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r}: it must be loaded again instead of pickled or copied")
+
+    def save(self, path: str | os.PathLike[str], *, example_state: Tree = None) -> NoReturn:
+        """Raise RuntimeError: the step is in a file."""
+        raise RuntimeError(f"save: step must be one that jit has made; got {self!r}: copy its file")
 
     def state_dict(self, state: TrainState) -> dict[str, Tensor]:
         """Return every tensor of a state by a dotted name, as `TrainStep.state_dict` does. No sync."""
@@ -93,6 +91,11 @@ class LoadedStep(JitStep):
         Raises:
             ValueError: there is none.
         """
+        if _tree.flatten(memory.kinds) != _tree.flatten(self._state_kinds):
+            raise ValueError(
+                f"{self!r}: a step on the same state must have it in the memory layout of the file: call the step of "
+                "the file first"
+            )
         if key not in self._in_file:
             signatures = "; ".join(f"({', '.join(map(shown, leaves))})" for _, leaves, *_ in self._in_file)
             raise ValueError(

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+import funcamp
+
 #: The beginnings of the names of instructions that a C++ compiler uses by itself on x86.
 _INSTRUCTIONS = (
     *("abm", "adx", "aes", "amx", "avx", "bmi", "f16c", "fma", "gfni", "lzcnt", "movbe", "pclmul", "popcnt", "sha"),
@@ -25,6 +27,7 @@ def this_machine(*, has_gpu: bool) -> dict[str, Any]:
     """
     # The libraries use Python's own interface, which changes from 3.11 to 3.12.
     needs: dict[str, Any] = {
+        "funcamp": funcamp.__version__,
         "torch": str(torch.__version__),
         "Python": ".".join(platform.python_version_tuple()[:2]),
         "system": f"{platform.system()} {platform.machine()}",

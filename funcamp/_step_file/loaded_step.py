@@ -66,7 +66,7 @@ class LoadedStep(JitStep):
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r}: it must be loaded again instead of pickled or copied")
 
-    def save(self, path: str | os.PathLike[str], *, example_state: Tree = None) -> NoReturn:
+    def save(self, path: str | os.PathLike[str], *, example_state: Tree = None) -> NoReturn:  # noqa: ARG002
         """Raise RuntimeError: the step is in a file."""
         raise RuntimeError(f"save: step must be one that jit has made; got {self!r}: copy its file")
 

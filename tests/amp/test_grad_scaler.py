@@ -1,7 +1,6 @@
 """The claim: `funcamp.GradScaler` is `torch.amp.GradScaler` bit for bit, without its host reads and unsafe steps.
 
-Random loops are in test_grad_scaler_trajectories.py, the cases of torch's own tests in test_grad_scaler_upstream.py, bad
-calls in test_refusals.py.
+Random loops are in test_grad_scaler_trajectories.py, the cases of torch's own tests in test_grad_scaler_upstream.py.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ import math
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -262,7 +262,7 @@ class Named(torch.nn.Parameter):
     """No class of torch's."""
 
 
-SPARSE = torch.sparse_coo_tensor([[1, 3]], [[1.0, 1.0], [1.0, 1.0]], (4, 2), check_invariants=False)
+SPARSE = torch.sparse_coo_tensor(torch.tensor([[1, 3]]), torch.ones(2, 2), (4, 2), check_invariants=False)
 #: An optimizer, a parameter, its gradient, and the reason for which the step is not undone.
 READ_FOR: list[tuple[Callable[[list[Tensor]], Any], Tensor, Tensor, str]] = [
     (Own, torch.ones(2), torch.ones(2), "Own is no class of torch.optim's own"),
@@ -294,15 +294,15 @@ def test_the_flag_of_a_step_that_cannot_be_undone_is_read_with_the_reason(
 def test_a_hook_or_a_replaced_step_sees_no_step_that_is_undone_unless_asked_to(
     skip: Any, calls: int, replaces: bool
 ) -> None:
-    loop, seen = around(Elsewhere("cpu", skip=skip)), []
+    loop, seen = around(Elsewhere("cpu", skip=skip)), mock.Mock(spec=[], return_value=None)
     if replaces:  # as Accelerate does
-        step = loop.optimizer.step
-        loop.optimizer.step = lambda *args: (seen.append(1), step(*args))
+        seen.side_effect = loop.optimizer.step
+        loop.optimizer.step = seen
     else:
-        loop.optimizer.register_step_post_hook(lambda *_: seen.append(1))
+        loop.optimizer.register_step_post_hook(seen)
     for overflows in (True, False):
         loop.step(gradients(overflows))
-    assert len(seen) == calls
+    assert seen.call_count == calls
 
 
 @pytest.mark.parametrize(("name", "warns"), [("SGD", True), ("AdamW-fused", False)])

@@ -11,7 +11,6 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
-from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.float16_run import (
@@ -44,7 +43,7 @@ class Net(pl.LightningModule):
         self.body = make_model()
         self.optimizer, self.schedule = optimizer, schedule
 
-    def training_step(self, batch: Any, index: int) -> Tensor | None:
+    def training_step(self, batch: Any, index: int) -> Any:
         x, y = batch
         return torch.nn.functional.mse_loss(self.body(x).float(), y)
 

@@ -30,7 +30,8 @@ def iterate(scaler: Any, model: Any, optimizer: Any, batch: tuple[Tensor, Tensor
 
 @pytest.mark.parametrize("name", FUNCAMP)
 def test_a_schedule_counts_applied_steps_if_the_loop_reads_the_flag(name: str) -> None:
-    model, scaler, taken = make_model(), FUNCAMP[name](**NUMBERS), 0
+    model, taken = make_model(), 0
+    scaler: Any = FUNCAMP[name](**NUMBERS)
     optimizer = OPTIMIZERS["sgd"](model.parameters())
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     for batch in batches():

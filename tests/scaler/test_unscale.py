@@ -50,7 +50,7 @@ def test_a_non_finite_value_anywhere_sets_the_flag(dtype: torch.dtype, bad: floa
     for position in range(5):
         for value in (bad, complex(1.0, bad))[: 1 + dtype.is_complex]:
             grad = torch.ones(5, dtype=dtype)
-            grad[position] = value
+            grad[position] = torch.tensor(value, dtype=dtype)
             _, state = unscale_and_check(state_of(4.0), {"clean": torch.ones(2), "bad": grad})
             assert_same(state, state_of(4.0, found_inf=1.0))
 

@@ -112,7 +112,6 @@ def assert_same_run(actual: Run, expected: Run) -> None:
 
 
 VARIANTS: dict[str, tuple[Any, dict[str, Any]]] = {
-    "adamw": (Net, {}),
     "sgd, schedule": (functools.partial(Net, "sgd", schedule=True), {}),
     "fused": (functools.partial(Net, "fused"), {}),
     "clip by norm": (Net, {"gradient_clip_val": 0.1}),

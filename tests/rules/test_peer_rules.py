@@ -15,6 +15,7 @@ import torch
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from funcamp import ScalerConfig, ScalerState, exhausted, init, presets, rules, update
+from funcamp._scaler.state import counters_of
 from tests.conftest import Transform
 from tests.rules import peer_rules
 from tests.support.oracle import flagged
@@ -96,6 +97,9 @@ def assert_follows_library(
         rule.update(flag)
         assert state.scale.item() == rule.scale or state.scale.isnan(), f"{seen}: {state} against {rule}"
         assert state.found_inf.item() == 0.0
+        for counter in ("_hysteresis_tracker", "hysteresis_tracker", "cur_hysteresis"):
+            if hasattr(rule, counter):
+                assert counters_of(state) == {"hysteresis_tracker": getattr(rule, counter)}, f"{seen}"
         if isinstance(rule, peer_rules.Fairseq):
             assert bool(stuck) == (rule.raised or (flag and rule.scale == math.inf)), f"{seen}: {state} against {rule}"
 

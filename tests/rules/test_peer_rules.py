@@ -142,18 +142,18 @@ def test_exhausted_where_deepspeed_raises(library: str) -> None:
 
 
 def test_fsdp_preset_follows_torchs_sharded_scaler() -> None:
-    rule, config = pair("fsdp_cpu")
-    options = {name: getattr(config, name) for name in ("growth_factor", "backoff_factor", "growth_interval")}
-    scaler: Any = ShardedGradScaler("cpu", config.init_scale, process_group=None, **options)
+    numbers = (999.0, 0.3, 1.7, 2)
+    scaler: Any = ShardedGradScaler("cpu", *numbers, process_group=None)
     scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
-    rng = random.Random(0)
+    config = presets.fsdp_cpu(*numbers)
+    state, rng = init(config), random.Random(0)
     for _ in range(200):
         found = rng.random() < 0.3
         flag = torch.full((1,), float(found))
         scaler._per_optimizer_states[0] = {"stage": None, "found_inf_per_device": {torch.device("cpu"): flag}}
         scaler.update()
-        rule.update(found)
-        assert (rule.scale, rule._growth_tracker) == (scaler.get_scale(), int(scaler._growth_tracker))
+        state = update(flagged(state, found), config)
+        assert (state.scale.item(), state.growth_tracker.item()) == (scaler.get_scale(), int(scaler._growth_tracker))
 
 
 # paddle_dygraph has the defaults of paddle.amp.GradScaler, not of the class that has the rule

@@ -46,10 +46,6 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         returns(lambda outcome: outcome._replace(growth_tracker=outcome.growth_tracker[None])),
         *(ValueError, r"whose growth_tracker is a torch.int32 .* got .* of shape \(1,\)"),
     ),
-    "a flag": (
-        returns(lambda outcome: outcome._replace(backs_off=outcome.scale)),
-        *(TypeError, "whose backs_off is a torch.bool .* got a torch.float32 tensor"),
-    ),
     "a counter": (
         returns(lambda outcome: outcome._replace(counters={"steps": outcome.scale})),
         *(TypeError, "whose steps is a torch.int32 tensor .* got a torch.float32 tensor"),

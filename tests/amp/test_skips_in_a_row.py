@@ -23,7 +23,7 @@ def take_steps(scaler: Any, optimizers: Any, named: Any, count: int, *, factor: 
     for _ in range(count):
         for optimizer in optimizers:
             optimizer.zero_grad()
-        scaler.scale(named["fine"].sum() + factor * named["bad"].sum()).backward()
+        scaler.scale(named["fine"].sum() + factor * named["bad"][0]).backward()
         for optimizer in optimizers:
             scaler.step(optimizer)
         scaler.update(8.0)  # whatever the rule

@@ -60,7 +60,7 @@ NUMBERS: dict[str, dict[str, Any]] = {
         "tolerance": 0.3,
     },
     "consecutive": {
-        "first": 64.0, "interval": 3, "overflows": 2, "growth": 3.0, "backoff": 0.77, "least": 5.0, "most": 77.0,
+        "first": 64.0, "interval": 3, "overflows": 2, "growth": 3.0, "backoff": 0.77, "least": 5.0, "most": 50.0,
         "consecutive_hysteresis": True, "tolerance": 0.5, "threshold": 5.0,
     },
     "at the top": {

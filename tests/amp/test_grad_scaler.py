@@ -84,7 +84,7 @@ def test_a_loop_is_torchs(name: str, skip: Any) -> None:
             if step in SET:
                 setter, value = SET[step]
                 getattr(loop.scaler, f"set_{setter}")(value)
-            if name == "AdamW-fused" and step == 3:
+            if name == "AdamW-fused" and step == 6:
                 loop.optimizer.grad_scale = torch.tensor(2.0)  # a further factor
             new_scale = {5: 3.0, 7: torch.tensor(2.0**12)}.get(step)
             params = loop.step(grads, max_norm=1.0 if step % 3 == 1 else None, new_scale=new_scale)

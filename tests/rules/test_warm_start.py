@@ -55,12 +55,8 @@ def run(config: ScalerConfig, threshold: float, steps: int) -> tuple[list[float]
 def test_search_ends_at_the_largest_clean_scale_or_its_half(start: int, threshold: int) -> None:
     scales, skips = run(presets.warm_start(2.0**start, growth_interval=1000), 2.0**threshold * 1.5, 60)
     assert scales[-1] in (2.0**threshold, 2.0 ** (threshold - 1))
-    distance = max(start - threshold, 0)
     # falls of 1, 2, 4, ..., and one skip at the end of the climb
-    assert sum(skips) <= distance.bit_length() + 1
-    if start > threshold + 3:
-        torch_skips = run(ScalerConfig(2.0**start), 2.0**threshold * 1.5, 60)[1]
-        assert sum(skips) < sum(torch_skips)
+    assert sum(skips) <= max(start - threshold, 0).bit_length() + 1
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -68,14 +64,11 @@ def test_search_follows_plain_python(seed: int) -> None:
     rng = random.Random(seed)
     config = presets.warm_start(2.0 ** rng.randrange(0, 33))
     state, plain = init(config), PlainSearch(config.init_scale)
-    for _ in range(30):
+    while not plain.done:
         found = rng.random() < 0.5
         state = update(flagged(state, found), config)
         plain.update(found)
         assert state.scale.item() == plain.scale
-        if plain.done:
-            break
-    assert plain.done
     assert isinstance(state, RuleState)
     assert state.counters == {"stride": 0}
 
@@ -84,23 +77,15 @@ def test_search_follows_plain_python(seed: int) -> None:
 def test_after_the_search_the_rule_is_torchs(transform: Transform) -> None:
     config = presets.warm_start(8.0, growth_factor=1.7, backoff_factor=0.3, growth_interval=2)
     step = transform(lambda state: update(state, config))
-    state, plain, rng = init(config), PlainRule(8.0, 0, 1.7, 0.3, 2), random.Random(0)
+    state, plain, rng = init(config), PlainRule(4.0, 0, 1.7, 0.3, 2), random.Random(0)
     state = step(flagged(step(flagged(state, False)), True))  # clean at 8, refused at 16
-    assert state.scale.item() == 4.0
-    plain.scale = state.scale.item()
     for _ in range(20):
+        assert (state.scale.item(), state.growth_tracker.item()) == (plain.scale, plain.tracker)
         found = rng.random() < 0.4
         state = step(flagged(state, found))
         plain.update(float(found))
-        assert (state.scale.item(), state.growth_tracker.item()) == (plain.scale, plain.tracker)
 
 
 def test_search_stops_at_the_maximum() -> None:
-    assert run(presets.warm_start(2.0**20), 2.0**60, 10)[0][-1] == 2.0**24
-    assert run(presets.warm_start(4.0, max_scale=10.0), 2.0**60, 10)[0][-1] == 8.0
-    assert run(presets.warm_start(2.0**30), 2.0**60, 10)[0][-1] == 2.0**30
-
-
-def test_a_fall_stops_at_one_and_then_halves() -> None:
-    scales, _ = run(presets.warm_start(2.0**16), 2.0**-3, 9)
-    assert scales == [2.0**15, 2.0**13, 2.0**9, 2.0, 1.0, 0.5, 0.25, 0.125, 0.25]
+    for first, max_scale, expected in ((2.0**20, None, 2.0**24), (4.0, 10.0, 8.0), (2.0**30, None, 2.0**30)):
+        assert run(presets.warm_start(first, max_scale=max_scale), 2.0**60, 10)[0][-1] == expected

@@ -10,22 +10,17 @@ import numpy as np
 import pytest
 import torch
 
-from funcamp import GradScaler, ScalerConfig, ScalerState, from_state_dict, init, presets, to_state_dict, update
+from funcamp import GradScaler, ScalerConfig, from_state_dict, init, presets, to_state_dict, update
 from tests.support.helpers import assert_same
+from tests.support.oracle import flagged, state_of
+from tests.support.torch_loop import ScaledLoop
 
 FIVE = {"scale": 8.0, "growth_factor": 3.0, "backoff_factor": 0.25, "growth_interval": 4, "_growth_tracker": 2}
 
 
-def step(state: Any, config: ScalerConfig, found: bool) -> Any:
-    return update(type(state)(*state[:2], torch.tensor(float(found)), *state[3:]), config)
-
-
 def torch_step(scaler: Any, found: bool) -> None:
-    weight = torch.nn.Parameter(torch.zeros(()))
-    weight.grad = torch.tensor(math.inf if found else 1.0)
-    scaler.scale(torch.zeros(()))
-    scaler.step(torch.optim.SGD([weight], lr=1.0))
-    scaler.update()
+    loop = ScaledLoop(scaler, torch.optim.SGD, {"w": torch.zeros(())}, lr=1.0)
+    loop.step({"w": torch.tensor(math.inf if found else 1.0)})
 
 
 @pytest.mark.parametrize("cls", [torch.amp.GradScaler, GradScaler])
@@ -42,19 +37,14 @@ def test_a_run_changes_hands_at_every_step(cls: Any) -> None:
             torch_step(scaler, found)
             state, config = from_state_dict(scaler.state_dict())
         else:
-            state = step(state, config, found)
+            state = update(flagged(state, found), config)
         assert to_state_dict(state, config) == alone.state_dict()
 
 
-def test_a_dict_before_the_first_scale_is_a_state() -> None:
-    state, config = from_state_dict(torch.amp.GradScaler("cpu", growth_interval=7).state_dict())
-    assert_same(state, init())
-    assert config == ScalerConfig(growth_interval=7)
-
-
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numbers_of_numpy_are_numbers_and_infinity_is_a_scale() -> None:
     state, _ = from_state_dict(FIVE | {"scale": np.float32(8.0), "_growth_tracker": np.int64(2)})
-    assert_same(state, from_state_dict(FIVE)[0])
+    assert_same(state, state_of(8.0, 2))
+    assert from_state_dict(FIVE | {"scale": math.inf})[0].scale == math.inf  # which torch may save
 
 
 @pytest.mark.parametrize("preset", [presets.megatron, presets.fairseq, presets.warm_start])
@@ -62,7 +52,7 @@ def test_counters_of_a_rule_go_along(preset: Any) -> None:
     config = preset()
     state = init(config)
     for found in (True, True, False, True, False):
-        state = step(state, config, found)
+        state = update(flagged(state, found), config)
         again, same = from_state_dict(to_state_dict(state, config), config)
         assert_same(again, state)
         assert same == config
@@ -70,36 +60,30 @@ def test_counters_of_a_rule_go_along(preset: Any) -> None:
     assert_same(tuple(bare)[3:], tuple(init(config))[3:])
 
 
+def test_a_dict_before_the_first_scale_is_a_state() -> None:
+    saved = torch.amp.GradScaler("cpu", growth_interval=7).state_dict()
+    assert_same(from_state_dict(saved), (init(), ScalerConfig(growth_interval=7)))
+
+
 def test_bounds_and_rule_stay_the_configurations() -> None:
     state, config = from_state_dict(FIVE, ScalerConfig(4.0, min_scale=2.0, max_scale=16.0))
     assert config == ScalerConfig(4.0, 3.0, 0.25, 4, 2.0, 16.0)
-    assert_same(state, ScalerState(torch.tensor(8.0), torch.tensor(2, dtype=torch.int32), torch.tensor(0.0)))
+    assert_same(state, state_of(8.0, 2))
 
 
-@pytest.mark.parametrize(
-    ("saved", "error", "message"),
-    [
-        ([1], TypeError, "saved must be a dict; got a list of an int"),
-        ({}, ValueError, "saved must have 'scale'; it is empty, as a disabled scaler saves it"),
-        ({"scale": 1.0}, ValueError, "saved must have 'growth_factor'; it has scale"),
-        (FIVE | {"scale": "8"}, TypeError, "saved['scale'] must be a Python number; got '8'"),
-        (FIVE | {"scale": -1.0}, ValueError, "saved['scale'] must be 0 or more, within float32's range; got -1.0"),
-        (FIVE | {"scale": math.nan}, ValueError, "must be 0 or more, within float32's range; got nan"),
-        (FIVE | {"_growth_tracker": 1.5}, TypeError, "saved['_growth_tracker'] must be an integer; got 1.5"),
-        (
-            FIVE | {"_growth_tracker": 2**40},
-            ValueError,
-            "saved['_growth_tracker'] must be -2147483648 to 2147483647",
-        ),
-        (FIVE | {"backoff_factor": 2.0}, ValueError, "backoff_factor must be above 0 and at most 1; got 2.0"),
-    ],
-)
-def test_a_foreign_dict_is_refused_by_the_entry(saved: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error) as caught:
+#: A saved dict, the error, and its words.
+REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
+    "a list": ([1], TypeError, "saved must be a dict; got a list of an int"),
+    "empty": ({}, ValueError, "saved must have 'scale'; it is empty, as a disabled scaler saves it"),
+    "a part": ({"scale": 1.0}, ValueError, "saved must have 'growth_factor'; it has scale"),
+    "NaN": (FIVE | {"scale": math.nan}, ValueError, r"saved\['scale'\] must be 0 or more, within .* got nan"),
+    "beyond int32": (FIVE | {"_growth_tracker": 2**40}, ValueError, r"must be -2147483648 to 2147483647"),
+    "a factor": (FIVE | {"backoff_factor": 2.0}, ValueError, "backoff_factor must be above 0 and at most 1; got 2.0"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_dict_is_refused_by_the_entry(name: str) -> None:
+    saved, error, words = REFUSED[name]
+    with pytest.raises(error, match=words):
         from_state_dict(saved)
-    assert message in str(caught.value)
-
-
-def test_a_state_of_another_rule_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"to_state_dict: state must count hysteresis_tracker"):
-        to_state_dict(init(), presets.megatron())

@@ -5,14 +5,13 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from funcamp import ScalerConfig, init, scale, skip_step, stateless, unscale, unscale_and_check, update
-from tests.support.helpers import assert_close, assert_same, clone
+from tests.support.helpers import assert_same, clone
 from tests.support.oracle import state_of
 
 settings.register_profile("funcamp", deadline=None, max_examples=60, derandomize=True)
@@ -35,16 +34,14 @@ def test_unscale_after_scale_is_the_identity_for_powers_of_two(tree: Any, expone
 @given(trees, bad, st.data())
 def test_a_non_finite_value_anywhere_sets_the_flag_and_reverts_everything(tree: Any, value: float, data: Any) -> None:
     optimizer = stateless(torch.optim.AdamW)
-    params = tree
-    opt_state = optimizer.init(params)
+    opt_state = optimizer.init(tree)
     grads = clone(tree)
-    leaves = torch.utils._pytree.tree_leaves(grads)
-    leaf: Tensor = data.draw(st.sampled_from(leaves))
+    leaf: Tensor = data.draw(st.sampled_from(torch.utils._pytree.tree_leaves(grads)))
     leaf[data.draw(st.integers(0, leaf.numel() - 1))] = value
     unscaled, state = unscale_and_check(state_of(2.0**10), grads)
     assert state.found_inf == 1.0
-    new = optimizer.update(params, unscaled, opt_state)
-    assert_same(skip_step(state, new=new, old=(params, opt_state)), (params, opt_state))
+    new = optimizer.update(tree, unscaled, opt_state)
+    assert_same(skip_step(state, new=new, old=(tree, opt_state)), (tree, opt_state))
 
 
 @given(
@@ -52,32 +49,16 @@ def test_a_non_finite_value_anywhere_sets_the_flag_and_reverts_everything(tree: 
     st.floats(1.001, 1e30),
     st.floats(1e-6, 0.999),
     st.integers(1, 4),
-    st.floats(2.0**-100, 2.0**10),
-    st.floats(2.0**10, 2.0**120),
+    st.none() | st.floats(2.0**-100, 2.0**10),
+    st.none() | st.floats(2.0**10, 2.0**120),
 )
 def test_the_scale_stays_finite_and_within_its_bounds(
-    flags: list[float], growth: float, backoff: float, interval: int, low: float, high: float
+    flags: list[float], growth: float, backoff: float, interval: int, low: float | None, high: float | None
 ) -> None:
     config = ScalerConfig(2.0**10, growth, backoff, interval, low, high)
     state = init(config)
     for flag in flags:
-        state = update(type(state)(state.scale, state.growth_tracker, torch.tensor(flag)), config)
-        assert torch.tensor(low) <= state.scale <= torch.tensor(high)
-        assert 0 <= state.growth_tracker < interval
-        assert (state.scale.dtype, state.growth_tracker.dtype) == (torch.float32, torch.int32)
-
-
-@given(st.lists(st.booleans(), max_size=40), st.floats(1.001, 1e30), st.floats(1e-6, 0.999), st.integers(1, 3))
-def test_the_scale_without_bounds_is_never_infinite_or_nan(
-    flags: list[bool], growth: float, backoff: float, interval: int
-) -> None:
-    config = ScalerConfig(growth_factor=growth, backoff_factor=backoff, growth_interval=interval)
-    state = init(config)
-    for flag in flags:
-        state = update(type(state)(state.scale, state.growth_tracker, torch.tensor(float(flag))), config)
+        state = update(state._replace(found_inf=torch.tensor(flag)), config)
         assert torch.isfinite(state.scale)
-
-
-def test_comparison_of_these_tests_sees_a_nan() -> None:
-    with pytest.raises(AssertionError, match="inf relative"):
-        assert_close({"a": torch.tensor([float("nan")])}, {"a": torch.ones(1)}, 1.0)
+        assert torch.tensor(low or 0.0) <= state.scale <= torch.tensor(high or math.inf)
+        assert 0 <= state.growth_tracker < interval

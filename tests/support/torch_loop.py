@@ -26,15 +26,40 @@ class TorchLoop:
 
     def step(self, grads: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
         """Take a step with clones of the gradients; return the parameters after it."""
+        self.put(grads)
+        self.optimizer.step()
+        return self.params()
+
+    def put(self, grads: Mapping[str, Tensor | None]) -> None:
+        """Give the parameters clones of these gradients."""
         for name, leaf in self.leaves.items():
             grad = grads[name]
             leaf.grad = None if grad is None else grad.clone()
-        self.optimizer.step()
-        return self.params()
 
     def params(self) -> dict[str, Tensor]:
         """The parameters now; the next step writes into them."""
         return {name: leaf.detach() for name, leaf in self.leaves.items()}
+
+
+class ScaledLoop(TorchLoop):
+    """The same with a scaler: gradients are given as `backward` of a scaled loss leaves them."""
+
+    def __init__(self, scaler: Any, cls: Any, params: Mapping[str, Tensor], **arguments: Any) -> None:
+        super().__init__(cls, params, **arguments)
+        self.scaler = scaler
+        scaler.scale(torch.zeros(()))
+
+    def step(
+        self, grads: Mapping[str, Tensor | None], *, max_norm: float | None = None, new_scale: Any = None
+    ) -> dict[str, Tensor]:
+        """Take a step, clipped after `unscale_` if there is a max_norm; return the parameters after it."""
+        self.put(grads)
+        if max_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(list(self.leaves.values()), max_norm)
+        self.scaler.step(self.optimizer)
+        self.scaler.update(new_scale)
+        return self.params()
 
 
 def randn_like(params: Mapping[str, Tensor]) -> dict[str, Tensor]:

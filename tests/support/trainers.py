@@ -129,7 +129,7 @@ def make_grpo(folder: Path, **more: object) -> object:
 def record(trainer: Any, scaler: Callable[[], object] | None = None) -> list[dict[str, Any]]:
     """What every step leaves, as `train` appends it; with this scaler in Accelerate's slot, or a step's own."""
     if scaler is not None:
-        trainer.accelerator.native_amp = True  # see tests/amp/test_accelerate.py
+        trainer.accelerator.native_amp = True  # on a CPU Accelerate accepts fp16 and trains in float32
         trainer.accelerator.scaler = scaler()
     seen: list[dict[str, object]] = []
 

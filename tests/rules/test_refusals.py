@@ -1,0 +1,70 @@
+"""Rules that return what they must not, and states of another rule: what is called, the error, and its words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from funcamp import ScalerConfig, ScalerState, init, presets, rules, update
+from funcamp._scaler.state import RuleState
+
+
+@dataclass(frozen=True)
+class Returns(rules.Rule):
+    """Return an outcome that keeps everything, with some fields changed; or something else."""
+
+    instead: Any
+
+    def first_counters(self) -> dict[str, int]:
+        return {"steps": 0}
+
+    def outcome(self, state: ScalerState, config: ScalerConfig) -> rules.Outcome:
+        assert isinstance(state, RuleState)
+        never = state.found_inf > 1
+        kept = rules.Outcome(state.scale, state.growth_tracker, never, never, state.counters)
+        changed: rules.Outcome = self.instead(kept)
+        return changed
+
+
+class NoOutcome(rules.Rule):
+    """A rule without its method."""
+
+
+def returns(instead: Callable[[rules.Outcome], Any]) -> Callable[[], object]:
+    return lambda: ScalerConfig(rule=Returns(instead))
+
+
+CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "a dtype": (
+        returns(lambda outcome: outcome._replace(scale=outcome.scale.double())),
+        *(TypeError, r"rule Returns must return .* scale is a torch.float32 .*\(\); got a torch.float64 tensor"),
+    ),
+    "a shape": (
+        returns(lambda outcome: outcome._replace(growth_tracker=outcome.growth_tracker[None])),
+        *(ValueError, r"whose growth_tracker is a torch.int32 .* got .* of shape \(1,\)"),
+    ),
+    "a counter": (
+        returns(lambda outcome: outcome._replace(counters={"steps": outcome.scale})),
+        *(TypeError, "whose steps is a torch.int32 tensor .* got a torch.float32 tensor"),
+    ),
+    "no counter": (
+        returns(lambda outcome: outcome._replace(counters={})),
+        *(ValueError, "the counters of its first_counters, steps; got none"),
+    ),
+    "a tuple": (returns(tuple), TypeError, r"a rules.Outcome; got a tuple .*write Outcome\("),
+    "no outcome": (NoOutcome, TypeError, "abstract"),
+    "another rule's state": (
+        lambda: update(init(presets.megatron())),
+        *(TypeError, "must count clean steps only, .* got .* hysteresis"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_refused_by_name(name: str) -> None:
+    call, error, words = CASES[name]
+    with pytest.raises(error, match=words):
+        call()

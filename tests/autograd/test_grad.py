@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils.checkpoint import checkpoint
 
-from funcamp import make_train_step, scaled_grad_and_value, stateless
+from funcamp import scaled_grad_and_value
 from tests.conftest import Transform
 from tests.support.helpers import assert_same
 from tests.support.oracle import state_of
@@ -103,14 +103,6 @@ def test_a_batch_may_require_a_gradient(again: bool, policy: str | None, wrap: A
     """`x.requires_grad_()` and torch.autograd.grad in the forward pass, as gradient penalties are written."""
     batches = [(torch.randn(5, 3, requires_grad=True), torch.randn(5, 1)) for _ in range(3)]
     assert_as_torchs_loop(lambda: (Penalty(again), mse_loss), batches, wrap, policy=policy)
-
-
-def test_a_state_that_requires_a_gradient_is_differentiated_by_torch_func() -> None:
-    step = make_train_step(lambda p, x: (p["w"] * x).square().sum(), stateless(torch.optim.SGD, lr=0.1))
-    state = step.init({"w": torch.ones(2)})
-    leaves = [leaf.requires_grad_() for leaf in state.params.groups if leaf is not None]
-    _, metrics = step(state, torch.ones(2))
-    assert torch.autograd.grad(metrics.loss, leaves)[0].sum() == 4.0
 
 
 @pytest.mark.parametrize(

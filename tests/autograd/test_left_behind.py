@@ -119,14 +119,6 @@ def test_a_copy_of_a_module_that_is_behind_has_nothing_of_it() -> None:
     assert b"funcamp" not in pickle.dumps(other)
 
 
-def test_a_copy_during_an_evaluation_is_silent() -> None:
-    step, state = taken(model())
-    with assert_silent(), step.evaluating(state) as trained:
-        copies = [copy.deepcopy(trained), saved_and_loaded(trained)]
-    for other in copies:
-        assert_same(F.mse_loss(other(X), Y), step.loss(state, (X, Y)))
-
-
 class Weighted(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -62,29 +62,16 @@ KEPT = [LINEAR.weight]
 # Backward passes inside of a loss.
 
 
-class InHook(nn.Module):
-    """As cached contrastive losses: the loss is a leaf whose hook computes the outputs again and calls `backward()`."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Linear(4, 8)
-
-    def forward(self, x: Tensor) -> Any:
-        cached = self.body(x).detach().requires_grad_()
-        (gradient,) = torch.autograd.grad(cached.square().mean(), cached)
-
-        def hook(factor: Tensor) -> None:
-            with torch.enable_grad():
-                ((self.body(x) * gradient).sum() * factor).backward()
-
-        leaf = cached.detach().square().mean().requires_grad_()
-        leaf.register_hook(hook)
-        return leaf
-
-
 def calls_backward(p: Any, x: Tensor) -> Any:
     (p["w"] * x).sum().backward()
     return p["w"].square().sum()
+
+
+def leaf_with_a_hook(p: Any, x: Tensor) -> Any:
+    """As cached contrastive losses return it: the hook calls `backward()`."""
+    leaf = (p["w"] * x).detach().sum().requires_grad_()
+    leaf.register_hook(torch.neg)
+    return leaf
 
 
 # Modules that change or keep their parameters.
@@ -100,16 +87,6 @@ class Freezes(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         self.bias.requires_grad_(False)
         return super().forward(x)
-
-
-class Detached(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).detach().requires_grad_()
-
-
-class Broken(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        raise TypeError("of its own")
 
 
 def hooked(register: Callable[[nn.Parameter], Any]) -> Callable[[], nn.Module]:
@@ -131,6 +108,10 @@ def late_hook(model: Any) -> None:
     model[1].bias.register_hook(torch.neg)
 
 
+def linear() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
 def two() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
 
@@ -146,18 +127,6 @@ class TakesCtx(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, g: Tensor) -> Tensor:
         return g * 2
-
-
-class Adapted(nn.Module):
-    """A reentrant checkpoint behind a frozen layer: torch.autograd.grad would pass over it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen, self.block, self.head = (nn.Linear(4, 4) for _ in range(3))
-        self.frozen.requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Any:
-        return self.head(checkpoint(self.block, self.frozen(x).requires_grad_(), use_reentrant=True))
 
 
 class Again(nn.Module):
@@ -211,30 +180,6 @@ def without_a_step(wrap: Any) -> object:
     return grad_fn(init(), dict(LINEAR.named_parameters()), X.double())
 
 
-# Batches.
-
-
-class Words(nn.Module):
-    """A language model of Hugging Face's form."""
-
-    def __init__(self, form: str = "dict") -> None:
-        super().__init__()
-        self.words, self.form = nn.Embedding(11, 8), form
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, labels: Tensor | None = None) -> Any:
-        logits = self.words(input_ids)
-        return {"logits": logits} if self.form == "dict" else (logits.mean(), logits)
-
-
-def batch_of(batch: Any, criterion: Any = F.mse_loss) -> Call:
-    return of_module(Words, criterion, batch)
-
-
-def own(batch: Any, form: str = "dict") -> Call:
-    return of_module(lambda: Words(form), None, batch)
-
-
-IDS = torch.zeros(4, 5, dtype=torch.int64)
 PLAIN, OWN = r"module_loss: batch must be a tuple or list \(\*inputs, target\) with a criterion", "a mapping of keyword"
 BACKWARD = r"step: the loss must not call backward\(\), neither in the forward pass nor in a gradient hook"
 NOTHING = r"loss_fn must return a loss that depends on the parameters"
@@ -245,11 +190,17 @@ MET = "met an input and parameters of two dtypes, as torch says: .*; cast .* bat
 #: What is called eagerly and under `jit`, the error, and its words.
 ALWAYS: dict[str, tuple[Call, type[Exception], str]] = {
     "backward() beside another term": (of_function(calls_backward), RuntimeError, BACKWARD),
-    "a hook that calls backward()": (of_module(InHook, None, (X,)), RuntimeError, BACKWARD),
+    "a hook that calls backward()": (of_function(leaf_with_a_hook), RuntimeError, BACKWARD),
+    "such a hook and another term": (
+        of_function(lambda p, x: leaf_with_a_hook(p, x) + p["w"].sum()), RuntimeError, BACKWARD
+    ),
     "backward() under torch.func": (of_function(calls_backward, engine="func"), RuntimeError, r"not call backward\(\)"),
     "no graph": (of_module(two, lambda o, t: F.mse_loss(o, t).detach()), ValueError, f"{NOTHING} through"),
     "no graph under torch.func": (of_module(two, lambda o, t: t.sum(), engine="func"), ValueError, NOTHING),
-    "a graph of no parameter": (of_module(lambda: Detached(4, 4)), ValueError, "uses none: compute it from the output"),
+    "a graph of no parameter": (
+        of_module(two, lambda o, t: F.mse_loss(o.detach().requires_grad_(), t)),
+        *(ValueError, "it uses none: compute it from the output of the model"),
+    ),
     "a parameter from before": (
         of_module(lambda: LINEAR, lambda o, t: F.mse_loss(o, t) + KEPT[0].exp().sum()),
         *(ValueError, "must be read of the model .* got 'weight' as a tensor kept from before"),
@@ -277,15 +228,20 @@ ALWAYS: dict[str, tuple[Call, type[Exception], str]] = {
     "a reentrant checkpoint": (
         of_function(lambda p, x: checkpoint(torch.sin, p["w"] * x, use_reentrant=True).sum()), RuntimeError, REENTRANT
     ),
-    "a reentrant checkpoint that gets no gradient": (of_module(Adapted), RuntimeError, REENTRANT),
+    "a reentrant checkpoint that no parameter is before": (
+        of_function(lambda p, x: checkpoint(p["w"].mul, x.detach().requires_grad_(), use_reentrant=True).sum()),
+        *(RuntimeError, REENTRANT),
+    ),
     "a module that is computed again": (of_function(again), RuntimeError, TWO_SETS),
     "a batch of float64": (of_module(two, batch=(X.double(), Y)), RuntimeError, f"layer '0' {MET}|a layer {MET}"),
-    "an error of the model": (of_module(lambda: Broken(4, 4)), TypeError, "^of its own$"),
+    "an error of the model": (of_module(two, batch=([X], Y)), TypeError, "^linear"),
     "a division of the loss's": (
         of_function(lambda p, x: p["w"].sum() * (1 / (x.shape[0] - 3))), ZeroDivisionError, "division"
     ),
-    "a text": (batch_of("hello"), TypeError, f"{PLAIN}; got 'hello'"),
-    "keyword arguments that do not fit": (own({"ids": IDS}), TypeError, rf"{OWN}.*, as Words.forward\(.*'ids'"),
+    "a text": (of_module(two, batch="hello"), TypeError, f"{PLAIN}; got 'hello'"),
+    "keyword arguments that do not fit": (
+        of_module(linear, None, {"ids": X}), TypeError, rf"{OWN}.*, as Linear.forward\(.*argument 'ids'"
+    ),
 }  # fmt: skip
 #: The same of an eager step.
 EAGER: dict[str, tuple[Call, type[Exception], str]] = {
@@ -302,11 +258,11 @@ EAGER: dict[str, tuple[Call, type[Exception], str]] = {
         *(RuntimeError, f"layer '0' {MET}"),
     ),
     "two dtypes without a step": (without_a_step, RuntimeError, f"scaled_grad_and_value: a layer {MET}"),
-    "a mapping": (batch_of({"ids": IDS}), TypeError, f"{PLAIN}; got a dict with 'ids'"),
-    "no input": (batch_of((IDS,)), TypeError, rf"{PLAIN}, as Words.forward\(input_ids.*missing 1 required"),
-    "keys that are no names": (own({1: IDS}), TypeError, f"{OWN}.*; got a dict with 1"),
-    "no loss": (own({"input_ids": IDS}), TypeError, "must return its loss.*got a dict with 'logits', its loss None"),
-    "a tuple as loss": (own({"input_ids": IDS}, "tuple"), TypeError, "must return its loss.*got a tuple of"),
+    "a mapping": (of_module(two, batch={"ids": X}), TypeError, f"{PLAIN}; got a dict with 'ids'"),
+    "no input": (of_module(linear, batch=(X,)), TypeError, rf"{PLAIN}, as Linear.forward\(input.*missing a|missing 1"),
+    "keys that are no names": (of_module(linear, None, {1: X}), TypeError, f"{OWN}.*; got a dict with 1"),
+    "no loss": (of_module(linear, None, X), TypeError, r"must return its loss.*got .*shape \(3, 4\)"),
+    "a tuple as loss": (of_module(lambda: nn.LSTM(4, 4), None, X), TypeError, "must return its loss.*got a tuple of"),
 }  # fmt: skip
 #: The same under `jit`.
 JIT: dict[str, tuple[Call, type[Exception], str]] = {

@@ -105,17 +105,9 @@ class HoldsApply(torch.nn.Module):
         return checkpoint(self.fn, x, self.w, use_reentrant=False) if self.checkpoints else self.fn(x, self.w)
 
 
-def compiled_by_autograd(step: Any) -> Any:
-    run = torch.compile(step, fullgraph=True, backend="aot_eager")
-    return torch._dynamo.config.patch(trace_autograd_ops=True)(run)
-
-
 @pytest.mark.compiled
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize(
-    ("checkpoints", "wrap"),
-    [(False, eager), (False, traced), (False, compiled_by_autograd), (True, eager), (True, traced)],
-)
+@pytest.mark.parametrize("wrap", [eager, traced])
+@pytest.mark.parametrize("checkpoints", [False, True])
 def test_a_function_with_torch_amps_decorators_is_that_of_torchs_loop(checkpoints: bool, wrap: Any) -> None:
     def make() -> Made:
         return HoldsApply(checkpoints), lambda out, _: out.float().sum()

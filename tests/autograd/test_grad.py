@@ -73,14 +73,6 @@ def test_an_overflow_sets_the_flag_and_the_loss_is_that_of_the_function(
     assert_same((state, found), (state_of(scale, found_inf=found_inf), value))
 
 
-def test_inside_grad_a_second_derivative_is_right() -> None:
-    def inner(w: Tensor) -> Tensor:
-        (grads, _), _ = scaled_grad_and_value(lambda w: (w**3).sum())(state_of(8.0), w)
-        return torch.as_tensor(grads.sum())
-
-    assert torch.func.grad(inner)(torch.tensor([2.0])).item() == 12.0
-
-
 class Penalty(nn.Module):
     """Its output, and how that changes with its input; or its output, computed again in the backward pass."""
 

@@ -233,7 +233,7 @@ ALWAYS: dict[str, tuple[Call, type[Exception], str]] = {
         *(RuntimeError, REENTRANT),
     ),
     "a module that is computed again": (of_function(again), RuntimeError, TWO_SETS),
-    "a batch of float64": (of_module(two, batch=(X.double(), Y)), RuntimeError, f"layer '0' {MET}|a layer {MET}"),
+    "a batch of float64": (of_module(two, batch=(X.double(), Y)), RuntimeError, f"^(?!.*says.*says).*layer.* {MET}"),
     "an error of the model": (of_module(two, batch=([X], Y)), TypeError, "^linear"),
     "a division of the loss's": (
         of_function(lambda p, x: p["w"].sum() * (1 / (x.shape[0] - 3))), ZeroDivisionError, "division"
@@ -253,9 +253,13 @@ EAGER: dict[str, tuple[Call, type[Exception], str]] = {
     "a slope under torch.func": (
         of_function(slope_of, engine="func"), RuntimeError, "take torch.func.grad in the loss, or pass engine='auto"
     ),
+    "a penalty under torch.func": (
+        of_function(lambda p, x: torch.autograd.grad((p["w"] * KEPT[0]).sum(), KEPT)[0].sum(), engine="func"),
+        *(RuntimeError, r"take torch\.func\.grad there, or pass engine='autograd'"),
+    ),
     "two dtypes in a convolution": (
-        of_module(lambda: nn.Sequential(nn.Conv2d(1, 4, 1)), batch=(X[None].double(), Y)),
-        *(RuntimeError, f"layer '0' {MET}"),
+        of_module(lambda: nn.Sequential(nn.ReLU(), nn.Conv2d(1, 4, 1)), batch=(X[None].double(), Y)),
+        *(RuntimeError, f"layer '1' {MET}"),
     ),
     "two dtypes without a step": (without_a_step, RuntimeError, f"scaled_grad_and_value: a layer {MET}"),
     "a mapping": (of_module(two, batch={"ids": X}), TypeError, f"{PLAIN}; got a dict with 'ids'"),

@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.distributed import checkpoint as checkpoint_module
 
 import funcamp
@@ -57,20 +56,9 @@ def through_dcp(saved: dict[str, Any], like: dict[str, Any], folder: Path) -> di
     return like
 
 
-def through_async_dcp(saved: dict[str, Any], like: dict[str, Any], folder: Path) -> dict[str, Any]:
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        dcp.async_save(saved, checkpoint_id=folder / "dcp").result()
-        dcp.load(like, checkpoint_id=folder / "dcp")
-    finally:
-        dist.destroy_process_group()
-    return like
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize(("before", "after"), [(True, True), (True, False)], ids=["flat", "to dict"])
-@pytest.mark.parametrize("trip", [through_file, through_dcp, through_async_dcp])
+@pytest.mark.parametrize("trip", [through_file, through_dcp])
 def test_run_goes_on_from_a_checkpoint_bit_for_bit(trip: Any, before: bool, after: bool, tmp_path: Path) -> None:
     task = cnn()
     first, second = make(task), make(task)

@@ -25,7 +25,12 @@ class Late:
 
 def test_metrics_arrive_late_in_order_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[Late] = []
-    monkeypatch.setattr(metric_reader, "_record_event", lambda device: events.append(Late()) or events[-1])
+
+    def recorded(_: object) -> Late:
+        events.append(Late())
+        return events[-1]
+
+    monkeypatch.setattr(metric_reader, "_record_event", recorded)
     monkeypatch.setattr(metric_reader, "_on_device", lambda leaf: True)
     reader = MetricReader(limit=4)
     for index in range(3):
@@ -37,6 +42,7 @@ def test_metrics_arrive_late_in_order_and_none_is_lost(monkeypatch: pytest.Monke
     for index in range(3, 8):
         reader.put({"loss": torch.tensor(float(index))})
     assert len(reader) == 6
+    assert [event.done for event in events] == [True] * 4 + [False] * 4  # of those in flight the oldest are waited for
     assert [row["loss"] for row in reader.drain()] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
     assert (len(reader), reader.drain()) == (0, [])
 

@@ -89,12 +89,6 @@ class Own(nn.Module):
         return {"loss": mse(self.inner(x), labels)}
 
 
-def half_frozen() -> nn.Module:
-    model = mlp()
-    next(model.parameters()).requires_grad_(False)
-    return model
-
-
 def of(model: Callable[[], nn.Module] = mlp, given: list[Any] | None = None, **options: Any) -> Any:
     return lambda: check(make(model(), **options), given)
 
@@ -119,7 +113,6 @@ RIGHT: dict[str, tuple[Callable[[], Verification], str]] = {
     "groups": (of(**HALF, optimizer=GROUPS), "EQUAL"),
     "a schedule": (of(**HALF, optimizer=ADAMW), "ROUNDING"),
     "another rule": (of(**HALF, config=funcamp.presets.apex()), "EQUAL"),
-    "a frozen layer": (of(half_frozen, optimizer=funcamp.stateless(torch.optim.Adagrad, lr=0.01)), "EQUAL"),
     "buffers": (of(WithMean, **HALF), "EQUAL"),
     "buffers that are kept": (of(WithMean, **HALF, loss={"keep_buffers": True}), "EQUAL"),
     "a model's own loss": (of(Own, NAMED, criterion=None), "EQUAL"),

@@ -203,6 +203,10 @@ class Forward(Seven):
         return tangent
 
 
+def direct(x: Tensor) -> Any:
+    return Seven.apply(x)
+
+
 def squared(x: Tensor) -> Any:
     return Seven.apply(x.view_as(x)) ** 2
 
@@ -273,7 +277,7 @@ OTHERS: dict[str, tuple[Callable[[], bool], bool]] = {
     "vmap of view(dtype)": (has_rule(lambda x, y: x.view(torch.int32)), _upstream.NO_RULE_FOR_BITS),
     "a public pytree": (lambda: hasattr(torch.utils, "pytree"), True),  # which `_tree` could use
     # In the next three Dynamo makes an instance of it. In a step `autograd_function` makes it right.
-    "Dynamo loses a backward": (by_dynamo(torch.func.grad(lambda x: Seven.apply(x))), _upstream.VERSION < (2, 15)),
+    "Dynamo loses a backward": (by_dynamo(torch.func.grad(direct)), _upstream.VERSION < (2, 15)),
     "Dynamo loses a backward between two levels": (by_dynamo(torch.func.grad(torch.func.grad(squared))), True),
     "Dynamo refuses a backward under vmap": (
         lambda: "tried to vmap" not in raised(by_dynamo(batched_gradient)), True

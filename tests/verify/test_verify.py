@@ -117,7 +117,7 @@ RIGHT: dict[str, tuple[Callable[[], Verification], str]] = {
     "buffers that are kept": (of(WithMean, **HALF, loss={"keep_buffers": True}), "EQUAL"),
     "a model's own loss": (of(Own, NAMED, criterion=None), "EQUAL"),
     "micro-batches": (of(mlp, batches(4, 3), **HALF, accumulate=3), "ROUNDING"),
-    "weights": (of(mlp, batches(4, 3), accumulate=3, weight=lambda batch: 1.0 + batch[0].shape[0]), "ROUNDING"),
+    "weights": (of(mlp, batches(4, 3), accumulate=3, weight=lambda batch: batch[0].abs().sum()), "ROUNDING"),
 }
 
 

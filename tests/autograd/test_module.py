@@ -207,22 +207,6 @@ def test_a_modules_own_tensors_are_not_needed_after_init(wrap: Any) -> None:
     assert_same(values_of(task.model), {**state.params.tree(), **state.buffers})
 
 
-def test_a_layer_that_another_one_replaces_has_the_states_values() -> None:
-    model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    step = make_train_step(module_loss(model, lambda out, y: F.mse_loss(out, y) + model[1].weight.square().sum()), SGD)
-    state, _ = step(step.init(), BATCHES[0])
-    expected = step(state, BATCHES[1])
-    model[1] = nn.Linear(8, 8)
-    assert_same(step(state, BATCHES[1]), expected)
-
-
-def test_a_loss_may_be_given_the_models_own_parameters() -> None:
-    model = nn.Linear(8, 8)
-    own: dict[str, Tensor] = dict(model.named_parameters())
-    losses = module_loss(model, F.mse_loss)(own, BATCHES[0]), F.mse_loss(model(BATCHES[0][0]), BATCHES[0][1])
-    assert_same(*[torch.autograd.grad(loss, list(own.values())) for loss in losses])
-
-
 def test_the_callers_tensors_get_no_attributes() -> None:
     model = Asks()
     loss_fn = module_loss(model, F.mse_loss)
@@ -284,9 +268,7 @@ def test_a_part_of_a_model_may_be_compiled_by_torch() -> None:
     count = CompileCounter()
 
     def make() -> Made:
-        part = Part(8, 8)
-        part.compile(backend=count)
-        return nn.Sequential(part, nn.Tanh()), F.mse_loss
+        return nn.Sequential(torch.compile(Part(8, 8), backend=count), nn.Tanh()), F.mse_loss
 
     assert_as_torchs_loop(make, BATCHES)
     assert count.frame_count == 2  # once for the loop, once for the step

@@ -82,7 +82,6 @@ ROWS: dict[str, tuple[Callable[[], object], Any, str]] = {
     "another model": (loaded(lambda _: OTHER.state_dict(OTHERS)), ValueError, f"{LOAD}must hold the names"),
     "an average": (loaded(lambda saved: saved | {"ema.w": LIKE}), ValueError, f"{LOAD}.*; it has unknown 'ema"),
     "a scale of 0": (loaded(scale_of(0.0)), ValueError, f"{LOAD[:-1]}{SCALE}0"),
-    "an infinite scale": (loaded(scale_of(math.inf)), ValueError, f"{LOAD[:-1]}{SCALE}inf"),
     "a scale of NaN in slices": (loaded(scale_of(math.nan), True), ValueError, f"{SHARDED[:-1]}{SCALE}nan"),
     "a sparse tensor": (loaded(changed(WEIGHT, torch.Tensor.to_sparse)), ValueError, rf"\['{WEIGHT}'\] must be like"),
     "another shape in slices": (

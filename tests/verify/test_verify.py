@@ -225,7 +225,7 @@ class Stateful(nn.Module):
         self.history.append(len(self.history))
         self.last = x.detach().mean()
         self.seen += 1
-        x.mul_(1.0)
+        x.mul_(2.0)
         out: Tensor = self.layer(x)
         return out + random.random() * 0 + torch.rand(1, generator=self.generator) * 0
 

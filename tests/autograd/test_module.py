@@ -268,7 +268,8 @@ def test_a_part_of_a_model_may_be_compiled_by_torch() -> None:
     count = CompileCounter()
 
     def make() -> Made:
-        return nn.Sequential(torch.compile(Part(8, 8), backend=count), nn.Tanh()), F.mse_loss
+        part: Any = torch.compile(Part(8, 8), backend=count)
+        return nn.Sequential(part, nn.Tanh()), F.mse_loss
 
     assert_as_torchs_loop(make, BATCHES)
     assert count.frame_count == 2  # once for the loop, once for the step

@@ -13,40 +13,18 @@ from torch.autograd import Function
 from torch.func import grad, vmap
 from torch.utils.checkpoint import checkpoint
 
-from funcamp import ScalerConfig, init, jit, make_train_step, module_loss, scaled_grad_and_value, stateless
-from tests.support.helpers import assert_close, assert_same
-
-X, W = torch.randn(3, 4), torch.randn(4, 5)
+from funcamp import ScalerConfig, init, make_train_step, scaled_grad_and_value, stateless
+from tests.support.helpers import assert_same
+from tests.support.steps import eager, traced
+from tests.support.torch_loop import Made, assert_as_torchs_loop
 
 
 def compiled(fn: Any) -> Any:
     return torch.compile(fn, fullgraph=True, backend="aot_eager")
 
 
-class PowerOfProduct(Function):
-    """The style that torch.func takes, with two outputs; its gradient is 7 times the true one, so that it shows."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Tensor, w: Tensor, power: float = 2.0) -> tuple[Tensor, Tensor]:
-        y = x @ w
-        return y.abs() ** power, y
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, w, ctx.power = inputs
-        ctx.save_for_backward(x, w, output[1])
-
-    @staticmethod
-    def backward(ctx: Any, g: Tensor, _: Tensor) -> Any:
-        x, w, y = ctx.saved_tensors
-        gy = 7 * g * ctx.power * y.abs() ** (ctx.power - 1) * y.sign()
-        return gy @ w.T, x.T @ gy, None
-
-
 class Reciprocal(Function):
-    """One input, a direct one of the loss, and a backward that is 7 times the true one."""
+    """The style that torch.func takes; its gradient is 7 times the true one, so that it shows."""
 
     generate_vmap_rule = True
 
@@ -63,77 +41,40 @@ class Reciprocal(Function):
         return -7 * ctx.saved_tensors[0] ** 2 * g
 
 
-@torch.no_grad()
-def without_grad(x: Tensor) -> Any:
-    return Reciprocal.apply(x).sum()
-
-
 LOSSES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "direct": lambda p, x: Reciprocal.apply(p["w"]).sum(),
     "intermediate": lambda p, x: Reciprocal.apply(p["w"] * x).sum(),
-    "with a constant": lambda p, x: PowerOfProduct.apply(x[None], p["w"].expand(3, 3) + torch.eye(3))[0].sum(),
     "vmap": lambda p, x: vmap(lambda w: Reciprocal.apply(w))(p["w"]).sum(),
     "grad in the loss": lambda p, x: grad(lambda w: Reciprocal.apply(w).sum())(p["w"]).square().sum(),
     "vmap of grad in the loss": lambda p, x: vmap(grad(lambda w: Reciprocal.apply(w)))(p["w"]).square().sum(),
-    "under no_grad too": lambda p, x: Reciprocal.apply(p["w"]).sum() * without_grad(x),
 }
-
-
-@pytest.mark.thorough(keep=2)
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LOSSES)
-def test_backward_is_not_lost_in_a_step(name: str) -> None:
-    step = make_train_step(LOSSES[name], stateless(torch.optim.SGD, lr=0.1), ScalerConfig(8.0))
-    params, x = {"w": torch.tensor([1.0, 2.0, 4.0])}, torch.tensor([1.0, 0.5, 2.0])
-    expected = step(step.init(params), x)
-    assert_same(jit(step, backend="eager")(step.init(params), x), expected)
-    assert_same(compiled(step)(step.init(params), x), expected)
+W, X = torch.tensor([1.0, 2.0, 4.0]), torch.tensor([1.0, 0.5, 2.0])
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", LOSSES)
-def test_backward_is_not_lost_in_a_compiled_core_loop(name: str) -> None:
-    fn = scaled_grad_and_value(LOSSES[name])
-    args = init(ScalerConfig(8.0)), {"w": torch.tensor([1.0, 2.0, 4.0])}, torch.tensor([1.0, 0.5, 2.0])
-    expected = fn(*args)
-    assert_same(compiled(fn)(*args), expected)
+def test_the_backward_is_not_lost(name: str) -> None:
+    grad_fn, arguments = scaled_grad_and_value(LOSSES[name]), (init(ScalerConfig(8.0)), {"w": W}, X)
+    expected = grad_fn(*arguments)
     if name == "direct":
-        assert_close(expected[0][0]["w"], -7 / args[1]["w"] ** 2, 1e-6)
-
-
-def test_backward_is_not_lost_in_a_step_that_differentiates_by_itself() -> None:
-    def step(state: Tensor, x: Tensor) -> Any:
-        return state - grad(lambda w: (Reciprocal.apply(w) * x).sum())(state), {}
-
-    assert_same(jit(step, backend="eager")(torch.ones(3), torch.ones(3))[0], torch.full((3,), 8.0))
-
-
-def test_dynamo_is_changed_once(without_the_change: None) -> None:
-    from torch._dynamo.variables.misc import AutogradFunctionVariable
-
-    args = init(ScalerConfig(8.0)), {"w": torch.ones(3)}, torch.ones(3)
-    changes = []
-    for name in ("direct", "intermediate"):
-        compiled(scaled_grad_and_value(LOSSES[name]))(*args)
-        changes.append(AutogradFunctionVariable.call_method)
-    assert changes[0] is changes[1]
-    assert not hasattr(changes[0].__wrapped__, "__wrapped__")  # type: ignore[attr-defined]
+        torch.testing.assert_close(expected[0][0]["w"], -7 / W**2)
+    assert_same(compiled(grad_fn)(*arguments), expected)
+    step = make_train_step(LOSSES[name], stateless(torch.optim.SGD, lr=0.1), ScalerConfig(8.0))
+    for wrap in (traced, compiled):
+        assert_same(wrap(step)(step.init({"w": W}), X), step(step.init({"w": W}), X))
 
 
 # Dynamo's own, at a frame that takes a tensor with a graph.
-@pytest.mark.slow
+@pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-def test_backward_is_not_lost_in_a_frame_after_a_graph_break(without_the_change: None) -> None:
+@pytest.mark.parametrize("engine", ["autograd", "func"])
+def test_the_backward_is_not_lost_in_a_frame_after_a_graph_break(without_the_change: None, engine: Any) -> None:
     def loss(p: Any, x: Tensor) -> Any:
         torch._dynamo.graph_break()
         return (p["w"] * grad(lambda v: Reciprocal.apply(v).sum())(x)).sum()
 
-    args = init(ScalerConfig(8.0)), {"w": torch.ones(3)}, torch.ones(3)
-    for engine in ("autograd", "func"):
-        fn = scaled_grad_and_value(loss, engine=engine)
-        expected = fn(*args)
-        assert_same(expected[0][0]["w"], torch.full((3,), -7.0))
-        assert_same(torch.compile(fn, backend="aot_eager")(*args), expected)
+    fn, arguments = scaled_grad_and_value(loss, engine=engine), (init(ScalerConfig(8.0)), {"w": W}, X)
+    assert_same(torch.compile(fn, backend="aot_eager")(*arguments), fn(*arguments))
 
 
 class Amp(Function):
@@ -153,51 +94,22 @@ class Amp(Function):
         return None, x.T @ (14 * g * y)
 
 
-def amp_loss(w: Tensor, x: Tensor) -> Tensor:
-    with torch.autocast("cpu", torch.bfloat16):
-        return Amp.apply(x, w).float().sum()  # type: ignore[no-any-return]
-
-
-def torchs_gradient() -> Tensor:
-    w = W.clone().requires_grad_()
-    amp_loss(w, X).backward()
-    assert w.grad is not None
-    return w.grad
-
-
-@pytest.mark.compiled
-@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("transform", [lambda fn: fn, compiled], ids=["eager", "compiled"])
-def test_a_forward_that_takes_ctx_works_with_autograd_and_is_refused_by_torch_func(transform: Any) -> None:
-    def gradient(engine: Any) -> Tensor:
-        fn = scaled_grad_and_value(lambda p, x: amp_loss(p["w"], x), engine=engine)
-        with torch._dynamo.config.patch(trace_autograd_ops=True):
-            (grads, _), _ = transform(fn)(init(ScalerConfig(8.0)), {"w": W}, X)
-        found: Tensor = grads["w"]
-        return found
-
-    assert_same(gradient("autograd"), torchs_gradient())
-    with pytest.raises(Exception, match=r"must override the setup_context|takes ctx .*setup_context"):
-        gradient("func")
-
-
 class HoldsApply(torch.nn.Module):
     """Has the function as an attribute, and may run it in a checkpoint."""
 
     def __init__(self, checkpoints: bool) -> None:
         super().__init__()
-        self.w, self.fn = torch.nn.Parameter(W.clone()), Amp.apply
-        self.checkpoints = checkpoints
+        self.w, self.fn, self.checkpoints = torch.nn.Parameter(torch.randn(4, 5)), Amp.apply, checkpoints
 
     def forward(self, x: Tensor) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
-            return checkpoint(self.fn, x, self.w, use_reentrant=False) if self.checkpoints else self.fn(x, self.w)
+        return checkpoint(self.fn, x, self.w, use_reentrant=False) if self.checkpoints else self.fn(x, self.w)
 
 
+@pytest.mark.compiled
+@pytest.mark.parametrize("wrap", [eager, traced])
 @pytest.mark.parametrize("checkpoints", [False, True])
-def test_a_function_of_a_module_and_in_a_checkpoint(checkpoints: bool) -> None:
-    loss = module_loss(HoldsApply(checkpoints), lambda out, _: out.float().sum())
-    step = make_train_step(loss, stateless(torch.optim.SGD, lr=0.1), ScalerConfig(8.0))
-    for run in (step, jit(step, backend="eager")):
-        found = run(step.init(), (X, None))[0].params.tree()["w"]
-        assert_close(found, W - 0.1 * torchs_gradient(), 1e-6)
+def test_a_function_with_torch_amps_decorators_is_that_of_torchs_loop(checkpoints: bool, wrap: Any) -> None:
+    def make() -> Made:
+        return HoldsApply(checkpoints), lambda out, _: out.float().sum()
+
+    assert_as_torchs_loop(make, [(torch.randn(3, 4), None)], wrap, policy="bfloat16")

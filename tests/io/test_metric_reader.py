@@ -35,7 +35,6 @@ def test_metrics_arrive_late_in_order_and_none_is_lost(monkeypatch: pytest.Monke
     reader = MetricReader(limit=4)
     for index in range(3):
         reader.put({"loss": torch.tensor(float(index)), "row": torch.ones(2) * index, "name": "a"})
-    assert reader.ready() == []
     events[1].done = True
     assert reader.ready() == []  # the first has not arrived
     events[0].done = True
@@ -43,21 +42,18 @@ def test_metrics_arrive_late_in_order_and_none_is_lost(monkeypatch: pytest.Monke
     for index in range(3, 8):
         reader.put({"loss": torch.tensor(float(index))})
     assert len(reader) == 6
+    assert [event.done for event in events] == [True] * 4 + [False] * 4  # of those in flight the oldest are waited for
     assert [row["loss"] for row in reader.drain()] == [2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
-    assert len(reader) == 0
-    assert reader.drain() == []
+    assert (len(reader), reader.drain()) == (0, [])
 
 
 def test_metrics_on_a_cpu_arrive_at_once() -> None:
-    reader = MetricReader()
-    reader.put((torch.tensor(2), torch.tensor(True), None, torch.ones(2)))
-    ((count, flag, nothing, row),) = reader.ready()
-    assert (count, flag, nothing) == (2, True, None)
-    assert_same(row, torch.ones(2))
-    scale = torch.tensor(2.0)
-    reader.put(scale)
+    reader, scale = MetricReader(), torch.tensor(2.0)
+    reader.put((torch.tensor(2), torch.tensor(True), None, torch.ones(2), scale))
     scale.mul_(2)  # as a donated step writes its state
-    assert reader.ready() == [2.0]
+    ((*numbers, row, found),) = reader.ready()
+    assert (numbers, found) == ([2, True, None], 2.0)
+    assert_same(row, torch.ones(2))
     for limit, error in ((0, ValueError), (1.5, TypeError)):
         with pytest.raises(error, match="MetricReader: limit must be"):
             MetricReader(limit=limit)  # type: ignore[arg-type]

@@ -1,14 +1,17 @@
-"""torch's loop with an optimizer's class on named parameters, and a step of funcamp with the same gradients."""
+"""torch's loop with an optimizer's class on named parameters, and with a module; steps of funcamp beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils import _pytree
 
-from funcamp import make_train_step
+from funcamp import ScalerConfig, make_train_step, module_loss, stateless
+from tests.support.helpers import assert_close, assert_same, clone, values_of
 
 
 class TorchLoop:
@@ -74,3 +77,84 @@ def linear_step(optimizer: Any) -> Any:
         return torch.stack([(params[name] * batch[name]).sum() for name in params]).sum()
 
     return make_train_step(loss_fn, optimizer, policy=None)
+
+
+#: A module and its criterion; without one the module returns its loss.
+Made = tuple[nn.Module, Callable[[Any, Any], Any] | None]
+
+
+def loss_of_batch(model: nn.Module, criterion: Callable[[Any, Any], Any] | None, batch: Any) -> Tensor:
+    """The loss as a loop of torch computes it, in each form that `module_loss` takes."""
+    loss: Any
+    if criterion is None:
+        returned: Any = model(**batch) if isinstance(batch, Mapping) else model(*batch)
+        loss = returned["loss"] if isinstance(returned, Mapping) else getattr(returned, "loss", returned)
+    else:
+        *inputs, target = batch
+        loss = criterion(model(*inputs), target)
+    return loss  # type: ignore[no-any-return]
+
+
+def assert_as_torchs_loop(
+    make: Callable[[], Made],
+    batches: Iterable[Any],
+    wrap: Callable[[Any], Any] = lambda step: step,
+    *,
+    policy: str | None = None,
+    optimizer: tuple[Any, dict[str, Any]] = (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    config: Mapping[str, Any] = MappingProxyType({"init_scale": 1.0}),
+    engine: Any = None,
+    change: Callable[[Any], Any] = lambda loss_fn: loss_fn,
+    relative: float | None = None,
+) -> list[float]:
+    """Train a module in torch's loop of automatic mixed precision and by a step; return the scales.
+
+    Losses, scales, parameters and buffers must be equal bit for bit, or within a fraction of their norm. The step's
+    module must stay as it is, and no result may require a gradient.
+
+    Args:
+        make: makes the module, which is called once for the loop and once for the step.
+        batches: a batch for every step.
+        wrap: what makes the step that is called, such as `jit`.
+        policy: of the step; the loop has an autocast of this dtype.
+        optimizer: torch's class and its arguments.
+        config: the arguments of the scaler.
+        engine: of the loss.
+        change: what makes the loss of the step from that of `module_loss`.
+        relative: the fraction.
+    """
+
+    def compare(found: object, expected: object) -> None:
+        if relative is None:
+            assert_same(found, expected)
+        else:
+            assert_close(found, expected, relative)
+
+    cls, arguments = optimizer
+    torch.manual_seed(0)
+    model, criterion = make()
+    torch.manual_seed(0)
+    own, own_criterion = make()
+    before = clone(values_of(model))
+    loss_fn = module_loss(model, criterion, engine=engine)
+    step = make_train_step(change(loss_fn), stateless(cls, **arguments), ScalerConfig(**config), policy=policy)
+    run, state, scales = wrap(step), step.init(), []
+    of_torch = cls([value for value in own.parameters() if value.requires_grad], **arguments)
+    scaler = torch.amp.GradScaler("cpu", **config)
+    for number, batch in enumerate(batches):
+        torch.manual_seed(number)
+        with torch.autocast("cpu", getattr(torch, policy or "bfloat16"), enabled=policy is not None):
+            loss = loss_of_batch(own, own_criterion, batch)
+        scaler.scale(loss).backward()
+        scaler.step(of_torch)
+        scaler.update()
+        of_torch.zero_grad()
+        torch.manual_seed(number)
+        state, metrics = run(state, batch)
+        compare(metrics.loss, loss.detach())
+        scales.append(scaler.get_scale())
+        assert state.scaler.scale.item() == scales[-1]
+        assert not any(leaf.requires_grad for leaf in _pytree.tree_leaves((state, metrics)))
+    compare(loss_fn.state_dict(state.params, state.buffers), dict(own.state_dict()))
+    assert_same(values_of(model), before)
+    return scales

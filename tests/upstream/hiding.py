@@ -85,12 +85,12 @@ def eager(step: Any) -> Any:
     return step
 
 
-def scaler(funcamp: Any, **options: Any) -> Any:
+def scaler(funcamp: Any) -> Any:
     """GradScaler by selection."""
     torch.manual_seed(0)
     model = nn.Linear(3, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    made = funcamp.GradScaler("cpu", init_scale=2.0**120, growth_interval=2, **options)
+    made = funcamp.GradScaler("cpu", init_scale=2.0**120, growth_interval=2, skip="select")
     for number in range(6):
         optimizer.zero_grad()
         made.scale(model(X).square().mean() * (float("inf") if number == 2 else 1.0)).backward()
@@ -99,14 +99,6 @@ def scaler(funcamp: Any, **options: Any) -> Any:
         made.step(optimizer)
         made.update()
     return [param.detach() for param in model.parameters()], made.get_scale(), optimizer.state_dict()["state"]
-
-
-def report(funcamp: Any) -> Any:
-    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
-    for value in model.parameters():
-        nn.init.constant_(value, 0.5)
-    found = funcamp.numerics.numerics_report(lambda: model(X).square().mean().backward(), module=model)
-    return found.annotate()
 
 
 def batched(funcamp: Any) -> Any:
@@ -167,9 +159,7 @@ def product(funcamp: Any) -> Any:
 
 PARTS: dict[str, Callable[[Any], Any]] = {
     "step": lambda funcamp: trained(funcamp, eager),
-    "select": lambda funcamp: scaler(funcamp, skip="select"),
-    "host": scaler,
-    "report": report,
+    "select": scaler,
     "batched": batched,
     "ties": ties,
     "consumed": consumed,

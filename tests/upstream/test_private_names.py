@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import funcamp
-from funcamp import _doctor, _upstream
+from funcamp import _upstream
 from tests.support.launch import ENVIRONMENT, ROOT
 
 pytestmark = pytest.mark.processes
@@ -130,10 +130,3 @@ def test_without_a_name_the_library_warns_once_and_is_right_or_says_so(name: str
     assert without.pop("doctor") == [message]
     for part, result in without.items():
         assert result == found[""].get(part) or f"has no {name}, so" in result, (part, result)
-
-
-def test_doctor_names_what_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert _doctor._private_names("cpu") == f"all {len(_upstream.PRIVATE)} found"
-    monkeypatch.setitem(_upstream.PRIVATE, "torch._no_such_name", "nothing works")
-    with pytest.raises(RuntimeError, match=r"torch \S+ has no torch\._no_such_name, so nothing works"):
-        _doctor._private_names("cpu")

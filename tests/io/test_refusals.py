@@ -1,0 +1,107 @@
+"""What cannot be saved or loaded: what is called, and words that its error must have."""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import funcamp
+from funcamp import distributed, load, save
+from tests.support.helpers import assert_same, clone
+from tests.support.models import cnn, mlp
+
+
+class Touch:
+    """Makes a folder when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("ran",)
+
+
+def write(value: Any, cut: int = 0) -> str:
+    """A file with this value, without its last bytes."""
+    file = Path("checkpoint.pt")
+    save({"a": value}, file)
+    file.write_bytes(file.read_bytes()[: -cut or None])
+    return str(file)
+
+
+def made(task: Any, **options: Any) -> Any:
+    return funcamp.make_train_step(
+        funcamp.module_loss(task.model, task.criterion), funcamp.stateless(torch.optim.AdamW), **options
+    )
+
+
+STEP, OTHER = made(mlp()), made(cnn(), ema_decay=0.9)
+LIKE, OTHERS = STEP.init(), OTHER.init()
+ANY: Any = 3
+
+
+def loaded(change: Callable[[dict[str, Any]], Any], sharded: bool = False) -> Callable[[], object]:
+    """Load what is saved of a state after a change."""
+
+    def call() -> object:
+        saved = distributed.sharded_state_dict(LIKE) if sharded else STEP.state_dict(LIKE)
+        if sharded:
+            return distributed.load_sharded_state_dict(change(dict(saved)), LIKE)
+        return STEP.load_state_dict(change(dict(saved)), like=LIKE)
+
+    return call
+
+
+def scale_of(value: float) -> Callable[[dict[str, Any]], Any]:
+    return lambda saved: saved | {"scaler.scale": torch.tensor(value)}
+
+
+def changed(name: str, change: Callable[[Any], Any]) -> Callable[[dict[str, Any]], Any]:
+    return lambda saved: saved | {name: change(saved[name])}
+
+
+def without(saved: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in saved.items() if name != "step"}
+
+
+WEIGHT, GROUP = "params.0.weight", "params.0"
+LOAD, SHARDED = "^load_state_dict: saved ", "^load_sharded_state_dict: saved "
+FORMAT = r"path must be a file of torch\.save's format; .* package safetensors"
+SCALE = r"\['scaler.scale'\] must be above 0 and finite; got "
+ROWS: dict[str, tuple[Callable[[], object], Any, str]] = {
+    "a number as path": (lambda: save({}, ANY), TypeError, r"save: path must be a str or an os\.PathLike; got 3"),
+    "no dict": (lambda: save(ANY, "a.pt"), TypeError, "saved must be a dict, as state_dict gives it; got 3"),
+    "safetensors": (lambda: save({}, "a.safetensors"), ValueError, FORMAT),
+    "safetensors to load": (lambda: load(Path("a.safetensors")), ValueError, FORMAT),
+    "code in a file": (lambda: load(write(Touch())), pickle.UnpicklingError, "Weights only load failed"),
+    "a file that is cut": (lambda: load(write(torch.ones(1000), cut=1000)), (RuntimeError, OSError), ""),
+    "another model": (loaded(lambda _: OTHER.state_dict(OTHERS)), ValueError, f"{LOAD}must hold the names"),
+    "an average": (loaded(lambda saved: saved | {"ema.w": LIKE}), ValueError, f"{LOAD}.*; it has unknown 'ema"),
+    "a scale of 0": (loaded(scale_of(0.0)), ValueError, f"{LOAD[:-1]}{SCALE}0"),
+    "a scale of NaN in slices": (loaded(scale_of(math.nan), True), ValueError, f"{SHARDED[:-1]}{SCALE}nan"),
+    "a sparse tensor": (loaded(changed(WEIGHT, torch.Tensor.to_sparse)), ValueError, rf"\['{WEIGHT}'\] must be like"),
+    "another shape in slices": (
+        loaded(changed(GROUP, lambda value: value[None]), True), ValueError, rf"\['{GROUP}'\] must be like a"
+    ),
+    "slices without a name": (loaded(without, True), ValueError, f"{SHARDED}must be what .* gave; it lacks 'step'$"),
+    "slices with another name": (loaded(lambda saved: saved | {"x": LIKE}, True), ValueError, "it has unknown 'x'$"),
+    "slices in another order": (
+        loaded(lambda saved: {**without(saved), "step": saved["step"]}, True), ValueError, "names are in another order"
+    ),
+    "a list of slices": (loaded(list, True), ValueError, f"{SHARDED}must be what .* gave; got a list"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_it_is_refused_with_the_rule(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    call, error, text = ROWS[name]
+    before = clone(LIKE)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(error, match=f"(?s){text}"):
+        call()
+    assert_same(LIKE, before)
+    assert not Path("ran").exists()

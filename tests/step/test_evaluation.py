@@ -1,4 +1,4 @@
-"""`step.loss` evaluates a batch, and `step.evaluating` lends the module the values to evaluate; both leave it as it was."""
+"""`step.loss` evaluates a batch, `step.evaluating` lends the module the values to evaluate; it stays as it was."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_micro_batch_without_weight_leaves_buffers_alone() -> None:
     def made(**options: Any) -> Any:
         torch.manual_seed(0)
         model = nn.Sequential(nn.BatchNorm1d(16), nn.Linear(16, 16))
-        return build(Task(model, nn.functional.mse_loss, window), SGD, policy="bfloat16", **options)
+        return build(Task(model, nn.functional.mse_loss, lambda _: batch), SGD, policy="bfloat16", **options)
 
     x = torch.randn(3, 8, 16)
     batch = torch.stack([x[0], x[1] * math.nan, x[2]]), torch.randn(3, 8, 16)

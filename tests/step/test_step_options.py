@@ -33,7 +33,7 @@ def test_a_loss_gets_the_scaler_that_scales_it_after_its_buffers(accumulate: int
         return unscale(scaler, scale(scaler, plain(params, x))) * (scaler.scale / 2.0**10), buffers
 
     x = torch.ones(2, 3) if accumulate > 1 else torch.ones(3)
-    results = []
+    results: list[Any] = []
     for described in (loss(plain), loss(with_scaler, has_scaler=True, has_buffers=True)):
         step = make_train_step(described, SGD, CONFIG, accumulate=accumulate)
         state = step.init({"w": torch.tensor([1.0, 2.0, 3.0])}, {"b": torch.ones(())} if results else None)

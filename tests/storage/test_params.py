@@ -43,22 +43,22 @@ def real_tree() -> dict[str, Tensor]:
     return {name: torch.randn(shape) for name, shape in shapes.items()}
 
 
+def sizes(flat: Params) -> list[tuple[str, int]]:
+    return [(label, group.numel()) for label, group in zip(flat.layout.labels, flat.groups) if group is not None]
+
+
 def test_layout_of_a_group() -> None:
     """Matrices of one row length are a group; each tensor is aligned, also in a float16 copy; the rest is zero."""
     tree = real_tree()
     flat = ravel(tree)
-    assert [(label, group.numel()) for label, group in zip(flat.layout.labels, flat.groups)] == [
-        ("matrix", 128 + 256),
-        ("vector", 64),
-        ("matrix", 128),
-    ]
+    assert sizes(flat) == [("matrix", 128 + 256), ("vector", 64), ("matrix", 128)]
     for view in flat.values():
         assert view.storage_offset() * 4 % 256 == 0
         assert view.dim() < 2 or view.storage_offset() * 2 % 256 == 0
     values = sum(leaf.abs().sum().item() for leaf in tree.values())
     assert sum(group.abs().sum().item() for group in flat.groups if group is not None) == pytest.approx(values)
     labelled = ravel(tree, group=lambda name, _: "head" if name == "x" else "rest")
-    assert dict(zip(labelled.layout.labels, labelled.groups))["head"].numel() == 256
+    assert ("head", 256) in sizes(labelled)
 
 
 def test_tied_leaves_are_one() -> None:
@@ -154,7 +154,7 @@ def test_tensor_by_tensor_is_flat_storage_with_other_groups(policy: str | None) 
         flat, _ = step(flat, torch.ones(()))
     assert single.params["w"] is single.params["tied"]
     assert_same(step.state_dict(single), step.state_dict(flat))
-    as_tree = single._replace(params=single.params.tree())  # type: ignore[arg-type]
+    as_tree = single._replace(params=single.params.tree())
     assert_same(step(as_tree, torch.ones(())), step(single, torch.ones(())))
     assert_same(step.load_state_dict(step.state_dict(flat), like=step.init(params, flat=False)), single)
     assert_same(pickle.loads(pickle.dumps(single)), single)

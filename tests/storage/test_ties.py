@@ -69,7 +69,7 @@ def test_memory_that_two_share_is_refused_by_name(name: str) -> None:
 
 def test_a_plain_attribute_that_shares_memory_is_refused_by_name() -> None:
     model = Pair()
-    model.b.kept = model.a.weight.detach()  # type: ignore[assignment]
+    model.b.kept = model.a.weight.detach()
     with pytest.raises(ValueError, match=f"got {W} and a plain attribute 'b.kept'"):
         module_loss(model, F.mse_loss)
 
@@ -182,7 +182,7 @@ def test_two_buffers_of_one_tensor_of_which_one_is_assigned(wrap: Any) -> None:
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "freeze": (
         lambda model: model.a.weight.requires_grad_(False),
-        "as it was when the loss was made; 'a.weight' was a trainable parameter and is a frozen parameter: make the loss",
+        "as it was when the loss was made; 'a.weight' was a trainable parameter and is a frozen parameter: make",
     ),
     "add": (
         lambda model: model.add_module("c", nn.Linear(4, 4)),

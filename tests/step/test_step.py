@@ -12,13 +12,12 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree
 
-from funcamp import Metrics, ScalerConfig, TrainState, loss, make_train_step, presets, stateless
+from funcamp import ScalerConfig, loss, make_train_step, presets, stateless
 from tests.support.helpers import assert_close, assert_same, clone, to, values_of
 from tests.support.models import cnn, mlp
 from tests.support.steps import SGD, build, eager, traced
 
 ADAMW = stateless(torch.optim.AdamW, lr=1e-2)
-WRAPS = pytest.mark.parametrize("wrap", [eager, traced], ids=["eager", "jit"])
 
 
 def linear(params: Any, batch: Tensor) -> Tensor:
@@ -137,7 +136,7 @@ def test_a_gradient_that_overflows_by_unscaling_is_found() -> None:
 
 
 @pytest.mark.compiled
-@WRAPS
+@pytest.mark.parametrize("wrap", [eager, traced], ids=["eager", "jit"])
 def test_a_function_of_the_flag_decides_for_all_ranks(wrap: Any) -> None:
     elsewhere, flags = torch.tensor(0.0), []
 
@@ -245,11 +244,9 @@ def test_a_steady_loop_compiles_once() -> None:
     run = torch.compile(step, fullgraph=True, backend=counter)
     state = step.init()
     for index in range(4):
-        state, metrics = run(state, task.batch(index))
+        state, _ = run(state, task.batch(index))
         step(state, task.batch(index))  # what the eager step keeps for its next call must be no reason to compile
     assert counter.frame_count == 1
-    assert isinstance(state, TrainState)
-    assert isinstance(metrics, Metrics)
 
 
 def test_nothing_is_read_on_the_host_and_all_is_on_the_states_device() -> None:

@@ -42,7 +42,6 @@ class Rated(Plain):
 GROUPS = by_group({"matrix": stateless(torch.optim.Muon, lr=0.02), "vector": stateless(torch.optim.SGD, lr=schedule)})
 OPTIMIZERS: dict[str, tuple[Any, Any]] = {
     "default": (stateless(torch.optim.AdamW), 1e-3),
-    "Adafactor": (stateless(torch.optim.Adafactor, lr=0.02), 0.02),
     "of one's own": (Rated(), 2.0),
     "groups": (GROUPS, {"matrix": 0.02, "vector": 0.5}),
     "a group without": (by_group({"matrix": Plain(), "vector": stateless(torch.optim.SGD, lr=0.1)}), {"vector": 0.1}),

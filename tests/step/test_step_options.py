@@ -199,7 +199,6 @@ def test_nothing_of_the_first_state_requires_grad() -> None:
         (None, "float16", 0),
         (presets.disabled(), None, 0),
     ],
-    ids=["default", "bfloat16", "float16", "disabled"],
 )
 def test_a_scale_that_float16_does_not_need_is_logged(
     caplog: pytest.LogCaptureFixture, config: ScalerConfig | None, policy: str | None, lines: int

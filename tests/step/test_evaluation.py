@@ -1,8 +1,7 @@
-"""`step.loss` is an evaluation, of one return type, that leaves the module as it was."""
+"""`step.loss` evaluates a batch, `step.evaluating` lends the module the values to evaluate; it stays as it was."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -11,28 +10,72 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from funcamp import jit, loss, make_train_step, module_loss, numerics, presets, stateless
-from tests.support.helpers import assert_same, clone, values_of
+from funcamp import average, chain, clip_by_norm, every, jit, make_train_step, module_loss, numerics, stateless
+from tests.support.helpers import assert_same, assert_silent, clone
+from tests.support.steps import eager, traced
 
-SGD = stateless(torch.optim.SGD, lr=0.1)
-
-
-class Merges(nn.Linear):
-    """As adapters do: `train` writes the weight."""
-
-    def train(self, mode: bool = True) -> Merges:
-        self.weight.data += 1
-        return super().train(mode)
+X, Y = torch.randn(6, 4), torch.randn(6, 1)
+SGD = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    frozen = nn.BatchNorm1d(8).eval()
-    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), frozen, nn.Dropout(0.5), Merges(8, 2))
+class ScheduleFree(torch.optim.Optimizer):
+    """Evaluates with a mean of its parameters, as schedule-free classes do."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, "train_mode": False})
+
+    def train(self) -> None:
+        self.param_groups[0]["train_mode"] = True
+
+    def eval(self) -> None:
+        for p in self.param_groups[0]["params"]:
+            if "mean" in self.state[p]:
+                p.data.copy_(self.state[p]["mean"])
+        self.param_groups[0]["train_mode"] = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            mean = self.state[p].setdefault("mean", p.clone())
+            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
+            mean.lerp_(p, 0.25)
+
+
+class Model(nn.Module):
+    """With tied weights, a frozen layer, buffers, dropout, and parts in both modes."""
+
+    def __init__(self, recurrent: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.frozen = nn.Linear(4, 4).requires_grad_(False)
+        self.norm, self.still = nn.BatchNorm1d(4), nn.BatchNorm1d(4).eval()
+        self.rnn = nn.GRU(4, 4) if recurrent else None
+        self.drop, self.head = nn.Dropout(0.5), nn.Linear(4, 1)
+        self.first.weight.note = "mine"  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.still(self.norm(self.second(self.first(self.frozen(x)))))
+        x = x if self.rnn is None else self.rnn(x)[0]
+        out: Tensor = self.head(self.drop(x))
+        return out
 
 
 def flags(model: nn.Module) -> list[bool]:
     return [part.training for part in model.modules()]
+
+
+def tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+
+
+def trained(optimizer: Any, model: nn.Module, *, wrap: Any = eager, consume: bool = False, **options: Any) -> Any:
+    step = make_train_step(module_loss(model, F.mse_loss), optimizer, **options)
+    run, state = wrap(step), step.init(consume=consume)
+    for _ in range(3):
+        state, _ = run(state, (X, Y))
+    return step, state
 
 
 def evaluators(step: Any) -> dict[str, Callable[[Any, Any], Tensor]]:
@@ -45,71 +88,107 @@ def evaluators(step: Any) -> dict[str, Callable[[Any, Any], Tensor]]:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("how", ["eager", "jit", "compiled"])
-@pytest.mark.parametrize("policy", [None, "bfloat16"])
-def test_the_loss_is_that_of_the_module_in_eval_mode(policy: Any, how: str) -> None:
-    model = network()
-    before, state_before = flags(model), clone(values_of(model))
-    loss_fn = module_loss(model, F.mse_loss)
-    step = make_train_step(loss_fn, SGD, presets.disabled(), policy=policy)
-    x, y = torch.randn(6, 4), torch.randn(6, 2)
-    eager = copy.deepcopy(model)
-    state, _ = step(step.init(), (x, y))
-    eager.load_state_dict(loss_fn.state_dict(state.params, state.buffers))
-    for part in eager.modules():
-        part.training = False
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=policy is not None):
-        expected = F.mse_loss(eager(x), y)
-    found = evaluators(step)[how](state, (x, y))
+def test_the_loss_is_that_of_the_module_in_eval_mode(how: str) -> None:
+    model = Model(recurrent=False)  # Dynamo does not trace a GRU
+    step, state = trained(SGD, model, policy="bfloat16")
+    before, values, plain = flags(model), clone(tensors(model)), Model(recurrent=False)
+    plain.load_state_dict(step.loss_fn.state_dict(state.params, state.buffers))
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        expected = F.mse_loss(plain.eval()(X), Y)
+    found = evaluators(step)[how](state, (X, Y))
     assert_same(found, expected)
     assert not found.requires_grad
+    tracked, drawn = make_train_step(numerics.track_scales(step.loss_fn), SGD, policy="bfloat16"), torch.get_rng_state()
+    assert_same(tracked.loss(state, (X, Y)), expected)
+    assert_same(torch.get_rng_state(), drawn)
+    with pytest.raises(RuntimeError):
+        step.loss(state, (X[:, :1], Y))
     assert flags(model) == before
-    assert_same(clone(values_of(model)), state_before)
-    rng = torch.get_rng_state()
-    step.loss(state, (x, y))
-    assert_same(torch.get_rng_state(), rng)
+    assert_same(tensors(model), values)
 
 
 def test_training_leaves_the_flags() -> None:
-    model, batch = network(), (torch.randn(6, 4), torch.randn(6, 2))
-    step = make_train_step(module_loss(model, F.mse_loss), SGD)
-    state = step.init()
+    model = Model()
+    step, state = trained(SGD, model)
     torch.manual_seed(1)
-    expected = step(state, batch)[1].loss
+    expected = step(state, (X, Y))[1].loss
     torch.manual_seed(1)
-    assert_same(step.loss(state, batch, training=True), expected)
-    for part in model.modules():
-        part.training = False
-    assert_same(step.loss(state, batch, training=True), step.loss(state, batch))
+    assert_same(step.loss(state, (X, Y), training=True), expected)
+    assert step.loss(state, (X, Y)) != expected
 
 
-def test_the_flags_are_put_back_after_an_error() -> None:
-    model = network()
-    before = flags(model)
-    step = make_train_step(module_loss(model, F.mse_loss), SGD)
-    with pytest.raises(RuntimeError):
-        step.loss(step.init(), (torch.ones(3, 5), torch.ones(3, 2)))
-    assert flags(model) == before
+def mean_of(state: Any) -> Any:
+    """The mean that `ScheduleFree` keeps of each parameter."""
+    return state.opt_state.state["mean"]
 
 
-def test_a_tracked_loss_is_evaluated_too() -> None:
-    model, batch = network(), (torch.randn(6, 4), torch.randn(6, 2))
-    loss_fn = module_loss(model, F.mse_loss)
-    steps = [make_train_step(loss, SGD) for loss in (loss_fn, numerics.track_scales(loss_fn))]
-    state = steps[0].init()
-    assert_same(steps[1].loss(state, batch), steps[0].loss(state, batch))
-    assert flags(model) == flags(network())
+OPTIMIZERS: dict[str, Any] = {
+    "plain": (SGD, {}, lambda state: state.params.tree()),
+    "ema_decay": (SGD, {"ema_decay": 0.5}, lambda state: state.ema.tree()),
+    "average": (chain(SGD, every(2, average(0.5))), {}, lambda state: state.ema.tree()),
+    "schedule-free, clipped": (chain(clip_by_norm(1.0), stateless(ScheduleFree)), {"max_norm": 9.0}, mean_of),
+}
 
 
-@pytest.mark.parametrize("has_buffers", [False, True])
-@pytest.mark.parametrize("has_aux", [False, True])
-def test_a_step_returns_the_loss_alone_with_and_without_buffers_and_aux(has_buffers: bool, has_aux: bool) -> None:
-    def loss_fn(params: Any, *rest: Any) -> Any:
-        value = (params["w"] * rest[-1]).sum()
-        if not has_buffers and not has_aux:
-            return value
-        beside = ({"b": torch.ones(1)}, {"hits": value}) if has_buffers and has_aux else {"b": torch.ones(1)}
-        return value, beside
+@pytest.mark.parametrize("case", OPTIMIZERS)
+def test_the_module_has_the_values_to_evaluate(case: str) -> None:
+    optimizer, options, values_of_state = OPTIMIZERS[case]
+    model = Model()
+    step, state = trained(optimizer, model, **options)
+    expected = Model()
+    expected.load_state_dict(step.loss_fn.state_dict(values_of_state(state), state.buffers))
+    with assert_silent(), step.evaluating(state) as evaluated:
+        assert evaluated is model
+        assert not any(flags(model))
+        output = model(X)
+        assert_same(dict(model.state_dict()), dict(expected.state_dict()))
+    assert not output.requires_grad
+    with torch.no_grad():
+        assert_same(output, expected.eval()(X))
+    if state.ema:
+        with step.evaluating(state, average=False):
+            assert_same(F.mse_loss(model(X), Y), step.loss(state, (X, Y)))
+        assert_same(F.mse_loss(output, Y), step.loss(state._replace(params=state.ema), (X, Y)))
 
-    step = make_train_step(loss(loss_fn, has_aux=has_aux, has_buffers=has_buffers), SGD)
-    state = step.init({"w": torch.ones(2)}, {"b": torch.zeros(1)} if has_buffers else None)
-    assert_same(step.loss(state, torch.ones(2)), torch.tensor(2.0))
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("how", [{}, {"wrap": traced, "consume": True}], ids=["eager", "consumed"])
+def test_the_module_is_as_it_was_and_the_state_too(how: dict[str, Any]) -> None:
+    model = Model()
+    step, state = trained(SGD, model, **how)
+    own, values, flags_before, state_before = tensors(model), clone(tensors(model)), flags(model), clone(state)
+    with step.evaluating(state) as evaluated:
+        assert evaluated.first.weight is evaluated.second.weight
+        assert evaluated.first.weight.note == "mine"
+        assert isinstance(evaluated.first.weight, nn.Parameter)
+        assert evaluated.first.weight.requires_grad
+        assert evaluated.frozen.weight is own["frozen.weight"]
+        evaluated.train()
+        evaluated(X)  # BatchNorm writes its statistics
+        evaluated.first.weight.zero_()
+    with pytest.raises(RuntimeError, match="shapes"), step.evaluating(state):
+        model(X[:, :1])
+    assert flags(model) == flags_before
+    assert all(tensor is own[name] for name, tensor in tensors(model).items())
+    assert_same(tensors(model), values)
+    assert_same(state, state_before)
+    if how:
+        assert model.head.weight.data_ptr() == state.params["head.weight"].data_ptr()
+
+
+def test_what_a_user_does_inside_of_an_evaluation() -> None:
+    """Steps, losses, an evaluation of another state, and gradients with respect to an input."""
+    model = Model()
+    step, state = trained(SGD, model)
+    model.drop.eval()  # no draws
+    expected_loss, expected = step.loss(state, (X, Y)), step(state, (X, Y))[0]
+    with step.evaluating(state) as evaluated:
+        output = evaluated(X)
+        assert_same(step.loss(state, (X, Y)), expected_loss)
+        with step.evaluating(expected):
+            assert not torch.equal(evaluated(X), output)
+        assert_same(evaluated(X), output)
+        x = X.clone().requires_grad_()
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(evaluated(x).sum(), x)
+    assert slope.abs().sum() > 0

@@ -1,156 +1,204 @@
-"""Options of a step: the scaler in the loss, and the parameters as the loss sees them."""
+"""Options of a step: what the loss is given, and the parameters, precision and scale as the loss sees them."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils import _pytree
 
-from funcamp import (
-    ScalerConfig,
-    ScalerState,
-    init,
-    jit,
-    loss,
-    make_train_step,
-    module_loss,
-    presets,
-    scale,
-    scaled_grad_and_value,
-    stateless,
-    unscale,
-)
-from tests.support.helpers import assert_same, clone
-from tests.support.models import cnn, mlp, tied
+from funcamp import ScalerConfig, ScalerState, clone, loss, make_train_step, presets, scale, stateless, unscale
+from tests.support.helpers import assert_same
+from tests.support.models import mlp, tied
+from tests.support.steps import build, eager, traced
 
 SGD = stateless(torch.optim.SGD, lr=0.5)
 CONFIG = ScalerConfig(2.0**10)
+WRAPS = pytest.mark.parametrize("wrap", [eager, traced], ids=["eager", "jit"])
 
 
 def plain(params: dict[str, Tensor], x: Tensor) -> Tensor:
     return (params["w"] * x).square().sum()
 
 
-def with_scaler(params: dict[str, Tensor], scaler: ScalerState, x: Tensor) -> Any:
-    # times the scale, and back: only the right state gives the same loss
-    return unscale(scaler, scale(scaler, plain(params, x))) * (scaler.scale / 2.0**10)
+# What a loss is given.
 
 
-@pytest.mark.thorough(keep=1)
-@pytest.mark.compiled
 @pytest.mark.parametrize("accumulate", [1, 2])
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "jit"])
-def test_has_scaler_passes_the_state_that_scales(accumulate: int, compiled: bool) -> None:
-    params = {"w": torch.tensor([1.0, 2.0, 3.0])}
+def test_a_loss_gets_the_scaler_that_scales_it_after_its_buffers(accumulate: int) -> None:
+    def with_scaler(params: Any, buffers: Any, scaler: ScalerState, x: Tensor) -> Any:
+        # times the scale, and back: only the right state gives the same loss
+        return unscale(scaler, scale(scaler, plain(params, x))) * (scaler.scale / 2.0**10), buffers
+
     x = torch.ones(2, 3) if accumulate > 1 else torch.ones(3)
-    results = []
-    for function, has_scaler in ((plain, False), (with_scaler, True)):
-        step: Any = make_train_step(loss(function, has_scaler=has_scaler), SGD, CONFIG, accumulate=accumulate)
-        state = step.init(params)
-        assert step.loss(state, x if accumulate == 1 else x[0]) == 14.0
-        results.append((jit(step, backend="eager") if compiled else step)(state, x))
-    assert_same(results[1], results[0])
+    results: list[Any] = []
+    for described in (loss(plain), loss(with_scaler, has_scaler=True, has_buffers=True)):
+        step = make_train_step(described, SGD, CONFIG, accumulate=accumulate)
+        state = step.init({"w": torch.tensor([1.0, 2.0, 3.0])}, {"b": torch.ones(())} if results else None)
+        assert step.loss(state, torch.ones(3)) == 14.0
+        after, metrics = step(state, x)
+        results.append((after._replace(buffers={}), metrics))
+    assert_same(*results)
 
 
-def test_has_scaler_comes_after_buffers() -> None:
-    seen = []
+@pytest.mark.compiled
+@WRAPS
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_loss_may_write_its_buffers(in_place: bool, wrap: Any) -> None:
+    """A skipped step puts them back, an applied one has them, and the state before is as it was."""
 
-    def function(params: Any, buffers: Any, scaler: Any, batch: Any) -> Any:
-        seen.append((set(params), set(buffers), type(scaler), batch.shape))
-        return plain(params, batch) * buffers["b"], buffers
+    def written(p: Any, buffers: dict[str, Tensor], x: Tensor) -> Any:
+        value = plain(p, x)
+        if in_place:
+            buffers["n"].mul_(0.5).add_(value.detach(), alpha=0.5)
+        else:
+            buffers["n"] = buffers["n"] * 0.5 + value.detach() * 0.5
+        return value, buffers
 
-    step = make_train_step(loss(function, has_scaler=True, has_buffers=True), SGD, CONFIG)
-    step(step.init({"w": torch.ones(3)}, {"b": torch.ones(())}), torch.ones(3))
-    assert seen == [({"w"}, {"b"}, ScalerState, (3,))]
-
-
-@pytest.mark.parametrize("flat", [True, False])
-@pytest.mark.parametrize("policy", [None, "float16"])
-@pytest.mark.parametrize("make", [cnn, tied])
-def test_compute_params_are_what_the_loss_sees(make: Any, policy: Any, flat: bool) -> None:
-    task = make()
-    inner = module_loss(task.model, task.criterion)
-    seen = []
-
-    class See(type(inner)):  # type: ignore[misc]  # ModuleLoss
-        def __call__(self, params: Any, *rest: Any) -> Any:
-            seen.append(params)
-            return super().__call__(params, *rest)
-
-    step = make_train_step(See(task.model, task.criterion), SGD, CONFIG, policy=policy)
-    state = step.init(flat=flat)
-    found = step.compute_params(state)
-    step.loss(state, task.batch(0))
-    assert_same(clone(found), clone(seen[0]))
-    assert {leaf.dtype for leaf in found.values()} == {torch.float32}
-    assert not any(leaf.requires_grad for leaf in found.values())
+    step = make_train_step(loss(written, has_buffers=True), SGD, CONFIG)
+    first, run = step.init({"w": torch.ones(3)}, {"n": torch.zeros(())}), wrap(step)
+    before = clone(first)
+    skipped, metrics = run(clone(first), torch.full((3,), float("nan")))
+    assert metrics.found_inf == 1
+    assert_same(skipped.buffers, before.buffers)
+    after, metrics = run(clone(first), torch.ones(3))
+    assert_same(after.buffers["n"], metrics.loss * 0.5)
+    step.loss(first, torch.ones(3))
+    assert_same(first, before)
 
 
-@pytest.mark.parametrize("flat", [True, False])
-def test_nothing_of_the_first_state_requires_grad(flat: bool) -> None:
+@pytest.mark.compiled
+@WRAPS
+def test_kept_buffers_are_no_ones_memory(wrap: Any) -> None:
+    """A buffer that is a tensor of the batch, or of the parameters, is a copy: no later step writes into those."""
+
+    def keeping(p: Any, buffers: dict[str, Tensor], x: Tensor) -> Any:
+        return plain(p, x) + buffers["last"].sum(), {"last": x, "prev": p["w"].detach()}
+
+    step = make_train_step(loss(keeping, has_buffers=True, keep_buffers=True), SGD, CONFIG)
+    x, run = torch.ones(3), wrap(step)
+    first = step.init({"w": torch.ones(3)}, {"last": torch.zeros(3), "prev": torch.zeros(3)})
+    state, _ = step(first, x)
+    for number in range(3):
+        state, _ = run(state, x + number)
+    assert_same((x, first.params["w"]), (torch.ones(3), torch.ones(3)))
+    assert_same(state.buffers["last"], x + 2)
+
+
+# Its parameters and precision, outside of a step.
+
+
+@pytest.mark.compiled
+@pytest.mark.parametrize("policy", [None, "bfloat16"])
+def test_compute_params_are_what_the_loss_sees_and_stay_what_they_were(policy: str | None) -> None:
+    seen: dict[str, Any] = {}
+
+    def seeing(params: Any, x: Tensor) -> Tensor:
+        seen.setdefault("params", clone(params))
+        return plain(params, x)
+
+    step = make_train_step(seeing, SGD, CONFIG, policy=policy)
+    state, x = step.init({"w": torch.ones(2, 2)}), torch.ones(2, 2)
+    old = step.compute_params(state)
+    step.loss(state, x)
+    state, _ = traced(step)(state, x)
+    assert_same((old, seen["params"]), ({"w": torch.ones(2, 2)},) * 2)
+    assert not old["w"].requires_grad
+    assert_same(step.compute_params(state)["w"], torch.zeros(2, 2))
+
+
+@pytest.mark.parametrize("around", [torch.bfloat16, None])
+@pytest.mark.parametrize("policy", [None, "float32", "float16", "bfloat16"])
+def test_a_forward_pass_of_ones_own_computes_as_the_loss_does(policy: str | None, around: torch.dtype | None) -> None:
     task = mlp()
-    step = make_train_step(module_loss(task.model, task.criterion), SGD, CONFIG, policy="float16")
-    params = dict(task.model.named_parameters())
-    stacked = {name: torch.stack([value, value]) for name, value in params.items()}
-    state, members = step.init(params, flat=flat), torch.func.vmap(lambda p: step.init(p, flat=flat))(stacked)
-    _, metrics = step(state, task.batch(0))
-    assert not any(leaf.requires_grad for leaf in _pytree.tree_leaves((state, members, metrics)))
+    step = build(task, SGD, policy=policy)
+    state, (x, target) = step.init(), task.batch(0)
+    with nullcontext() if around is None else torch.autocast("cpu", around):
+        with step.autocast(state):
+            output = torch.func.functional_call(task.model, step.compute_params(state), x)
+            found = task.criterion(output, target)
+        expected = step.loss(state, (x, target))
+    assert_same(found.detach(), expected)
+    dtype = around if policy in (None, "float32") else getattr(torch, str(policy))
+    assert output.dtype == (dtype or torch.float32)
 
 
-def test_engine_of_a_function_made_inside_the_step() -> None:
-    def step(state: Any, x: Tensor) -> Any:
-        return scaled_grad_and_value(plain, engine="autograd")(state[1], state[0], x)
-
-    (grads, _), loss = jit(step, backend="eager")(({"w": torch.ones(2)}, init()), torch.ones(2))
-    assert (grads["w"].tolist(), loss.item()) == ([2.0, 2.0], 2.0)
+# A torch.autocast region around the call: a policy decides, and without one the region does.
 
 
-def test_tree_of_a_batch_of_states_is_taken_under_vmap() -> None:
-    step = make_train_step(plain, SGD, CONFIG)
-    members = torch.func.vmap(step.init)({"w": torch.ones(3, 2)})
-    with pytest.raises(ValueError, match=r"no batch dimension; got \(3, \d+\): take the tree under vmap"):
-        members.params.tree()
-    assert torch.func.vmap(lambda params: params.tree())(members.params)["w"].shape == (3, 2)
+def in_region(region: torch.dtype | None, policy: str | None, wrap: Any = eager, **options: Any) -> Any:
+    """The losses and parameters of two steps."""
+    task = mlp()
+    step = build(task, SGD, policy=policy, max_norm=1.0, **options)
+    run, state, losses = wrap(step), step.init(), []
+    batch: Any = task.batch(0)
+    if options:
+        batch = tuple(torch.stack([part] * 2) for part in batch)
+    for _ in range(2):
+        with nullcontext() if region is None else torch.autocast("cpu", region):
+            state, metrics = run(state, batch)
+            losses.append([metrics.loss, step.loss(state, task.batch(0))])
+    return clone(losses), dict(state.params.tree())
 
 
-def test_compute_params_stay_what_they_were() -> None:
-    for policy in (None, "bfloat16"):
-        step = make_train_step(lambda p, x: (p["w"] * x).sum(), SGD, CONFIG, policy=policy)
-        run, state = jit(step, backend="eager"), step.init({"w": torch.ones(2, 2)})
-        old = step.compute_params(state)
-        state, _ = run(state, torch.ones(2, 2))
-        assert_same(old["w"].float(), torch.ones(2, 2))
-        assert_same(step.compute_params(state)["w"].float(), torch.full((2, 2), 0.5))
+@pytest.mark.compiled
+@pytest.mark.parametrize(
+    ("policy", "region", "wrap", "options"),
+    [
+        ("float16", torch.bfloat16, eager, {}),
+        ("bfloat16", torch.float16, eager, {"accumulate": 2}),
+        ("float16", torch.float16, eager, {}),
+        ("float16", torch.bfloat16, traced, {}),
+        ("float16", torch.bfloat16, lambda step: torch.compile(step, backend="eager", fullgraph=True), {}),
+    ],
+    ids=["float16", "micro-batches", "the same", "jit", "compiled"],
+)
+def test_a_policy_computes_the_same_in_a_region(policy: str, region: torch.dtype, wrap: Any, options: Any) -> None:
+    assert_same(in_region(region, policy, wrap, **options), in_region(None, policy, wrap, **options))
 
 
-def test_a_loss_that_is_described_already_is_not_described_again() -> None:
-    for made in (module_loss(mlp().model, mlp().criterion), loss(with_scaler, has_scaler=True)):
-        with pytest.raises(TypeError, match=r"loss: function must not be a loss already: .* got (module_)?loss\("):
-            loss(made, has_scaler=True)
+def test_without_a_policy_the_region_applies() -> None:
+    losses, _ = in_region(torch.bfloat16, None)
+    expected, _ = in_region(None, "bfloat16")
+    assert_same(losses[0][0], expected[0][0])
+    assert losses[0][0] != in_region(None, None)[0][0][0]
 
 
-def test_a_loss_is_the_function_it_was_made_of() -> None:
-    assert make_train_step(plain, SGD).loss_fn.function is plain
-    described = loss(plain, engine="func")
-    assert make_train_step(described, SGD).loss_fn is described
-    params, x = {"w": torch.tensor([1.0, 2.0])}, torch.ones(2)
-    assert_same(described(params, x), plain(params, x))
+def test_the_cache_is_empty_after_a_step() -> None:
+    """torch keeps a cast until the region ends, here the caller's: one for each weight of each step."""
+    weights, x = [], torch.ones(8, 6)
+
+    def loss_fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        weights.append(params["weight"])
+        return torch.mm(x, params["weight"]).float().sum()
+
+    step = make_train_step(loss_fn, SGD, policy="bfloat16")
+    with torch.autocast("cpu", torch.bfloat16):
+        step(step.init({"weight": torch.ones(6, 3)}), x)
+        with torch.no_grad():
+            weights[0].zero_()
+        assert torch.mm(x, weights[0]).abs().sum() == 0
+
+
+def test_nothing_of_the_first_state_requires_grad() -> None:
+    task = tied()
+    step = build(task, SGD, policy="float16")
+    for flat in (True, False):
+        state = step.init(dict(task.model.named_parameters()), flat=flat)
+        leaves = torch.utils._pytree.tree_leaves((state, step(state, task.batch(0))))
+        assert not any(leaf.requires_grad for leaf in leaves)
 
 
 @pytest.mark.parametrize(
     ("config", "policy", "lines"),
     [
         (None, None, 1),
-        (None, "bfloat16", 1),
-        (ScalerConfig(), "float32", 1),
+        (ScalerConfig(), "bfloat16", 1),
         (None, "float16", 0),
         (presets.disabled(), None, 0),
-        (ScalerConfig(2.0**10), None, 0),
     ],
-    ids=["default", "bfloat16", "float32", "float16", "disabled", "other"],
 )
 def test_a_scale_that_float16_does_not_need_is_logged(
     caplog: pytest.LogCaptureFixture, config: ScalerConfig | None, policy: str | None, lines: int

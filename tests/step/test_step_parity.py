@@ -1,239 +1,183 @@
-"""The step builder follows torch's documented mixed-precision loop, over whole runs.
+"""A step follows torch's documented mixed-precision loop, over whole runs: losses, scales, skips and parameters.
 
-Scales and skips are equal at every step. Parameters are bit-equal with optimizers whose arithmetic is torch's operation
-for operation: so the same float16 numbers went into every matrix product and came out of it, a weight used twice or in
-two precisions included. With AdamW and clipping they are within a fraction of a parameter's norm: AdamW rounds its
-step size elsewhere than torch's CPU default does, the norm is summed in float64, and a last bit can move a copy to its
-neighbour, 2^-11 of it in float16 and 2^-8 in bfloat16.
+Eager, everything is equal bit for bit, so the same float16 numbers went into every product and came out of it: of a
+weight used twice, in two precisions, or whose dtype the model asks for. With AdamW and clipping, parameters are within
+a fraction of their norm: AdamW rounds its step size elsewhere than torch's CPU default does, the norm is summed in
+float64, and a last bit can move a copy to its neighbour, 2^-11 of it in float16 and 2^-8 in bfloat16.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from funcamp import ScalerConfig, TrainState, by_group, make_train_step, module_loss, stateless
-from funcamp._types import name_of
+from funcamp import ScalerConfig, by_group, stateless
+from tests.recipes import values
 from tests.support.helpers import assert_close, assert_same, clone, values_of
-from tests.support.models import Task, cnn, mlp, tied
-from tests.support.steps import eager
+from tests.support.models import Task, cnn, cross_entropy, mlp, tied
+from tests.support.steps import build, eager
+from tests.support.torch_loop import AmpLoop
 
-STEPS = 50
 # 2**24 overflows float16 at the first steps; the interval lets the scale climb into overflow again and again.
 CONFIG = ScalerConfig(init_scale=2.0**24, growth_interval=5)
+STEPS, WORDS, WIDTH = 40, 16, 8
+HALF, BRAIN = torch.float16, torch.bfloat16
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3}),
     "AdamW": (torch.optim.AdamW, {"lr": 2e-3}),
 }
-Trace = list[tuple[float, bool]]
 
 
-def torch_loop(
-    task: Task, name: str, dtype: torch.dtype, *, clip: float | None = None, parts: int = 1, by_shape: bool = False
-) -> tuple[Trace, nn.Module]:
-    """torch's loop, as its automatic mixed precision examples have it."""
-    model = task.model
-    cls, arguments = OPTIMIZERS[name]
-    groups: Any = model.parameters()
-    if by_shape:
-        groups = [
-            {"params": [p for p in model.parameters() if p.dim() >= 2], "weight_decay": 0.1},
-            {"params": [p for p in model.parameters() if p.dim() < 2], "weight_decay": 0.0},
-        ]
-    optimizer = cls(groups, **arguments)
-    scaler = torch.amp.GradScaler("cpu", CONFIG.init_scale, growth_interval=CONFIG.growth_interval)
-    trace = []
-    for step in range(STEPS):
-        optimizer.zero_grad()
-        for part in range(parts):
-            x, y = task.batch(step * parts + part)
-            with torch.autocast("cpu", dtype):
-                loss = task.criterion(model(x), y)
-                loss = loss / parts
-            scaler.scale(loss).backward()
-        if clip is not None:
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        before = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        trace.append((before, scaler.get_scale() < before))
-    return trace, model
+class Language(nn.Module):
+    """An embedding, a block that uses its weights in some way, and a head that is the embedding."""
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.use = use
+        self.words, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.words.weight
+
+    def block(self, x: Tensor) -> Tensor:
+        x = F.gelu(self.first(x))
+        if self.use == "twice":
+            x = torch.tanh(self.first(x)) @ self.first.weight
+        elif self.use == "dtype":
+            x = x.to(next(self.parameters()).dtype) * 1.001
+        elif self.use == "penalty":
+            x = x * (1 + 1e-2 * self.first.weight.square().sum())
+        out: Tensor = self.norm(self.second(x))
+        return out
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens)
+        x = checkpoint(self.block, x, use_reentrant=False) if self.use == "checkpoint" else self.block(x)
+        out: Tensor = self.head(x)
+        return out
 
 
-def compiled(step: Any) -> Any:
-    return torch.compile(step, fullgraph=True, backend="aot_eager")
+def language(use: str) -> Task:
+    torch.manual_seed(0)
+
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(WORDS, (6,), generator=torch.Generator().manual_seed(number))
+        return tokens, tokens.roll(1)
+
+    return Task(Language(use), cross_entropy, batch)
 
 
-FLAT = pytest.mark.parametrize("flat", [True, False], ids=["flat", "dict"])
+class Case(NamedTuple):
+    """A training: what is trained, how, and how far parameters may be from torch's, relative to their norm."""
+
+    make: Callable[[], Task]
+    optimizer: str
+    dtype: torch.dtype
+    flat: bool = True
+    parts: int = 1
+    grouped: bool = False
+    max_norm: float | None = None
+    tolerance: float = 0.0
+
+    def pieces(self, task: Task, number: int) -> list[Any]:
+        return [task.batch(number * self.parts + part) for part in range(self.parts)]
+
+    def by_step(self, wrap: Callable[[Any], Any]) -> tuple[list[Any], dict[str, Tensor]]:
+        """The losses, scales and flags of a step, and the parameters after it."""
+        task, (cls, arguments) = self.make(), OPTIMIZERS[self.optimizer]
+        optimizer: Any = stateless(cls, **arguments)
+        if self.grouped:
+            optimizer = by_group({"matrix": stateless(cls, weight_decay=0.1, **arguments), "vector": optimizer})
+        options: dict[str, Any] = {"accumulate": self.parts, "max_norm": self.max_norm, "ema_decay": 0.9}
+        step = build(task, optimizer, config=CONFIG, policy=self.dtype, **options)
+        start, state, run, trace = clone(values_of(task.model)), step.init(flat=self.flat), wrap(step), []
+        torch.manual_seed(7)
+        for number in range(STEPS):
+            pieces, before = self.pieces(task, number), state
+            batch = tuple(map(torch.stack, zip(*pieces))) if self.parts > 1 else pieces[0]
+            state, metrics = run(state, batch)
+            if metrics.found_inf:
+                counts = {name: getattr(before, name) + 1 for name in ("step", "skipped", "consecutive_skips")}
+                assert_same(state, before._replace(**counts, scaler=state.scaler))
+            trace.append((metrics.loss, metrics.scale.item(), metrics.found_inf.item()))
+        assert_same(values_of(task.model), start)
+        return trace, dict(state.params.tree())
+
+    def by_torch(self) -> tuple[list[Any], dict[str, Tensor]]:
+        """The same of torch's loop."""
+        task, (cls, arguments) = self.make(), OPTIMIZERS[self.optimizer]
+        groups: Any = task.model.parameters()
+        if self.grouped:
+            matrices, vectors = ([p for p in task.model.parameters() if (p.dim() > 1) == large] for large in (1, 0))
+            groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors}]
+        loop = AmpLoop(task.model, task.criterion, cls(groups, **arguments), CONFIG, self.dtype)
+        torch.manual_seed(7)
+        trace = [loop.step(*self.pieces(task, number), max_norm=self.max_norm) for number in range(STEPS)]
+        return trace, values(task.model)
 
 
-def build(task: Task, name: str, dtype: torch.dtype, **options: Any) -> Any:
-    cls, arguments = OPTIMIZERS[name]
-    loss_fn = module_loss(task.model, task.criterion)
-    policy = name_of(dtype)
-    return make_train_step(loss_fn, stateless(cls, **arguments), CONFIG, policy=policy, **options)
+def assert_follows(case: Case, wrap: Callable[[Any], Any] = eager) -> None:
+    trace, params = case.by_step(wrap)
+    expected_trace, expected = case.by_torch()
+    assert [row[1:] for row in trace] == [row[1:] for row in expected_trace]
+    if case.dtype == HALF:
+        assert sum(skipped for *_, skipped in trace) >= 4
+    if case.tolerance:
+        assert_close(params, expected, case.tolerance)
+    else:
+        assert_same((trace, params), (expected_trace, expected))
 
 
-def batches(task: Task, step: int, parts: int) -> tuple[Tensor, Tensor]:
-    if parts == 1:
-        return task.batch(step)
-    pieces = [task.batch(step * parts + part) for part in range(parts)]
-    return torch.stack([x for x, _ in pieces]), torch.stack([y for _, y in pieces])
+EAGER = {
+    "MLP, float16": Case(mlp, "SGD", HALF, flat=False),
+    "CNN, float16": Case(cnn, "SGD", HALF),
+    "transformer, bfloat16": Case(tied, "RMSprop", BRAIN),
+    "transformer, micro-batches": Case(tied, "SGD", HALF, parts=3),
+    "groups of parameters": Case(tied, "SGD", HALF, grouped=True),
+    "dropout": Case(functools.partial(mlp, dropout=0.3), "SGD", HALF),
+    "AdamW with clipping": Case(mlp, "AdamW", HALF, flat=False, max_norm=0.5, tolerance=2.0**-13),
+    "a weight used twice": Case(functools.partial(language, "twice"), "SGD", BRAIN, parts=2),
+    "a head that is the embedding": Case(functools.partial(language, "tied"), "SGD", HALF, parts=2),
+    "the dtype of a weight": Case(functools.partial(language, "dtype"), "SGD", BRAIN),
+    "a penalty on a weight": Case(functools.partial(language, "penalty"), "SGD", HALF),
+    "a checkpoint": Case(functools.partial(language, "checkpoint"), "SGD", BRAIN, parts=2),
+}
 
 
-def tree_of(state: TrainState) -> dict[str, Tensor]:
-    params: dict[str, Tensor] = state.params.tree()
-    return params
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("name", EAGER)
+def test_a_step_is_torchs_loop(name: str) -> None:
+    assert_follows(EAGER[name])
 
 
-def run(
-    task: Task, step: Any, transform: Callable[[Any], Any], parts: int = 1, flat: bool = True
-) -> tuple[Trace, TrainState]:
-    state, call = step.init(flat=flat), transform(step)
-    trace = []
-    for index in range(STEPS):
-        before = state
-        state, metrics = call(state, batches(task, index, parts))
-        skipped = bool(metrics.found_inf)
-        trace.append((metrics.scale.item(), skipped))
-        if skipped:
-            counts = {name: getattr(before, name) + 1 for name in ("step", "skipped", "consecutive_skips")}
-            assert_same(state, before._replace(**counts, scaler=state.scaler))
-            assert state.scaler.scale < before.scaler.scale
-    return trace, state
+# No weight with two uses: under torch.func autocast casts it twice, and its gradients are added in float32.
+COMPILED = [
+    Case(mlp, "SGD", HALF, flat=False),
+    Case(cnn, "SGD", HALF),
+    Case(mlp, "RMSprop", BRAIN),
+    Case(cnn, "AdamW", BRAIN, max_norm=0.5, tolerance=2.0**-8),
+]
 
 
 @pytest.mark.thorough(keep=2)
-@FLAT
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
-@pytest.mark.parametrize("make", [mlp, cnn, tied])
-def test_step_is_the_eager_loop_bit_for_bit(make: Any, name: str, dtype: torch.dtype, flat: bool) -> None:
-    assert_follows_bit_for_bit(make, name, dtype, flat, eager)
-
-
-def penalized() -> Task:
-    """An MLP with a penalty on its weights in the criterion, which torch's loop computes from the full weights."""
-    task = mlp()
-
-    def criterion(out: Tensor, y: Tensor) -> Tensor:
-        return task.criterion(out, y) + 1e-2 * sum(weight.square().sum() for weight in task.model.parameters())
-
-    return task._replace(criterion=criterion)
-
-
-@FLAT
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
-def test_a_penalty_in_the_criterion_is_of_the_full_weights(dtype: torch.dtype, flat: bool) -> None:
-    assert_follows_bit_for_bit(penalized, "SGD", dtype, flat, eager)
-
-
-@pytest.mark.thorough(keep=1)
 @pytest.mark.compiled
-@pytest.mark.parametrize(
-    ("make", "name", "dtype", "flat"),
-    [
-        (mlp, "SGD", torch.float16, False),  # flat storage, compiled: test_compiled_adamw_with_clipping_follows
-        (mlp, "RMSprop", torch.bfloat16, True),
-        (cnn, "SGD", torch.float16, True),
-        # No weight with two uses: under torch.func autocast casts it twice, and its gradients are added in float32.
-        (mlp, "SGD", torch.bfloat16, True),
-        (mlp, "RMSprop", torch.float16, False),
-    ],
-)
-def test_compiled_step_is_the_eager_loop_bit_for_bit(make: Any, name: str, dtype: torch.dtype, flat: bool) -> None:
-    assert_follows_bit_for_bit(make, name, dtype, flat, compiled)
-
-
-def assert_follows_bit_for_bit(make: Any, name: str, dtype: torch.dtype, flat: bool, transform: Any) -> None:
-    task = make()
-    start = clone(values_of(task.model))
-    trace, state = run(task, build(task, name, dtype), transform, flat=flat)
-    assert_same(values_of(task.model), start)
-    expected_trace, model = torch_loop(task, name, dtype)
-    assert trace == expected_trace
-    if dtype == torch.float16:
-        assert sum(skipped for _, skipped in trace) >= 4
-    assert_same(tree_of(state), {key: value.detach() for key, value in model.named_parameters()})
-
-
-@pytest.mark.thorough(keep=2)
-@FLAT
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 2.0**-13), (torch.bfloat16, 2.0**-8)])
-@pytest.mark.parametrize("make", [mlp, cnn, tied])
-def test_adamw_with_clipping_follows(make: Any, dtype: torch.dtype, tolerance: float, flat: bool) -> None:
-    assert_follows_with_adamw(make, dtype, tolerance, flat, eager)
-
-
-@pytest.mark.thorough(keep=1)
-@pytest.mark.compiled
-@pytest.mark.parametrize(
-    ("make", "dtype", "tolerance"),
-    [(mlp, torch.float16, 2.0**-13), (cnn, torch.bfloat16, 2.0**-8)],
-)
-def test_compiled_adamw_with_clipping_follows(make: Any, dtype: torch.dtype, tolerance: float) -> None:
-    assert_follows_with_adamw(make, dtype, tolerance, True, compiled)
-
-
-def assert_follows_with_adamw(make: Any, dtype: torch.dtype, tolerance: float, flat: bool, transform: Any) -> None:
-    task = make()
-    trace, state = run(task, build(task, "AdamW", dtype, max_norm=0.5), transform, flat=flat)
-    expected_trace, model = torch_loop(task, "AdamW", dtype, clip=0.5)
-    assert trace == expected_trace
-    assert_close(tree_of(state), {key: value.detach() for key, value in model.named_parameters()}, tolerance)
+@pytest.mark.parametrize("number", range(len(COMPILED)))
+def test_a_step_under_torch_compile_is_torchs_loop(number: int) -> None:
+    assert_follows(COMPILED[number], lambda step: torch.compile(step, fullgraph=True, backend="aot_eager"))
 
 
 @pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
-@pytest.mark.parametrize(("make", "dtype"), [(mlp, torch.bfloat16), (tied, torch.float16)])
+@pytest.mark.parametrize(("make", "dtype"), [(mlp, BRAIN), (tied, HALF)])
 def test_generated_code_follows_torchs_loop(make: Any, dtype: torch.dtype) -> None:
-    # Inductor keeps intermediates in float32 that eager rounds to the low precision: 50 steps apart by that, no more.
-    task = make()
-    trace, state = run(task, build(task, "SGD", dtype), lambda step: torch.compile(step, fullgraph=True))
-    expected_trace, model = torch_loop(task, "SGD", dtype)
-    assert trace == expected_trace
-    assert_close(tree_of(state), {key: value.detach() for key, value in model.named_parameters()}, 2.0**-6)
-
-
-@pytest.mark.thorough(keep=2)
-@FLAT
-@pytest.mark.parametrize("make", [mlp, cnn, tied])
-def test_accumulation_is_the_eager_loop_bit_for_bit(make: Any, flat: bool) -> None:
-    task = make()
-    trace, state = run(task, build(task, "SGD", torch.float16, accumulate=3), eager, parts=3, flat=flat)
-    expected_trace, model = torch_loop(task, "SGD", torch.float16, parts=3)
-    assert trace == expected_trace
-    assert_same(tree_of(state), {key: value.detach() for key, value in model.named_parameters()})
-
-
-@FLAT
-def test_groups_are_torchs_parameter_groups(flat: bool) -> None:
-    task = tied()
-    cls, arguments = OPTIMIZERS["SGD"]
-    optimizer = by_group(
-        {"matrix": stateless(cls, weight_decay=0.1, **arguments), "vector": stateless(cls, **arguments)}
-    )
-    loss_fn = module_loss(task.model, task.criterion)
-    step = make_train_step(loss_fn, optimizer, CONFIG, policy="float16")
-    trace, state = run(task, step, eager, flat=flat)
-    expected_trace, model = torch_loop(task, "SGD", torch.float16, by_shape=True)
-    assert trace == expected_trace
-    # The positions are a matrix to both: three dimensions.
-    assert_same(tree_of(state), {key: value.detach() for key, value in model.named_parameters()})
-
-
-@pytest.mark.parametrize("make", [lambda: mlp(dropout=0.3)])
-def test_dropout_draws_what_the_eager_loop_draws(make: Any) -> None:
-    task = make()
-    torch.manual_seed(7)
-    trace, state = run(task, build(task, "SGD", torch.float16), eager)
-    torch.manual_seed(7)
-    expected_trace, model = torch_loop(task, "SGD", torch.float16)
-    assert trace == expected_trace
-    assert_same(tree_of(state), {key: value.detach() for key, value in model.named_parameters()})
+    # Inductor keeps intermediates in float32 that eager rounds to the low precision: 40 steps apart by that, no more.
+    case = Case(make, "SGD", dtype, tolerance=2.0**-6)
+    assert_follows(case, lambda step: torch.compile(step, fullgraph=True))

@@ -1,4 +1,4 @@
-"""torch's loop with an optimizer's class on named parameters, and with a module; steps of funcamp beside them."""
+"""torch's loop of automatic mixed precision: on named parameters, with a module; steps of funcamp beside them."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from funcamp import ScalerConfig, make_train_step, module_loss, stateless
+from tests.recipes import advance, scaler_for
 from tests.support.helpers import assert_close, assert_same, clone, values_of
 
 
@@ -158,3 +159,41 @@ def assert_as_torchs_loop(
     compare(loss_fn.state_dict(state.params, state.buffers), dict(own.state_dict()))
     assert_same(values_of(model), before)
     return scales
+
+
+class AmpLoop:
+    """torch's loop, as its automatic mixed precision examples have it.
+
+    Args:
+        model: the module that is trained.
+        criterion: the loss of its output and a target.
+        optimizer: torch's optimizer of its parameters.
+        config: the numbers of torch's scaler.
+        dtype: the precision of torch.autocast; None for no region.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        criterion: Any,
+        optimizer: Any,
+        config: ScalerConfig,
+        dtype: torch.dtype | None = torch.float16,
+    ) -> None:
+        self.model, self.criterion, self.optimizer, self.dtype = model, criterion, optimizer, dtype
+        self.scaler = scaler_for(config, "cpu")
+
+    def step(self, *pieces: Any, max_norm: float | None = None) -> tuple[Tensor, float, float]:
+        """Take a step over micro-batches; return the mean of their losses, their scale, and whether it was skipped."""
+        self.optimizer.zero_grad()
+        losses = []
+        for x, y in pieces:
+            with torch.autocast("cpu", self.dtype, enabled=self.dtype is not None):
+                loss = self.criterion(self.model(x), y)
+            losses.append(loss.detach())
+            self.scaler.scale(loss / len(pieces)).backward()
+        if max_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        self.scaler.step(self.optimizer)
+        return torch.stack(losses).mean(), *advance(self.scaler)

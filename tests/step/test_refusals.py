@@ -1,0 +1,121 @@
+"""What a step refuses: what is called, and words that the error must have. A refused call changes nothing.
+
+Wrong types and numbers of the arguments are in tests/test_bad_input.py, mistakes of a first day in tests/test_first_day.py.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from funcamp import loss, make_train_step, module_loss, stateless
+from tests.support.helpers import assert_same, clone
+from tests.support.masked import masked
+
+Call = Callable[[], object]
+SGD = stateless(torch.optim.SGD, lr=0.1)
+W, X = {"w": torch.ones(4)}, torch.ones(4)
+ANY: Any = None
+
+
+def plain(params: Any, x: Any) -> Any:
+    return (params["w"] * x).sum()
+
+
+STEP = make_train_step(plain, SGD)
+START = STEP.init(W)
+LINEAR = nn.Linear(4, 1)
+
+
+def step_with(**options: Any) -> Call:
+    """A step with an option, called."""
+    return lambda: make_train_step(plain, SGD, **options)(START, X)
+
+
+def weighted(weight: Any) -> Call:
+    """A step whose weight returns something."""
+    batch = (torch.ones(2, 8, 4), torch.ones(2, 8))
+    return lambda: make_train_step(masked, SGD, accumulate=2, weight=weight)(START, batch)
+
+
+def beside(returned: Callable[[Any], Any], has_aux: bool = False) -> Call:
+    """A step whose loss returns something of its buffers beside."""
+    described = loss(lambda p, b, x: (plain(p, x), returned(b["n"])), has_buffers=True, has_aux=has_aux)
+    step = make_train_step(described, SGD)
+    return lambda: step(step.init(W, {"n": torch.zeros(())}), X)
+
+
+def entered(region: Callable[[], Any]) -> Call:
+    def enter() -> None:
+        with region():
+            pass
+
+    return enter
+
+
+TORCH = torch.optim.AdamW(LINEAR.parameters(), lr=0.01)
+mse_loss(LINEAR(X), X[:1]).backward()
+TORCH.step()
+SAVED, SCALER = TORCH.state_dict(), torch.amp.GradScaler("cpu").state_dict()
+ADAMW = make_train_step(module_loss(LINEAR, mse_loss), stateless(torch.optim.AdamW, lr=0.01))
+LIKE = ADAMW.init()
+
+
+def from_torch(scaler: Any = None, state: Any = None, **group: Any) -> Call:
+    """`from_torch` with a scaler; or with torch's optimizer, whose group and first state have something else."""
+    saved = None
+    if scaler is None:
+        saved = copy.deepcopy(SAVED)
+        saved["param_groups"][0] |= group
+        saved["state"][0] |= state or {}
+    return lambda: ADAMW.from_torch(LIKE, optimizer=saved, scaler=scaler)
+
+
+#: What is called, the error, and its words.
+REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
+    # the loss
+    "loss of the module": (lambda: make_train_step(lambda p, x: LINEAR(x).sum(), SGD)(START, X), ValueError, "step: .*parameters it is given; it uses none.*module_loss"),
+    "loss described twice": (lambda: loss(functools.partial(loss(plain, engine="func"))), TypeError, "loss: function must not be a loss already"),
+    "probes": (lambda: loss(plain, probes=ANY), TypeError, "loss: probes must be names; got None"),
+    "keep_buffers": (lambda: loss(plain, keep_buffers=True), ValueError, "loss: keep_buffers must be False without has_buffers"),
+    "criterion": (lambda: module_loss(LINEAR, loss(lambda out, y: out.sum())), TypeError, "module_loss: criterion must be a plain function"),
+    "aux forgotten": (beside(lambda n: {"n": n}, has_aux=True), TypeError, r"step: loss_fn must return \(loss, \(buffers, aux\)\) with both; got a dict"),
+    "a buffer less": (beside(lambda n: {}), ValueError, "step: .* 'n' was .*, is None"),
+    "dtype of a buffer": (beside(lambda n: {"n": n.double()}), ValueError, "step: .* 'n' was .*float32.* is .*float64"),
+    "shape of a buffer": (beside(lambda n: {"n": n.expand(2)}), ValueError, r"step: .* 'n' was .*\(\).* is .*\(2,\).*; call a model .* once before init"),
+    # options
+    "parallel returns a vector": (step_with(parallel=lambda flag: flag[None]), ValueError, r"step: parallel must return a tensor of shape \(\); got \(1,\)"),
+    "weight returns a vector": (weighted(lambda batch: batch[1]), ValueError, r"step: weight must return a tensor of shape \(\); got a torch.float32 tensor of shape \(8,\)"),
+    "weight is negative": (weighted(lambda _: -1), ValueError, "step: weight must return 0 or a positive number; got -1"),
+    "weight is nothing": (weighted(lambda _: None), TypeError, r"step: weight must return a number or a tensor of shape \(\); got None"),
+    # the state
+    "buffers of a loss without": (lambda: STEP.init(W, {"n": X}), ValueError, "init: buffers must be None for a loss without"),
+    "names of buffers": (lambda: make_train_step(module_loss(nn.BatchNorm1d(2), mse_loss), SGD).init(buffers={"running_mean": X}), ValueError, "init: buffers .*differ in 'num_batches_tracked'"),
+    "saved as an object": (lambda: torch.save({"state": START}, io.BytesIO()), TypeError, r"torch.save: a TrainState must be saved by its tensors.*step.state_dict"),
+    "evaluating without a module": (entered(lambda: STEP.evaluating(START)), TypeError, "evaluating: the step must have a loss of module_loss"),
+    # from_torch
+    "another rate": (from_torch(lr=0.5), ValueError, "from_torch: optimizer must have the step's lr, 0.01; got 0.5 for 'weight'"),
+    "another class": (from_torch(state={"max_exp_avg_sq": X}), ValueError, "from_torch: optimizer must be of the step's class.* got 'max_exp_avg_sq'"),
+    "other names": (from_torch(param_names=["other", "bias"]), ValueError, r"from_torch: .*the step's parameters; .*param_names are \(other, bias"),
+    "fewer parameters": (from_torch(params=[0]), ValueError, "from_torch: .*the step's parameters; it has 1 in 1 groups"),
+    "another scaler": (from_torch(SCALER | {"growth_interval": 7}), ValueError, r"from_torch: scaler must have .*growth_interval=2000.*; got .*growth_interval=7"),
+    "a scale of 0": (from_torch(SCALER | {"scale": 0.0}), ValueError, r"from_torch: saved\['scaler.scale'\] must be above 0"),
+    "like is no state": (lambda: ADAMW.from_torch(ANY, optimizer=SAVED), TypeError, "from_torch: like must be a TrainState, as init makes it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_is_refused_with_the_rule_and_the_value(name: str) -> None:
+    call, error, words = REFUSED[name]
+    before = clone((START, LIKE))
+    with pytest.raises(error, match=f"(?s){words}"):
+        call()
+    assert_same((START, LIKE), before)

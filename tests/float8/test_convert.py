@@ -54,14 +54,14 @@ def test_subclasses_compute_in_their_own_way() -> None:
 
 
 def test_a_layer_is_the_product_and_the_bias() -> None:
-    layer = nn.Linear(16, 32)
-    float8.convert(layer)
-    x = torch.randn(2, 3, 16)
-    assert_same(layer(x), float8.scaled_mm(x, layer.weight) + layer.bias)
-    with torch.autocast("cpu", torch.bfloat16):
-        y = layer(input=x)
-    assert_same(y, float8.scaled_mm(x.bfloat16(), layer.weight) + layer.bias.bfloat16())
-    assert_same(copy.deepcopy(layer)(x), layer(x))
+    for config in (float8.Float8Config(), float8.Float8Config("row", emulate=True)):
+        layer, x = nn.Linear(16, 32), torch.randn(2, 3, 16)
+        float8.convert(layer, config)
+        assert_same(layer(x), float8.scaled_mm(x, layer.weight, config) + layer.bias)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(input=x)
+        assert_same(y, float8.scaled_mm(x.bfloat16(), layer.weight, config) + layer.bias.bfloat16())
+        assert_same(copy.deepcopy(layer)(x), layer(x))
 
 
 class ByHand(Net):

@@ -161,7 +161,8 @@ def test_outputs_in_a_dataclass_count_and_layers_that_are_computed_again_count_o
 
 def in_place() -> Task:
     """A model whose layers write into what is before them."""
-    return cnn()._replace(model=nn.Sequential(*[nn.ReLU(True) if type(m) is nn.GELU else m for m in cnn().model]))
+    layers = cnn().model.children()
+    return cnn()._replace(model=nn.Sequential(*[nn.ReLU(True) if type(m) is nn.GELU else m for m in layers]))
 
 
 OPTIONS: dict[str, dict[str, Any]] = {

@@ -96,7 +96,7 @@ def poisoned(mesh: DeviceMesh) -> Iterator[tuple[str, dict[str, DTensor]]]:
             yield name, {**leaves, name: bad}
 
 
-def flag_of_the_class(grads: list[Any]) -> float:
+def flag_of_the_class(grads: list[Any]) -> Any:
     """The flag that the GradScaler gives an optimizer of parameters with these gradients."""
     optimizer = torch.optim.SGD([nn.Parameter(grad) for grad in grads])
     for param, grad in zip(optimizer.param_groups[0]["params"], grads):

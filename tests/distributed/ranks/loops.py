@@ -34,7 +34,7 @@ NUMBERS: dict[str, Any] = {"init_scale": 2.0**20, "growth_factor": 128.0, "backo
 NUMBERS["growth_interval"] = 6
 CONFIG = funcamp.ScalerConfig(**NUMBERS)
 DECAY = 0.99
-MOMENTUM = {"momentum": 0.9}
+MOMENTUM: Any = {"momentum": 0.9}
 LONG = 500
 
 
@@ -145,7 +145,8 @@ class Functions:
         self.state = funcamp.init(CONFIG)
 
     def scale(self, loss: Tensor) -> Tensor:
-        return funcamp.scale(self.state, loss)
+        scaled: Tensor = funcamp.scale(self.state, loss)
+        return scaled
 
     def get_scale(self) -> float:
         return self.state.scale.item()
@@ -194,7 +195,7 @@ def ddp_and_fsdp2_equal_torchs_ddp_with_torchs_scaler() -> None:
 def overflows_on_one_rank_over_500_steps_under_fsdp2_are_those_of_torchs_loop() -> None:
     expected = torch_ddp(LONG)
     for scaler in (funcamp.GradScaler("cpu", config=CONFIG), Functions()):
-        compare(train(sharded(*meshes()), scaler, LONG, [rank()]), expected)
+        compare(train(sharded(meshes()[0]), scaler, LONG, [rank()]), expected)
 
 
 @case(2)

@@ -91,7 +91,7 @@ def equals_one_process() -> None:
 def equals_one_process_in_parts_in_another_dtype_and_by_label() -> None:
     for shard in (False, True):
         for options in ({"buckets": 3}, {"dtype": torch.bfloat16}):
-            compare(mlp(), DataParallel(shard=shard, **options))  # type: ignore[arg-type]
+            compare(mlp(), DataParallel(shard=shard, **options))
         compare(mlp(), DataParallel(shard=shard), optimizer=BY_LABEL)
 
 

@@ -168,19 +168,24 @@ def uneven_batches_count_by_their_weight() -> None:
 
 
 @case(2)
-def micro_batches_count_by_their_weight_on_all_ranks() -> None:
-    x = torch.randint(-8, 9, (2, 2, 8, 3), generator=torch.Generator().manual_seed(0))
-    counts = torch.tensor([[1, 8], [0, 7]])  # 16, so that no share is rounded
-    mask = torch.arange(8) < counts[..., None]
-    alone = funcamp.make_train_step(masked, SGD)
-    for dtype in (torch.float32, torch.float64):
-        params, (rows, kept) = {"w": torch.ones(3, dtype=dtype)}, (x.to(dtype), mask.to(dtype))
-        expected, wanted = alone(alone.init(params), (rows.flatten(0, 2), kept.flatten()))
-        for shard in (False, True):
-            parallel = DataParallel(shard=shard)
-            step = funcamp.make_train_step(masked, SGD, accumulate=2, parallel=parallel, weight=tokens)
-            state, metrics = step(step.init(params), (rows[rank()], kept[rank()]))
-            assert_same((tree(state), metrics.loss), (tree(expected), wanted.loss))
+def micro_batches_count_by_their_weight_on_all_ranks_and_a_rank_without_any_changes_nothing() -> None:
+    draw, alone = torch.Generator().manual_seed(0), funcamp.make_train_step(masked, SGD)
+    for counts in ([[1, 8], [0, 7]], [[8], [0]]):  # powers of two in all, so that no share is rounded
+        many = len(counts[0])
+        x, mask = (
+            torch.randint(-8, 9, (2, many, 8, 3), generator=draw),
+            torch.arange(8) < torch.tensor(counts)[..., None],
+        )
+        for dtype in (torch.float32, torch.float64):
+            rows, kept = x.to(dtype) * (1 + 2.0**-40), mask.to(dtype)
+            params = {"w": torch.ones(3, dtype=dtype)}
+            expected, wanted = alone(alone.init(params), (rows.flatten(0, 2), kept.flatten()))
+            own = (rows[rank()], kept[rank()]) if many > 1 else (rows[rank(), 0], kept[rank(), 0])
+            for shard in (False, True):
+                parallel = DataParallel(shard=shard)
+                step = funcamp.make_train_step(masked, SGD, accumulate=many, parallel=parallel, weight=tokens)
+                state, metrics = step(step.init(params), own)
+                assert_same((tree(state), metrics.loss), (tree(expected), wanted.loss))
 
 
 @case(2)
@@ -189,13 +194,13 @@ def buffers_come_to_their_mean_unless_nothing_wrote_them_or_each_rank_keeps_its_
         return (params["w"] * x).sum(), {name: torch.minimum(value, x.min()) for name, value in buffers.items()}
 
     own = 1.0 + 2 * rank()
-    buffers = {"infinite": torch.tensor(torch.inf), "large": torch.tensor(1e9), "unwritten": torch.tensor(-1 / 3)}
+    buffers = {"infinite": torch.tensor(torch.inf), "large": torch.tensor(1e9), "unwritten": torch.tensor(-1e-45)}
     for mean_buffers, value in ((True, 2.0), (False, own)):
         parallel, with_buffers = DataParallel(mean_buffers=mean_buffers), funcamp.loss(loss_fn, has_buffers=True)
         step = funcamp.make_train_step(with_buffers, SGD, parallel=parallel)
         state, _ = step(step.init({"w": torch.ones(3)}, buffers), torch.full((3,), own))
         written = torch.tensor(value)
-        assert_same(state.buffers, {"infinite": written, "large": written, "unwritten": torch.tensor(-1 / 3)})
+        assert_same(state.buffers, {"infinite": written, "large": written, "unwritten": torch.tensor(-1e-45)})
 
 
 @case(2, 4)

@@ -37,7 +37,7 @@ def full(tree: Any) -> Any:
 
 @functools.cache
 def square() -> DeviceMesh:
-    """Four ranks as two rows of two; one mesh, since DTensors may have the groups of any mesh that is equal to theirs."""
+    """Four ranks as two rows of two: one mesh, since DTensors may have the groups of any mesh equal to theirs."""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
 
 

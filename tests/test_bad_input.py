@@ -1,4 +1,8 @@
-"""Bad input raises TypeError or ValueError that names the call, the argument, the rule and the value; nothing is lost."""
+"""What the public functions refuse: what is called, the error, and words that it must have. Nothing is changed by it.
+
+Of rows that ask for one rule there is one. What a new user gets wrong is in test_first_day.py; what `jit` refuses, in
+jit/test_refusals.py.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +37,6 @@ from funcamp import (
     scaled_grad_and_value,
     skip_step,
     stateless,
-    unscale,
     unscale_and_check,
     update,
 )
@@ -78,242 +81,163 @@ BACKWARD = make_train_step(
 NO_AUX = make_train_step(module_loss(LINEAR, torch.nn.functional.mse_loss, has_aux=True), SGD)
 NO_BUFFERS = make_train_step(loss(lambda params, buffers, batch: LOSS(params, batch), has_buffers=True), SGD)
 NUMBERED = make_train_step(LOSS, SGD, observe={"f": lambda grads: {"t": grads["w"], "n": 2}})
-SILENT = make_train_step(LOSS, SGD, observe={"f": lambda grads: None})
 
 
 ADAMW = torch.optim.AdamW([torch.ones(1, requires_grad=True)], lr=3e-4, betas=(0.9, 0.95))
-TWO: list[dict[str, Any]] = [{"params": [W], "lr": 1.0}, {"params": [W.clone()]}]
 
 
 def loss_of(value: Any) -> Callable[..., Any]:
     return lambda w: value(w)
 
 
-# fmt: off
+#: What is called, the error, and its words.
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # the configuration
     "init_scale zero": (lambda: ScalerConfig(0.0), ValueError, "init_scale must be positive and finite.*got 0.0"),
-    "init_scale negative": (lambda: ScalerConfig(-1.0), ValueError, "init_scale must be positive.*got -1.0"),
     "init_scale nan": (lambda: ScalerConfig(math.nan), ValueError, "init_scale must be positive.*got nan"),
     "init_scale beyond float32": (lambda: ScalerConfig(1e39), ValueError, "init_scale .*finite in float32.*got 1e\\+39"),
-    "init_scale text": (lambda: ScalerConfig("2"), TypeError, "init_scale must be a Python number; got '2'"),  # type: ignore[arg-type]
     "init_scale tensor": (lambda: ScalerConfig(W[0]), TypeError, "init_scale must be a Python number; got a torch.float32 tensor"),  # type: ignore[arg-type]
-    "init_scale bool": (lambda: ScalerConfig(True), TypeError, "init_scale must be a Python number; got True"),
     "growth_factor below one": (lambda: ScalerConfig(growth_factor=0.9), ValueError, r"growth_factor must be 1 or more.*got 0\.9"),
-    "growth_factor beyond float32": (lambda: presets.megatron(growth_factor=1e39), ValueError, "finite in float32; got 1e\\+39"),
-    "growth_factor inf": (lambda: ScalerConfig(growth_factor=math.inf), ValueError, "growth_factor must be .*finite.*got inf"),
     "backoff_factor above one": (lambda: ScalerConfig(backoff_factor=1.1), ValueError, "backoff_factor must be .*got 1.1"),
     "backoff_factor of a division": (lambda: ScalerConfig(rule=Jmp(), backoff_factor=0.3), ValueError, "must be 1 / growth_factor for the rule Jmp,.*got 0.3"),
     "jmp factor": (lambda: presets.jmp(factor=0), ValueError, "factor must be above 1; got 0"),
-    "fairseq scale_factor": (lambda: presets.fairseq(scale_factor="2"), TypeError, "scale_factor must be a Python number; got '2'"),  # type: ignore[arg-type]
-    "apex nan": (lambda: presets.apex(init_scale=math.nan), ValueError, "init_scale must be positive and finite"),
-    "init_scale huge": (lambda: ScalerConfig(10**400), ValueError, "init_scale must be positive and finite"),
-    "backoff_factor zero": (lambda: ScalerConfig(backoff_factor=0.0), ValueError, "backoff_factor must be .*got 0.0"),
     "growth_interval zero": (lambda: ScalerConfig(growth_interval=0), ValueError, "ScalerConfig: growth_interval must be 1 to 2147483647; got 0"),
-    "growth_interval float": (lambda: ScalerConfig(growth_interval=2.0), TypeError, "growth_interval must be an integer; got 2.0"),  # type: ignore[arg-type]
-    "growth_interval huge": (lambda: ScalerConfig(growth_interval=2**31), ValueError, "growth_interval must be .*got 2147483648"),
     "min above max": (lambda: ScalerConfig(min_scale=8.0, max_scale=4.0), ValueError, "min_scale must not be above max_scale"),
     "init below min": (lambda: ScalerConfig(2.0, min_scale=4.0), ValueError, "init_scale must be within .*got 2.0"),
-    "init above max": (lambda: ScalerConfig(8.0, max_scale=4.0), ValueError, "init_scale must be within .*got 8.0"),
     "hysteresis": (lambda: Megatron(hysteresis=0), ValueError, "Megatron: hysteresis must be 1 to 2147483647; got 0"),
     "tolerance": (lambda: Fairseq(tolerance=1.5), ValueError, r"Fairseq: tolerance must be from 0 to 1; got 1\.5"),
-    "stop_scale": (lambda: Fairseq(stop_scale=0.0), ValueError, r"Fairseq: stop_scale must be positive and finite.*got 0\.0"),
     "rule": (lambda: ScalerConfig(rule="fast"), TypeError, "rule must be a Rule; got 'fast': funcamp.presets has"),  # type: ignore[arg-type]
-    "rule class": (lambda: ScalerConfig(rule=Jmp), TypeError, r"rule must be a Rule; got .*Jmp"),  # type: ignore[arg-type]
     "consecutive text": (lambda: presets.deepspeed(consecutive_hysteresis="false"), TypeError, "DeepSpeed: consecutive must be True or False; got 'false'"),  # type: ignore[arg-type]
-    "consecutive text of old": (lambda: presets.deepspeed_old(consecutive_hysteresis="false"), TypeError, "DeepSpeedOld: consecutive must be True or False; got 'false'"),  # type: ignore[arg-type]
     "enabled text": (lambda: presets.torch(enabled="False"), TypeError, "presets.torch: enabled must be True or False; got 'False'"),  # type: ignore[arg-type]
-    "static zero": (lambda: presets.static(0), ValueError, "init_scale must be positive"),
     # the state
     "init config": (lambda: init({"init_scale": 2}), TypeError, "init: config must be a ScalerConfig; got a dict with 'init_scale'"),  # type: ignore[arg-type]
-    "update config": (lambda: update(STATE, 2.0), TypeError, "update: config must be a ScalerConfig"),  # type: ignore[arg-type]
     "state none": (lambda: scale(None, W), TypeError, "scale: state must be a ScalerState.*got None"),  # type: ignore[arg-type]
-    "state tuple": (lambda: unscale(tuple(STATE), W), TypeError, "unscale: state must be a ScalerState"),  # type: ignore[arg-type]
     "state dtype": (lambda: update(DOUBLE), TypeError, "state.scale must be a torch.float32 tensor; got a torch.float64 tensor"),
     "state shape": (lambda: unscale_and_check(BATCHED, W), ValueError, r"state.scale must have shape \(\); got \(3,\).*vmap"),
-    "state number": (lambda: update(ScalerState(1.0, *STATE[1:])), TypeError, "state.scale must be a .* tensor.*got 1.0"),  # type: ignore[arg-type]
     # trees
     "scale number": (lambda: scale(STATE, 3.0), TypeError, "scale: outputs must be a tensor or None; got 3.0 of type float"),
-    "scale nested": (lambda: scale(STATE, {"a": ["x"]}), TypeError, r"scale: outputs\['a'\]\[0\] must be .*got 'x'"),
     "scale device": (lambda: scale(META, W), ValueError, r"outputs must be on .* meta \(make the state with init"),
     "integer gradient": (lambda: unscale_and_check(STATE, [W, W.int()]), TypeError, r"grads\[1\] must be a strided or sparse COO floating-point.*int32"),
-    "boolean gradient": (lambda: unscale(STATE, W > 0), TypeError, "unscale: tree must be a strided or sparse COO floating-point.*bool"),
-    "layout": (lambda: unscale(STATE, W.to_mkldnn()), TypeError, "tree must be a strided or sparse COO .* in layout torch._mkldnn"),
-    "gradient device": (lambda: unscale_and_check(META, {"w": W}), ValueError, r"grads\['w'\] must be on .* meta"),
-    "all_finite number": (lambda: all_finite([1.0]), TypeError, r"all_finite: tree\[0\] must be a tensor"),
-    "reduce number": (lambda: unscale_and_check(STATE, W, reduce=lambda f: 1.0), TypeError, "reduce must return a tensor.*1.0"),  # type: ignore[arg-type, return-value]
     "reduce shape": (lambda: unscale_and_check(STATE, W, reduce=lambda f: f[None]), ValueError, r"reduce must return .*\(1,\)"),
     "clone module": (lambda: funcamp.clone({"model": torch.nn.Linear(1, 1)}), TypeError, r"clone: tree .* got a Linear: write copy\.deepcopy"),
-    "clone optimizer": (lambda: funcamp.clone([W, ADAMW]), TypeError, r"clone: tree .* got an AdamW: write copy\.deepcopy"),
     # update and merge
-    "new_scale text": (lambda: update(STATE, new_scale="8"), TypeError, "new_scale must be .*got '8'"),  # type: ignore[arg-type]
     "new_scale zero": (lambda: update(STATE, new_scale=0.0), ValueError, "new_scale must be positive.*got 0.0"),
-    "new_scale inf": (lambda: update(STATE, new_scale=math.inf), ValueError, "new_scale must be positive.*got inf"),
     "new_scale dtype": (lambda: update(STATE, new_scale=W[0].double()), TypeError, "new_scale must be a float32.*float64"),
     "new_scale shape": (lambda: update(STATE, new_scale=W), ValueError, r"new_scale must have one element.*\(2,\)"),
-    "new_scale grad": (lambda: update(STATE, new_scale=W[0].clone().requires_grad_()), ValueError, "requires_grad=True"),
     "merge nothing": (lambda: merge(), TypeError, "merge: states must be one scaler state or more; got none"),
     "merge tensor": (lambda: merge(STATE, W), TypeError, "merge: states must be of one type; got ScalerState and"),  # type: ignore[arg-type]
     # skip_step
     "skip structure": (lambda: skip_step(STATE, new={"a": W, "b": W}, old={"a": W}), ValueError, r"new\['b'\] against no leaf"),
     "skip keys": (lambda: skip_step(STATE, new={"a": W}, old={"b": W}), ValueError, r"new\['a'\] against old\['b'\]"),
-    "skip kind": (lambda: skip_step(STATE, new=[W], old=(W,)), ValueError, "must have one tree structure"),
     "skip shape": (lambda: skip_step(STATE, new=[W], old=[W[:1]]), ValueError, r"new\[0\] must have the shape.*\(2,\).*\(1,\)"),
-    "skip dtype": (lambda: skip_step(STATE, new=W.half(), old=W), ValueError, "new must have the shape, dtype.*float16"),
     "skip value": (lambda: skip_step(STATE, new=[1], old=[2]), TypeError, r"new\[0\] must be a tensor in both trees, or an equal"),
     "skip array": (lambda: skip_step(STATE, new={"k": W.numpy()}, old={"k": W.numpy().copy()}), TypeError, r"skip_step: new\['k'\] must be a tensor in both trees, or an equal value; got a ndarray against a ndarray in old"),
-    "skip array of other shape": (lambda: skip_step(STATE, new=[W.numpy()], old=[W.numpy()[:0]]), TypeError, r"skip_step: new\[0\] must be a tensor in both"),
-    "skip none": (lambda: skip_step(STATE, new=[W], old=[None]), TypeError, r"new\[0\] must be a tensor in both"),
     "skip sparse": (lambda: skip_step(STATE, new=CSR, old=CSR.clone()), TypeError, "new must be strided; got layout"),
-    "skip positional": (lambda: skip_step(STATE, W, W), TypeError, "positional argument"),  # type: ignore[call-arg]
     # scaled_grad_and_value
     "loss_fn": (lambda: scaled_grad_and_value(3), TypeError, "loss_fn must be callable; got 3"),  # type: ignore[arg-type]
     "grad has_aux": (lambda: scaled_grad_and_value(LOSS, has_aux="no"), TypeError, "scaled_grad_and_value: has_aux must be True or False; got 'no'"),  # type: ignore[arg-type]
     "loss shape": (lambda: scaled_grad_and_value(loss_of(lambda w: w))(STATE, W), ValueError, r"a loss of shape \(\); got \(2,\)"),
-    "loss number": (lambda: scaled_grad_and_value(loss_of(lambda w: 1.0))(STATE, W), TypeError, "tensor as loss; got 1.0"),
     "loss integer": (lambda: scaled_grad_and_value(loss_of(lambda w: (w > 0).sum()))(STATE, W), TypeError, "as loss; got a torch.int64"),
     "aux missing": (lambda: scaled_grad_and_value(loss_of(lambda w: w.sum()), has_aux=True)(STATE, W), TypeError, r"return a pair: \(loss, aux\)"),
     "aux number": (lambda: scaled_grad_and_value(loss_of(lambda w: (w.sum(), {"n": 1})), has_aux=True)(STATE, W), TypeError, r"aux\['n'\]"),
-    "params integer": (lambda: scaled_grad_and_value(loss_of(torch.sum))(STATE, {"n": W.int()}), TypeError, r"params\['n'\] must be a strided or sparse COO floating"),
     # clipping
     "max_norm zero": (lambda: clip_grad_norm(W, 0.0), ValueError, "max_norm must be positive; got 0.0"),
-    "max_norm text": (lambda: clip_grad_norm(W, "1"), TypeError, "max_norm must be a number or a tensor; got '1'"),  # type: ignore[arg-type]
-    "max_norm shape": (lambda: clip_grad_norm(W, W), ValueError, r"max_norm must have shape \(\); got \(2,\)"),
     "clip integer": (lambda: clip_grad_norm([W.int()], 1.0), TypeError, r"grads\[0\] must be a strided floating-point"),
     # optimizers
     "optimizer integer": (lambda: SGD.init({"n": W.int()}), TypeError, r"init: params\['n'\] must be a strided floating"),
     "optimizer tree": (lambda: SGD.update({"a": W}, {"b": W}, SGD.init({"a": W})), ValueError, r"params\['a'\] against grads\['b'\]"),
     "optimizer shape": (lambda: SGD.update([W], [W[:1]], SGD.init([W])), ValueError, r"grads\[0\] must have its parameter's shape"),
-    "optimizer gradient": (lambda: SGD.update(W, W.int(), SGD.init(W)), TypeError, "update: grads must be a strided floating-point or complex tensor"),
     "optimizer state": (lambda: SGD.update(W, W, {}), TypeError, "opt_state must be an OptState.*got {}"),  # type: ignore[arg-type]
     "optimizer state foreign": (lambda: ADAM.update(W, W, SGD.init(W)), ValueError, r"must hold the entries .*exp_avg.*got \[\]"),
-    "optimizer state other": (lambda: MOMENTUM.update(W, W, ADAM.init(W)), ValueError, "must hold the entries .*momentum_buffer"),
     # flat storage, policy, groups
-    "ravel integer": (lambda: ravel({"n": W.int()}), TypeError, r"ravel: params\['n'\] must be a strided floating"),
     "ravel label": (lambda: ravel([W], group=lambda name, leaf: 1), TypeError, "ravel: group must return a string; got 1"),  # type: ignore[arg-type, return-value]
     "ravel tied": (lambda: ravel({"a": W, "b": W}, group=lambda name, leaf: name), ValueError, "got 'a' and 'b' for 'b'"),
     "flat ravel shape": (lambda: ravel([W]).ravel([W[:1]]), ValueError, r"ravel: tree\[0\] must have shape \(2,\); got .*\(1,\)"),
-    "flat ravel tree": (lambda: ravel([W]).ravel({"a": W}), ValueError, "must have one tree structure"),
     "flat and dict": (lambda: skip_step(STATE, new=ravel({"w": W}), old={"w": W}), ValueError, "new and old must have one tree structure"),
     "state_dict names": (lambda: ravel({"a.b": W, "a": {"b": W + 1}}).state_dict(), ValueError, "unique dotted name; got 'a.b' twice"),
     "policy dtype": (lambda: Policy(torch.int8), ValueError, "compute_dtype must be one of float16.*got torch.int8"),
     "policy no dtype": (lambda: Policy("float16"), TypeError, "compute_dtype must be a torch.dtype; got 'float16'"),  # type: ignore[arg-type]
     "by_group empty": (lambda: by_group({}), TypeError, "optimizers must be a mapping.*got {}"),
-    "by_group class": (lambda: by_group({"a": torch.optim.SGD}), TypeError, r"optimizers\['a'\] must be a pure optimizer with init and update"),
     "by_group label": (lambda: by_group({"matrix": SGD}).init({"w": W}), ValueError, r"one of \['matrix'\]; got 'vector'"),
     "by_group state": (lambda: by_group({"vector": SGD}).update(W, W, {}), TypeError, "opt_state must hold a state for each"),
-    "module_loss model": (lambda: module_loss(W, W), TypeError, "model must be a torch.nn.Module"),  # type: ignore[arg-type]
     "module_loss criterion": (lambda: module_loss(torch.nn.Linear(1, 1), 3), TypeError, "criterion must be callable; got 3"),  # type: ignore[arg-type]
     # the step
     "step loss_fn": (lambda: make_train_step(3, SGD), TypeError, "loss_fn must be callable; got 3"),  # type: ignore[arg-type]
-    "step optimizer": (lambda: make_train_step(LOSS, torch.optim.SGD), TypeError, "optimizer must be a pure optimizer with init and update"),
-    "step config": (lambda: make_train_step(LOSS, SGD, 3), TypeError, "config must be a ScalerConfig"),  # type: ignore[arg-type]
     "step policy": (lambda: make_train_step(LOSS, SGD, policy=16), TypeError, "policy must be a Policy.*a torch.dtype or None; got 16"),  # type: ignore[arg-type]
-    "step policy dtype": (lambda: make_train_step(LOSS, SGD, policy=torch.int8), ValueError, "compute_dtype must be one of float16.*got torch.int8"),
     "step policy true": (lambda: make_train_step(LOSS, SGD, policy="16-true"), ValueError, "make_train_step: policy must be one of float16, bfloat16, float32; got '16-true'"),
     "step module": (lambda: make_train_step(torch.nn.Linear(1, 1), SGD), TypeError, r"write module_loss\(model, criterion\).*got the module Linear itself"),
     "step torch optimizer": (lambda: make_train_step(LOSS, ADAMW), TypeError, r"optimizer must be a pure optimizer with init and update; got an AdamW: write stateless\(torch.optim.AdamW, lr=...\)"),
-    "step class": (lambda: make_train_step(LOSS, torch.optim.AdamW), TypeError, r"write stateless\(torch.optim.AdamW, lr=...\)"),
     "by_group optimizer": (lambda: by_group({"a": ADAMW}), TypeError, r"optimizers\['a'\] must be a pure optimizer.*write stateless\(torch.optim.AdamW, lr=...\)"),
     "step max_norm": (lambda: make_train_step(LOSS, SGD, max_norm=0.0), ValueError, "max_norm must be positive; got 0.0"),
     "step limits": (lambda: make_train_step(LOSS, SGD, max_norm=1.0, max_value=1.0), ValueError, "must not both be given"),
     "step accumulate": (lambda: make_train_step(LOSS, SGD, accumulate=0), ValueError, "accumulate must be 1 or more; got 0"),
-    "step accumulate float": (lambda: make_train_step(LOSS, SGD, accumulate=2.0), TypeError, "accumulate must be an integer; got 2.0"),  # type: ignore[arg-type]
     "step ema": (lambda: make_train_step(LOSS, SGD, ema_decay=1.5), ValueError, "ema_decay must be from 0 to 1; got 1.5"),
     "step weight": (lambda: make_train_step(LOSS, SGD, weight=3), TypeError, "weight must be a function of a micro-batch; got 3"),  # type: ignore[arg-type]
-    "step parallel": (lambda: make_train_step(LOSS, SGD, parallel=1), TypeError, "parallel must be a distributed.DataParallel or a function of the flag; got 1"),  # type: ignore[arg-type]
     "step observe": (lambda: make_train_step(LOSS, SGD, observe=all_finite), TypeError, "observe must be a dict of names to functions; got <function all_finite"),  # type: ignore[arg-type]
     "step observe function": (lambda: make_train_step(LOSS, SGD, observe={"f": True}), TypeError, "observe must be a dict of names to functions; got a dict with 'f'"),  # type: ignore[dict-item]
     "step observe number": (lambda: NUMBERED(START, W), TypeError, r"step: observe\['f'\]\['n'\] must return tensors; got 2"),
-    "step observe nothing": (lambda: SILENT(START, W), TypeError, r"step: observe\['f'\] must return tensors; got None"),
     # the loss
     "loss function": (lambda: loss(3), TypeError, "loss: function must be callable; got 3"),  # type: ignore[arg-type]
     "loss of a module": (lambda: loss(torch.nn.Linear(1, 1)), TypeError, r"loss: function must be .* write module_loss\(model, criterion\).*got the module Linear itself"),
     "loss of a loss": (lambda: loss(loss(LOSS)), TypeError, r"loss: function must not be a loss already: describe it where it is made; got loss\(<function LOSS"),
-    "loss of a module_loss": (lambda: loss(MODULE, has_aux=True), TypeError, r"loss: function must not be a loss already: .*; got module_loss\(Linear"),
     "loss has_aux": (lambda: loss(LOSS, has_aux="yes"), TypeError, "loss: has_aux must be True or False; got 'yes'"),  # type: ignore[arg-type]
-    "loss has_buffers": (lambda: loss(LOSS, has_buffers=None), TypeError, "loss: has_buffers must be True or False; got None"),  # type: ignore[arg-type]
-    "loss keep_buffers": (lambda: loss(LOSS, keep_buffers=1), TypeError, "loss: keep_buffers must be True or False; got 1"),  # type: ignore[arg-type]
-    "loss has_scaler": (lambda: loss(LOSS, has_scaler=STATE), TypeError, "loss: has_scaler must be True or False; got a ScalerState"),  # type: ignore[arg-type]
     "loss engine": (lambda: loss(LOSS, engine="tape"), ValueError, "loss: engine must be 'func', 'autograd' or None; got 'tape'"),  # type: ignore[arg-type]
     "loss probe": (lambda: loss(LOSS, probes=[1]), TypeError, "loss: probes must be names; got 1"),  # type: ignore[list-item]
     "loss probes": (lambda: loss(LOSS, probes=["a", "a"]), ValueError, r"loss: probes must differ; got \('a', 'a'\)"),
     "module_loss has_aux": (lambda: module_loss(LINEAR, has_aux=True), ValueError, "module_loss: has_aux must be False without a criterion, which returns aux; got True"),
-    "module_loss has_aux text": (lambda: module_loss(LINEAR, LOSS, has_aux="yes"), TypeError, "module_loss: has_aux must be True or False; got 'yes'"),  # type: ignore[arg-type]
-    "module_loss keep_buffers": (lambda: module_loss(LINEAR, LOSS, keep_buffers=0), TypeError, "module_loss: keep_buffers must be True or False; got 0"),  # type: ignore[arg-type]
     "module_loss engine": (lambda: module_loss(LINEAR, LOSS, engine="tape"), ValueError, "module_loss: engine must be 'func', 'autograd' or None; got 'tape'"),  # type: ignore[arg-type]
     "module_loss no aux": (lambda: NO_AUX(NO_AUX.init(), (W, W)), TypeError, r"module_loss: criterion must return a pair: \(loss, aux\), .*; got a torch.float32 tensor"),
     "init flat": (lambda: STEP.init({"w": W}, flat=1), TypeError, "init: flat must be True or False; got 1"),  # type: ignore[arg-type]
-    "init group": (lambda: STEP.init({"w": W}, group="matrix"), TypeError, "init: group must be callable; got 'matrix'"),  # type: ignore[arg-type]
     "init group of a tree": (lambda: STEP.init({"w": W}, flat=False, group=lambda name, leaf: name), ValueError, "init: flat must be True with a group; got False"),
     "init nothing": (lambda: STEP.init(), TypeError, "params must be given.*got None"),
-    "init empty": (lambda: STEP.init({}), ValueError, "params must hold a tensor; got {}"),
     "module_loss criterion class": (lambda: module_loss(LINEAR, torch.nn.MSELoss), TypeError, r"criterion must be a function or an object; got the class MSELoss: pass MSELoss\(\)"),
     "loss that calls backward": (lambda: BACKWARD(BACKWARD.init(), (W, W)), RuntimeError, r"step: the loss must not call backward\(\)"),
     "init module": (lambda: STEP.init(LINEAR), TypeError, r"init: params must be a pytree of tensors.*; got Linear: .* init\(\)"),
-    "init generator": (lambda: STEP.init(LINEAR.parameters()), TypeError, "init: params must be a pytree of tensors.*; got generator"),
     "init integer": (lambda: STEP.init({"w": W.int()}), TypeError, r"init: params\['w'\] must be a strided floating"),
     "init buffers": (lambda: STEP.init({"w": W}, {"b": 1}), TypeError, "buffers must be a dict of tensors"),  # type: ignore[dict-item]
     "init names": (lambda: make_train_step(MODULE, SGD).init({"weight": W}), ValueError, "must have the names .* differ in 'bias'"),
-    "step state": (lambda: STEP({}, W), TypeError, "state must be a TrainState.*got {}"),  # type: ignore[arg-type]
     "step swapped": (lambda: STEP((W, W), START), TypeError, r"step: state must be a TrainState.*got a tuple of a torch.float32 tensor of shape \(2,\) on cpu, a torch"),  # type: ignore[arg-type]
-    "loss swapped": (lambda: STEP.loss({"x": W}, START), TypeError, "loss: state must be a TrainState.*got a dict with 'x'"),  # type: ignore[arg-type]
-    "compute_params state": (lambda: STEP.compute_params(W), TypeError, "compute_params: state must be a TrainState.*got a torch.float32 tensor"),  # type: ignore[arg-type]
     "loss training": (lambda: STEP.loss(START, W, training=1), TypeError, "training must be True or False; got 1"),  # type: ignore[arg-type]
-    "loss number evaluated": (lambda: make_train_step(lambda p, b: 1.0, SGD).loss(START, W), TypeError, "loss: loss_fn must return a floating-point tensor as loss; got 1.0"),
     "loss without aux": (lambda: make_train_step(loss(LOSS, has_aux=True), SGD).loss(START, W), TypeError, r"loss: loss_fn must return a pair: \(loss, aux\), .*; got a torch.float32 tensor"),
     "step without buffers": (lambda: NO_BUFFERS(NO_BUFFERS.init({"w": W}, {"b": W}), W), TypeError, r"step: loss_fn must return a pair: .*\(loss, buffers\) .*; got a torch.float32 tensor"),
     "state_dict state": (lambda: STEP.state_dict(3), TypeError, "^state_dict: state must be a TrainState.*got 3"),  # type: ignore[arg-type]
-    "to_torch state": (lambda: STEP.to_torch(3), TypeError, "^to_torch: state must be a TrainState.*got 3"),  # type: ignore[arg-type]
     "flat name": (lambda: START.params["v"], KeyError, "'v' must be in .tree\\(\\), a dict with 'w'"),
     "flat iteration": (lambda: list(START.params), TypeError, r"must not be iterated over: .tree\(\) is the pytree of its tensors"),
     "flat attribute": (lambda: START.params.items(), AttributeError, r"has no attribute 'items': .tree\(\) is the pytree"),  # type: ignore[attr-defined]
     "jit module": (lambda: jit(torch.nn.Linear(1, 1)), TypeError, r"step must be a function \(state, batch\).*got the module Linear: write jit\(make_train_step"),
     "jit loss": (lambda: jit(MODULE), TypeError, "got the loss ModuleLoss: write jit"),
-    "jit loss of a function": (lambda: jit(loss(LOSS)), TypeError, "got the loss Loss: write jit"),
     "jit class": (lambda: jit(torch.nn.Linear), TypeError, "got the class Linear: write jit"),  # type: ignore[arg-type]
     "init one name twice": (lambda: STEP.init({"w.b": W, "w": {"b": W + 1}}), ValueError, "a unique dotted name; got 'w.b' twice"),
     "module_loss call": (lambda: BUFFERED({}, (W, W)), TypeError, "called with params, buffers and batch; got 2 arguments"),
     "module_loss max_norm": (lambda: module_loss(torch.nn.Embedding(3, 2, max_norm=1.0), torch.nn.functional.mse_loss), ValueError, "write its parameters in the forward pass; got max_norm=1.0"),
     "step sparse": (lambda: SPARSE(SPARSE.init(), (torch.arange(3), torch.ones(3, 2))), TypeError, "gradients must be dense.*sparse_coo"),
     "step complex value": (lambda: CLAMPED(CLAMPED.init({"w": W.to(torch.complex64)}), W), TypeError, "clip_grad_value: grads.* must be real"),
-    "step loss shape": (lambda: make_train_step(lambda p, b: p["w"] * b, SGD)(START, W), ValueError, r"loss of shape \(\); got \(2,\)"),
     "step window": (lambda: WINDOW(START, torch.ones(3, 2)), ValueError, r"1 to 2 micro-batches.*got \[\(3, 2\)\]"),
     "step window ragged": (lambda: WINDOW(START, (W, torch.ones(1))), ValueError, r"all the same number.*: stack them, \[torch.stack"),
     "step assigned": (lambda: setattr(STEP, "max_norm", 1.0), AttributeError, "max_norm cannot be assigned.*; got 1.0. Call make_train_step with another max_norm"),
-    "step config assigned": (lambda: setattr(STEP, "config", ScalerConfig()), AttributeError, "config cannot be assigned"),
     "jit assigned": (lambda: setattr(jit(STEP), "donate", False), AttributeError, "donate cannot be assigned.* Call jit with donate=False"),
     "jit generator": (lambda: jit(STEP)(START, torch.Generator()), TypeError, "got a torch.Generator, whose state cannot be part of a program: draw from torch's default generator"),
-    "jit array": (lambda: jit(STEP)(START, W.repeat(99).numpy()), TypeError, "batch must be a tensor, or .*; got a ndarray"),
-    "flat iterated": (lambda: list(ravel({"w": W})), TypeError, r"\.tree\(\) is the pytree of its tensors, and step.loss_fn.state_dict"),
     "save swapped": (lambda: save(W, {"w": W}), TypeError, "path must be a str or an os.PathLike; got a dict with 'w'"),  # type: ignore[arg-type]
     "load missing": (lambda: STEP.load_state_dict({}, like=START), ValueError, "it lacks 'consecutive_skips'"),
     "load unknown": (lambda: STEP.load_state_dict({**STEP.state_dict(START), "x": W}, like=START), ValueError, "has unknown 'x'"),
     "load shape": (lambda: STEP.load_state_dict({**STEP.state_dict(START), "params.w": W[:1]}, like=START), ValueError, r"saved\['params.w'\] must be like"),
     "ema tree": (lambda: ema_update({"a": W}, {"b": W}, 0.5), ValueError, "average and params must have one tree structure"),
     "ema shape": (lambda: ema_update({"a": W[:, None]}, {"a": W}, 0.5), ValueError, r"ema_update: params\['a'\] must have the shape, dtype and device of average; got .*\(2,\) .*against .*\(2, 1\)"),
-    "ema broadcast": (lambda: ema_update([W[:1]], [W], 0.5), ValueError, r"ema_update: params\[0\] must have the shape"),
-    "ema dtype": (lambda: ema_update(W, W.bfloat16(), 0.5), ValueError, "ema_update: params must have the shape, dtype .*bfloat16 .*against a torch.float32"),
     "ema none": (lambda: ema_update([W], [None], 0.5), ValueError, r"ema_update: params\[0\] must have the shape, dtype and device of average; got None against a torch.float32"),
-    "ema none in average": (lambda: ema_update([None], [W], 0.5), ValueError, r"ema_update: params\[0\] must have the shape, dtype and device of average; got a torch.float32 .*against None"),
     "ema decay": (lambda: ema_update(W, W, -0.1), ValueError, "decay must be from 0 to 1; got -0.1"),
     "clip value": (lambda: clip_grad_value(W, 0.0), ValueError, "max_value must be positive; got 0.0"),
     "clip value complex": (lambda: clip_grad_value([W + 1j], 1.0), TypeError, r"grads\[0\] must be real"),
-    "optimizer state tree": (
-        lambda: MOMENTUM.update(W, W, OptState(W[0], {"momentum_buffer": [W]})), ValueError,
-        r"params and opt_state.state\['momentum_buffer'\] must have one tree structure",
-    ),
-}
-# fmt: on
+    "optimizer state tree": (lambda: MOMENTUM.update(W, W, OptState(W[0], {"momentum_buffer": [W]})), ValueError, r"params and opt_state.state\['momentum_buffer'\] must have one tree"),
+}  # fmt: skip
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
-def test_bad_input_is_named(name: str) -> None:
-    call, error, message = CASES[name]
+def test_the_argument_is_named_with_the_rule_and_the_value(name: str) -> None:
+    call, error, text = CASES[name]
     before = clone((STATE, W))
-    with pytest.raises(error, match=f"(?s){message}"):
+    with pytest.raises(error, match=f"(?s){text}"):
         call()
     assert_same((STATE, W), before)
 
@@ -334,19 +258,10 @@ def test_presets_are_these_configurations() -> None:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (
-            lambda w: unscale_and_check(STATE, {"n": w.int()}),
-            "grads['n'] must be a strided or sparse COO floating-point",
-        ),
-        (lambda w: skip_step(STATE, new={"a": w}, old={"b": w}), "new['a'] against old['b']"),
-        (lambda w: scale(STATE, {"a": "text"}), "outputs['a'] must be a tensor or None"),
-    ],
-)
-def test_bad_input_in_a_compiled_function_has_the_same_message(call: Callable[[Tensor], Any], message: str) -> None:
+def test_a_compiled_function_has_the_same_message() -> None:
     # Dynamo wraps an exception of the traced code in one of its own; the text must survive.
-    with pytest.raises(torch._dynamo.exc.Unsupported) as caught:
+    def call(w: Tensor) -> object:
+        return unscale_and_check(STATE, {"n": w.int()})
+
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"grads\[.*n.*\] must be a strided or sparse COO"):
         torch.compile(call, fullgraph=True, backend="eager")(W)
-    assert message in str(caught.value).replace("\\'", "'")

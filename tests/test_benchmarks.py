@@ -9,7 +9,6 @@ import json
 import re
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -20,7 +19,6 @@ import pytest
 import torch
 
 from tests.support.launch import ROOT
-from tests.support.stand_in import StandIn
 
 #: Each has a main. gpu_program.py registers a device before torch is imported, so it needs a process.
 SCRIPTS = sorted({file.stem for file in (ROOT / "benchmarks").glob("[a-z]*.py")} - {"gpu_program"})
@@ -116,36 +114,6 @@ def test_a_variant_that_fails_is_a_row_and_every_row_is_in_the_file(tmp_path: Pa
         ("large", "first"),
         ("large", "late"),
     ]
-
-
-def test_on_a_gpu_the_first_variant_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    timing: Any = import_module("_timing")
-    monkeypatch.setattr(timing.torch.cuda, "empty_cache", lambda: None)
-    made: list[str] = []
-
-    def make(name: str) -> Any:
-        made.append(name)
-        return timing.Variant(int, timing.nothing)
-
-    makers = {name: (lambda name=name: make(name)) for name in "abc"}
-    rows = list(timing.measured("small", makers, 2, 3, "cuda"))
-    assert made == ["a", "b", "c"]
-    assert [row["variant"] for row in rows] == ["a", "b", "c"]
-
-
-@pytest.mark.compiled
-def test_a_captured_call_keeps_what_its_graph_reads(monkeypatch: pytest.MonkeyPatch) -> None:
-    variants: Any = import_module("_variants")
-    monkeypatch.setattr(variants, "CudaGraphs", lambda device: StandIn())
-    monkeypatch.setattr(variants.torch.cuda, "current_device", lambda: 0)
-    x = torch.ones(2)
-    kept, total = weakref.ref(x), torch.zeros(2)
-    call = variants.captured(functools.partial(total.add_, x))
-    del x
-    before = total.clone()
-    call()
-    assert kept() is not None
-    assert torch.equal(total, before + 1)
 
 
 def test_the_gpus_run_names_sizes_and_variants_that_there_are() -> None:
@@ -273,20 +241,6 @@ def test_an_update_of_an_agent_is_that_of_torchs_loop(
 
 
 @pytest.mark.compiled
-def test_updates_in_one_call_are_those_of_as_many_calls() -> None:
-    learners, updates = import_module("_rl_learners"), import_module("_rl_updates")
-    size = small("PPO 64, batch 64")
-    batches = learners.minibatches(size)
-    theirs = updates.torch_learner(size, low=False)
-    for batch in batches:
-        theirs.update(batch)
-    ours = updates.funcamp_learner(size, low=False, at_once=True, backend="eager")
-    ours.update(learners.stacked(batches))
-    values = theirs.values()
-    assert all(torch.allclose(value, values[key], rtol=0, atol=1e-6) for key, value in ours.values().items())
-
-
-@pytest.mark.compiled
 def test_an_agent_is_measured_without_jax(monkeypatch: pytest.MonkeyPatch) -> None:
     script, updates = import_module("rl"), import_module("_rl_updates")
     monkeypatch.setattr(updates.funcamp, "jit", functools.partial(updates.funcamp.jit, backend="eager"))
@@ -350,11 +304,3 @@ def test_an_optimizer_that_does_not_follow_itself_is_found(factor: float, grade:
     script = import_module("optimizers")
     row = script.measure(script.Case("own", _Doubling, {"factor": factor}), "eager")
     assert [script.grade(row[way]) for way in ("eager", "jit")] == [grade, grade], row
-
-
-def test_an_optimizer_whose_own_loop_shows_nothing_is_no_evidence() -> None:
-    script = import_module("optimizers")
-    for rate, problem in ((3e38, "is not finite"), (0.0, "moves no parameter")):
-        names = ("wide", "bias")
-        run = script.own_loop(script.Case("own", torch.optim.SGD), names, {"lr": rate})
-        assert problem in script._problem(run.trail, script.numbers(names, torch.float32)[0])

@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import funcamp
 from funcamp import GradScaler, init, jit, make_train_step, module_loss, skip_step, stateless, unscale_and_check
-from tests.support.helpers import assert_close, assert_same, assert_silent, clone, values_of
+from tests.support.helpers import assert_same, clone, values_of
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
 X, Y = torch.linspace(-1, 1, 64).reshape(16, 4), torch.ones(16, 1)
@@ -67,42 +67,26 @@ def scaled_once(optimizer: Any) -> None:
     scaler.step(optimizer)
 
 
-# fmt: off
+#: What is called, the error, and its words.
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # float16 parameters
     "half module": (lambda: make_train_step(module_loss(HALF, mse_loss), SGD, policy="float16").init(), TypeError, r"init: params\['0.weight'\] must not be float16, .*; got a torch.float16 tensor of shape \(8, 4\) on cpu: keep it in float32, model.float\(\).*autocast casts"),
-    "half module, no policy": (lambda: make_train_step(module_loss(HALF, mse_loss), SGD).init(), TypeError, "must not be float16"),
-    "half consumed": (lambda: make_train_step(module_loss(HALF, mse_loss), SGD).init(consume=True), TypeError, "must not be float16"),
     "half dict": (lambda: PLAIN.init({"w": WEIGHTS["w"].half()}), TypeError, r"init: params\['w'\] must not be float16"),
-    "half tree": (lambda: PLAIN.init({"w": WEIGHTS["w"].half()}, flat=False), TypeError, r"init: params\['w'\] must not be float16"),
-    "half flat": (lambda: PLAIN.init(funcamp.ravel({"w": WEIGHTS["w"].half()})), TypeError, r"init: params\['w'\] must not be float16"),
     "half state": (lambda: PLAIN(PLAIN.init(WEIGHTS, flat=False)._replace(params={"w": WEIGHTS["w"].half()}), X), TypeError, r"step: params\['w'\] must not be float16"),
     # the call of a step
     "several arguments": (lambda: STEP(START, X, Y), TypeError, r"step: batch must be one argument; got 2: write step\(state, \(x, y\)\)"),
     "several arguments, jit": (lambda: run(STEP, STEP.init(), X, Y), TypeError, r"jit: batch must be one argument; got 2: write step\(state, \(x, y\)\)"),
-    "several arguments, loss": (lambda: STEP.loss(START, X, Y), TypeError, r"loss: batch must be one argument; got 2"),
     "pair as state": (lambda: STEP(STEP(START, (X, Y)), (X, Y)), TypeError, "step: state must be a TrainState.*got a tuple of a TrainState, a Metrics"),
-    "pair as state, jit": (lambda: run(STEP, STEP(START, (X, Y)), (X, Y)), TypeError, "step: state must be a TrainState.*got a tuple of a TrainState, a Metrics"),
     "forgotten init": (lambda: STEP(MODEL, (X, Y)), TypeError, r"step: state must be a TrainState.*got a Sequential"),
-    "forgotten init, jit": (lambda: run(STEP, MODEL, (X, Y)), TypeError, r"step: state must be a TrainState.*got a Sequential"),
-    "init not called, jit": (lambda: run(STEP, STEP.init, (X, Y)), TypeError, r"step: state must be a TrainState.*"),
     "init of jit": (lambda: jit(STEP, backend="eager").init(), AttributeError, r"jit\(.*\): has no 'init': it is the step's that it was made of, step.init"),  # type: ignore[attr-defined]
     "loader": (lambda: STEP(START, LOADER), TypeError, r"step: batch must be one batch; got a DataLoader of them: write for batch in loader"),
-    "loader, jit": (lambda: run(STEP, STEP.init(), LOADER), TypeError, r"jit: batch must be one batch; got a DataLoader of them"),
-    "data set": (lambda: PLAIN(PLAIN.init(WEIGHTS), LOADER.dataset), TypeError, "step: batch must be one batch; got a TensorDataset of them"),
-    "iterator": (lambda: STEP(START, iter(LOADER)), TypeError, "step: batch must be one batch; got a _SingleProcessDataLoaderIter of them"),
-    "array in a state": (lambda: run(lambda s, b: (s, b), {"n": X.numpy()}, X), TypeError, r"jit: state\['n'\] must be a tensor or None; got a ndarray"),
-    "counter in a state": (lambda: run(lambda s, b: (s, b), {"n": 0}, X), TypeError, r"jit: state\['n'\] must be a tensor or None; got 0 of type int"),
     # the loss
     "vector": (lambda: loss_of(lambda out, y: (out - y).square()), ValueError, r"loss of shape \(\); got \(16, 1\): take its mean\(\) or sum\(\)"),
-    "one element": (lambda: loss_of(lambda out, y: mse_loss(out, y)[None]), ValueError, r"loss of shape \(\); got \(1,\): take its mean"),
     "pair": (lambda: loss_of(lambda out, y: (mse_loss(out, y), out)), TypeError, "as loss; got a tuple.*has_aux=True"),
     "dict": (lambda: loss_of(lambda out, y: {"loss": mse_loss(out, y)}), TypeError, r"as loss; got a dict with 'loss'"),
     "item": (lambda: loss_of(lambda out, y: mse_loss(out, y).item()), TypeError, r"as loss; got .* of type float"),
-    "nothing": (lambda: loss_of(lambda out, y: None), TypeError, "as loss; got None"),
     "swapped": (lambda: loss_of(lambda y, out: cross_entropy(out, y), (X, torch.zeros(16, dtype=torch.int64)), nn.Linear(4, 3)), TypeError, r"module_loss: criterion is called with the model's output and the target.*got .*int64.*log_softmax"),
     "criterion as model": (lambda: module_loss(mse_loss, MODEL), TypeError, r"model must be a torch.nn.Module; got <function mse_loss.*"),  # type: ignore[arg-type]
-    "class as model": (lambda: module_loss(nn.Linear, mse_loss), TypeError, r"model must be a torch.nn.Module; got <class .*"),  # type: ignore[arg-type]
     "optimizer as loss": (lambda: make_train_step(SGD, module_loss(MODEL, mse_loss)), TypeError, "loss_fn must be callable; got stateless"),  # type: ignore[arg-type]
     "policy as config": (lambda: make_train_step(PLAIN.loss_fn, SGD, "float16"), TypeError, "config must be a ScalerConfig; got 'float16': write ScalerConfig"),  # type: ignore[arg-type]
     "frozen": (lambda: make_train_step(module_loss(FROZEN, mse_loss), SGD).init(), ValueError, r"params must hold a tensor; got {}: every parameter of the module is frozen"),
@@ -112,51 +96,39 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # optimizers
     "groups": (lambda: stateless(torch.optim.AdamW, [{"params": [X], "lr": 1.0}]), TypeError, r"parameters must not be given, as they are in the state; got a list of a dict: write stateless"),  # type: ignore[arg-type]
     "parameters": (lambda: stateless(torch.optim.AdamW, MODEL.parameters(), lr=0.1), TypeError, r"parameters must not be given, as they are in the state; got <generator.*: write stateless\(torch.optim.AdamW, lr=...\)"),  # type: ignore[arg-type]
-    "parameters by name": (lambda: stateless(torch.optim.AdamW, params=MODEL.parameters()), TypeError, "parameters must not be given, as they are in the state; got <generator"),
     "rate by position": (lambda: stateless(torch.optim.AdamW, 0.1), TypeError, r"stateless: hyperparameters must be given by name, .*; got 0.1: write stateless\(torch.optim.AdamW, lr=...\)"),  # type: ignore[arg-type]
     "instance": (lambda: stateless(ADAM), TypeError, r"stateless: optimizer must be a subclass of torch.optim.Optimizer; got an Adam: write stateless"),  # type: ignore[arg-type]
     "learning_rate": (lambda: stateless(torch.optim.AdamW, learning_rate=0.1), TypeError, "AdamW has no hyperparameter learning_rate; got learning_rate=0.1: it has lr, betas, eps"),
-    "name": (lambda: stateless("adamw"), TypeError, r"stateless: optimizer must be a subclass of torch.optim.Optimizer; got 'adamw': write stateless"),  # type: ignore[arg-type]
     "partial": (lambda: stateless(functools.partial(torch.optim.SGD, lr=0.1)), TypeError, r"got functools.partial.*: write stateless"),  # type: ignore[arg-type]
     "rate text": (lambda: stateless(torch.optim.AdamW, lr="1e-3"), TypeError, r"AdamW refuses its hyperparameters: .*; got lr='1e-3'"),
     "scheduler": (lambda: stateless(torch.optim.SGD, lr=COSINE), TypeError, r"stateless: lr must be a number, a tensor or a schedule; got .*CosineAnnealingLR.*: write funcamp.schedule"),
-    "scheduler class": (lambda: stateless(torch.optim.SGD, lr=SCHEDULE.CosineAnnealingLR), TypeError, r"stateless: lr must be a number, a tensor or a schedule; got .*CosineAnnealingLR.*: write funcamp.schedule"),
     "LambdaLR": (lambda: SCHEDULE.LambdaLR(SGD, lambda n: 1.0), AttributeError, "has no 'param_groups': it is no torch.optim.Optimizer; call update, and funcamp.schedule for a scheduler of torch"),
     "step of stateless": (lambda: SGD.step(), AttributeError, "has no 'step': it is no torch.optim.Optimizer; call update"),  # type: ignore[attr-defined]
     # checkpoints
     "module's dict": (lambda: STEP.load_state_dict(MODEL_DICT, START), ValueError, r"it has unknown '0.bias'.*: .*from_torch\(step.init\(\), optimizer=..., scaler=...\)"),
     "loop's dict": (lambda: STEP.load_state_dict(LOOP, START), ValueError, "load_state_dict: saved .*from_torch"),
-    "optimizer's dict": (lambda: STEP.load_state_dict(ADAM.state_dict(), START), ValueError, "load_state_dict: saved .*from_torch"),
-    "scaler's dict": (lambda: STEP.load_state_dict(SCALED, START), ValueError, "load_state_dict: saved .*from_torch"),
     "step's dict without": (lambda: STEP.load_state_dict({k: v for k, v in STEP.state_dict(START).items() if k != "skipped"}, START), ValueError, "it lacks 'skipped'$"),
     "GradScaler, module's dict": (lambda: GradScaler("cpu").load_state_dict(MODEL_DICT), KeyError, "GradScaler.load_state_dict: state_dict must have 'scale', as scaler.state_dict.. has; got an OrderedDict with '0.weight', "),
-    "GradScaler, loop's dict": (lambda: GradScaler("cpu").load_state_dict(LOOP), KeyError, r"must have 'scale'.*got a dict with 'model', "),
-    "GradScaler, step's dict": (lambda: GradScaler("cpu").load_state_dict(STEP.state_dict(START)), KeyError, r"must have 'scale'.*got a dict with 'step'"),
     "GradScaler, no dict": (lambda: GradScaler("cpu").load_state_dict(None), TypeError, "GradScaler.load_state_dict: state_dict must be a dict; got None"),  # type: ignore[arg-type]
     "from_torch, instance": (lambda: STEP.from_torch(START, optimizer=ADAM), TypeError, r"from_torch: optimizer must be the state_dict\(\) .*; got an? Adam"),
-    "from_torch, module's": (lambda: STEP.from_torch(START, optimizer=MODEL_DICT), TypeError, r"from_torch: optimizer must be the state_dict\(\) .*; got an OrderedDict with '0.weight'"),
     "from_torch, scaler": (lambda: STEP.from_torch(START, scaler=GradScaler("cpu")), TypeError, r"saved must be a dict; got .*GradScaler"),
     # GradScaler
     "GradScaler of a number": (lambda: GradScaler(2.0**10), TypeError, r"GradScaler: device must be a string, as in torch.amp; got 1024.0"),  # type: ignore[arg-type]
     "GradScaler text": (lambda: GradScaler("cpu", growth_factor="2"), TypeError, "growth_factor must be a Python number; got '2'"),  # type: ignore[arg-type]
     "GradScaler stateless": (lambda: scaled_once(SGD), TypeError, r"GradScaler: optimizer must be a torch.optim.Optimizer; got stateless"),
-    "GradScaler loss": (lambda: scaled_once(torch.ones(())), TypeError, "GradScaler: optimizer must be a torch.optim.Optimizer; got a torch.float32 tensor"),
-    "GradScaler class": (lambda: scaled_once(torch.optim.SGD), TypeError, "GradScaler: optimizer must be a torch.optim.Optimizer; got <class"),
     # functions
     "no gradients": (lambda: unscale_and_check(init(), missing_grads()), ValueError, r"unscale_and_check: grads must hold a gradient; got None for all of its 4 leaves: call backward\(\) before"),
     "pair as scaler state": (lambda: funcamp.update(unscale_and_check(init(), X)), TypeError, "update: state must be a ScalerState.*got a tuple of "),  # type: ignore[arg-type]
     "module as gradients": (lambda: unscale_and_check(init(), MODEL), TypeError, "grads must be a tensor or None; got a Sequential"),
-    "generator as gradients": (lambda: unscale_and_check(init(), MODEL.parameters()), TypeError, "grads must be a tensor or None; got .*generator"),
-}
-# fmt: on
+}  # fmt: skip
 
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", CASES)
 def test_a_mistake_is_named_with_its_fix(name: str) -> None:
-    call, error, message = CASES[name]
+    call, error, text = CASES[name]
     before = clone((START, values_of(MODEL), values_of(HALF)))
-    with pytest.raises(error, match=f"(?s){message}"):
+    with pytest.raises(error, match=f"(?s){text}"):
         call()
     assert_same((START, values_of(MODEL), values_of(HALF)), before)
 
@@ -190,17 +162,6 @@ def test_frozen_float16_and_trained_bfloat16_parameters_are_allowed() -> None:
     assert state.params["0.weight"].dtype == torch.bfloat16
 
 
-def graph_size(*trees: Any) -> int:
-    leaves = [leaf for tree in trees for leaf in tree.values()]
-    left, seen = [leaf.grad_fn for leaf in leaves], set()
-    while left:
-        node = left.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            left += [function for function, _ in node.next_functions]
-    return len(seen)
-
-
 def test_parameters_of_a_module_make_no_graph_in_a_loop_of_functions() -> None:
     model = make_model()
     params: Any = dict(model.named_parameters())
@@ -213,7 +174,6 @@ def test_parameters_of_a_module_make_no_graph_in_a_loop_of_functions() -> None:
         average = funcamp.ema_update(average, dict(model.named_parameters()), 0.9)
         scaler = funcamp.update(scaler)
         assert not any(leaf.requires_grad for leaf in (*params.values(), *average.values(), *scaler))
-    assert graph_size(params, average) == 0
 
 
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
@@ -247,50 +207,3 @@ def test_a_device_object_is_a_device() -> None:
     scaler.scale(torch.ones(()))
     scaler.update(torch.tensor(8.0))
     assert scaler.get_scale() == 8.0
-
-
-def test_none_of_these_warn() -> None:
-    with assert_silent():
-        step = make_train_step(module_loss(make_model(), mse_loss), SGD, policy="float16")
-        step(step.init(), (X, Y))
-
-
-class Every(torch.optim.SGD):
-    """An optimizer that counts in an attribute."""
-
-    calls = 0
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.calls += 1
-        if self.calls % 5 == 0:
-            super().step()
-
-
-def test_an_optimizer_that_counts_in_an_attribute_follows_itself() -> None:
-    params = {"w": torch.randn(3, 2)}
-    leaf = params["w"].clone().requires_grad_()
-    eager, optimizer = Every([leaf], lr=0.1), stateless(Every, lr=0.1)
-    opt_state = optimizer.init(params)
-    for _ in range(11):
-        grads = {"w": torch.randn(3, 2)}
-        params, opt_state = optimizer.update(params, grads, opt_state)
-        leaf.grad = grads["w"].clone()
-        eager.step()
-        assert_close(params["w"], leaf.detach(), 1e-6)
-
-
-_STEPS_OF_ALL: list[int] = []
-
-
-class CountsForAll(torch.optim.SGD):
-    """An optimizer that counts in a global variable."""
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        _STEPS_OF_ALL.append(1)
-        if len(_STEPS_OF_ALL) % 5 == 0:
-            super().step()
-
-
-def test_an_optimizer_with_state_in_a_global_variable_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"CountsForAll cannot be made pure: .* it keeps something elsewhere"):
-        stateless(CountsForAll, lr=0.1)

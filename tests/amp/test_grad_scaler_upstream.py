@@ -2,7 +2,7 @@
 
 The cases are those of pytorch/pytorch: test/test_torch.py (`test_grad_scaling_*`), test/distributed/fsdp/
 test_fsdp_sharded_grad_scaler.py (on one process), and test/distributed/_composable/fsdp/
-test_fully_shard_grad_scaler.py (tests/distributed/ranks/scaler.py).
+test_fully_shard_grad_scaler.py (tests/distributed/ranks/loops.py).
 """
 
 from __future__ import annotations

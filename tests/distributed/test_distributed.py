@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -12,16 +15,13 @@ from tests.support.launch import torchrun
 pytestmark = [pytest.mark.compiled, pytest.mark.processes]
 
 
-@pytest.fixture(scope="module")
-def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[list[dict[str, str]], str]]:
-    """For 2 and 4 processes what each rank found, and what they printed."""
-    found = {}
-    for world in (2, 4):
-        folder = tmp_path_factory.mktemp(f"ranks{world}")
-        printed = torchrun(world, "-m", "tests.distributed.ranks.run", folder, bound=1200).everything
-        files = [folder / f"{rank}.json" for rank in range(world)]
-        found[world] = ([json.loads(file.read_text()) if file.exists() else {} for file in files], printed)
-    return found
+@functools.cache
+def launched(world: int) -> tuple[list[dict[str, str]], str]:
+    """What each rank of this many found, and what they printed."""
+    with tempfile.TemporaryDirectory() as folder:
+        printed = torchrun(world, "-m", "tests.distributed.ranks", folder, bound=1200).everything
+        files = [Path(folder, f"{rank}.json") for rank in range(world)]
+        return [json.loads(file.read_text()) if file.exists() else {} for file in files], printed
 
 
 @pytest.mark.thorough
@@ -29,10 +29,8 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[list[d
 @pytest.mark.parametrize(
     ("world", "name"), [(world, name) for world in (2, 4) for name, (worlds, _) in CASES.items() if world in worlds]
 )
-def test_the_case_holds_on_every_rank(
-    launched: dict[int, tuple[list[dict[str, str]], str]], world: int, name: str
-) -> None:
-    found, printed = launched[world]
+def test_the_case_holds_on_every_rank(world: int, name: str) -> None:
+    found, printed = launched(world)
     for rank, results in enumerate(found):
         failed = next((case for case, error in results.items() if error), "an earlier one")
         error = results.get(name, f"not run, for {failed} failed\n{printed[-2000:]}")

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from funcamp import ScalerConfig, float8, make_train_step, module_loss, stateless
+from funcamp import ScalerConfig, float8, stateless
+from tests.support.models import Task
+from tests.support.steps import build, eager
+
+ADAMW = stateless(torch.optim.AdamW, lr=1e-2)
 
 
 class Net(nn.Module):
@@ -33,12 +36,10 @@ def net(kind: type[Net] = Net) -> Net:
     return kind()
 
 
-def converted(
-    config: float8.Float8Config = float8.Float8Config(), kind: type[Net] = Net, keep: Sequence[str] = ("odd",)
-) -> Net:
+def converted(config: float8.Float8Config = float8.Float8Config(), kind: type[Net] = Net) -> Net:
     """The model with its layers in float8, but for the one that does not fit."""
     model = net(kind)
-    float8.convert(model, config, keep=keep)
+    float8.convert(model, config, keep=["odd"])
     return model
 
 
@@ -47,20 +48,17 @@ def batch(number: int, size: int = 6) -> tuple[Tensor, Tensor]:
     return torch.randn(size, 16, generator=draw), torch.randint(48, (size,), generator=draw)
 
 
-def trained(
-    model: nn.Module,
-    wrap: Callable[[Any], Any] = lambda step: step,
-    *,
-    engine: Any = None,
-    steps: int = 4,
-    policy: str | None = "bfloat16",
-    **options: Any,
-) -> Any:
-    """The state's tensors by name and the losses of some steps."""
-    loss = module_loss(model, F.cross_entropy, engine=engine)
-    step = make_train_step(loss, stateless(torch.optim.AdamW, lr=1e-2), ScalerConfig(2.0**8), policy=policy, **options)
+def made(model: nn.Module, scale: float = 2.0**8, **options: Any) -> Any:
+    """A step in bfloat16."""
+    task = Task(model, F.cross_entropy, batch)
+    return build(task, ADAMW, config=ScalerConfig(scale), policy="bfloat16", **options)
+
+
+def trained(model: nn.Module, wrap: Any = eager, **options: Any) -> Any:
+    """The state's tensors by name and the losses of four steps."""
+    step = made(model, **options)
     state, run, losses = step.init(), wrap(step), []
-    for number in range(steps):
+    for number in range(4):
         x, y = batch(number)
         parts = options.get("accumulate", 1)
         state, metrics = run(state, (x, y) if parts == 1 else (x.view(parts, -1, 16), y.view(parts, -1)))

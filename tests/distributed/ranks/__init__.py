@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 
-MODULES = ("flag", "step", "dtensor", "scaler", "long_run", "checkpoint", "float8")
-
-#: Numbers of processes that a case wants, and the case, by name.
+#: Each case, and in groups of how many processes it runs, by name.
 CASES: dict[str, tuple[tuple[int, ...], Callable[[], None]]] = {}
 
 
@@ -21,5 +19,5 @@ def case(*worlds: int) -> Callable[[Callable[[], None]], Callable[[], None]]:
     return mark
 
 
-for _name in MODULES:
+for _name in ("functions", "step", "loops", "checkpoint"):
     importlib.import_module(f"tests.distributed.ranks.{_name}")

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import functools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.helpers import bits
+from tests.support.helpers import assert_same
 
 
 def rank() -> int:
@@ -24,59 +25,39 @@ def world() -> int:
     return dist.get_world_size()
 
 
-def mine(batch: Any) -> Any:
+def mine(batch: Any, dim: int = 0) -> Any:
     """This rank's part of a batch."""
-    return _pytree.tree_map(lambda leaf: leaf.chunk(world())[rank()], batch)
+    return _pytree.tree_map(lambda leaf: leaf.chunk(world(), dim)[rank()], batch)
+
+
+def full(tree: Any) -> Any:
+    """A pytree with all values of its DTensors."""
+    return _pytree.tree_map_only(DTensor, DTensor.full_tensor, tree)
+
+
+@functools.cache
+def square() -> DeviceMesh:
+    """Four ranks as two rows of two: one mesh, since DTensors may have the groups of any mesh equal to theirs."""
+    return init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+
+
+def meshes() -> list[DeviceMesh]:
+    """All ranks along one dimension, and four of them along two."""
+    return [init_device_mesh("cpu", (world(),)), *([square()] if world() == 4 else [])]
+
+
+def shared_folder() -> Path:
+    """A folder that every rank knows."""
+    names = [tempfile.mkdtemp() if rank() == 0 else ""]
+    dist.broadcast_object_list(names, 0)
+    return Path(names[0])
 
 
 def assert_equal_on_all_ranks(tree: Any) -> None:
     """Every tensor has the bits that it has on rank 0."""
-    leaves = [leaf for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
-    assert leaves
-    for leaf in leaves:
-        own = bits(leaf.detach()).reshape(-1).view(torch.uint8)
-        first = own.clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(first, own), f"rank {rank()}: {leaf}"
-
-
-def counted(fn: Any) -> tuple[Any, Counter[str]]:
-    """A function compiled to one graph, and the collectives in it after the first call."""
-    found: Counter[str] = Counter()
-
-    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
-        for node in graph.graph.nodes:
-            name = str(node.target)
-            if name.startswith("_c10d_functional.") and "wait_tensor" not in name:
-                found[name.split(".")[1]] += 1
-        return make_boxed_func(graph.forward)
-
-    torch._dynamo.reset()
-    return torch.compile(fn, fullgraph=True, backend=aot_autograd(fw_compiler=count)), found
-
-
-def collectives(fn: Any, *args: Any) -> Counter[str]:
-    """The collectives in the one graph that torch.compile makes of a function."""
-    run, found = counted(fn)
-    run(*args)
-    return found
-
-
-class _Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func).split(".")[1]
-        if func.namespace == "_c10d_functional" and "wrap" not in name and name != "wait_tensor":
-            self.found[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def called(fn: Any, *args: Any) -> Counter[str]:
-    """The collectives that a function calls, not compiled."""
-    calls = _Calls()
-    with calls:
-        fn(*args)
-    return calls.found
+    own = [leaf.detach() for leaf in _pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+    assert own
+    first = [torch.clone(leaf, memory_format=torch.contiguous_format) for leaf in own]
+    for leaf in first:
+        dist.broadcast(leaf, 0)
+    assert_same(own, first)

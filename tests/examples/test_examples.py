@@ -63,8 +63,6 @@ def test_log_metrics_writes_every_step_to_csv_and_tensorboard(tmp_path: Path) ->
         ]
 
 
-
-
 class Late:
     """What a GPU's event would say: that a row has arrived, once three later ones are under way."""
 
@@ -109,8 +107,6 @@ def test_log_metrics_reads_nothing_on_the_host_before_it_has_arrived(
     assert written == [(step, min(step + 4, STEPS)) for step in range(STEPS)]
     assert late.waits == list(range(STEPS - 3, STEPS))  # by `drain`, after the last step
     check(read(tmp_path / "metrics.csv"), numbers, first_step=0)
-
-
 
 
 # Forty steps; the callback goes to the logger itself, at every one.

@@ -57,8 +57,6 @@ def test_captured_step_has_the_numbers_of_the_eager_one(monkeypatch: pytest.Monk
     assert rows == by_engine("float16", 40)[:12]
 
 
-
-
 @pytest.mark.parametrize("dtype", grpo.DTYPES)
 def test_gap_is_zero_if_rollout_and_trainer_are_one_program(dtype: str) -> None:
     for row in history(dtype, "trainer", 6):
@@ -69,8 +67,6 @@ def test_gap_of_float16_is_a_fifth_of_bfloat16s_or_less() -> None:
     half, brain = (by_engine("float16", 40)[:12], by_engine("bfloat16", 12))
     assert 0.0 < mean(half, "gap") < mean(brain, "gap") / 5
     assert max(row["gap_max"] for row in half) < max(row["gap_max"] for row in brain) / 5
-
-
 
 
 def test_cache_changes_no_answer() -> None:
@@ -93,8 +89,6 @@ def test_digits_are_drawn_with_the_policys_probabilities() -> None:
     drawn = (logits + noise).argmax(-1)
     shares = drawn.bincount(minlength=grpo.DIGITS) / len(drawn)
     torch.testing.assert_close(shares, logits.softmax(0), atol=0.005, rtol=0.0)
-
-
 
 
 def test_main_prints_and_returns_every_step(capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,9 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.compiled]
 WRAPS = pytest.mark.parametrize("wrap", [eager, traced])
 
 
-def step_for(model: nn.Module, criterion: Any = nn.functional.mse_loss, engine: Any = "autograd", **options: Any) -> Any:
+def step_for(
+    model: nn.Module, criterion: Any = nn.functional.mse_loss, engine: Any = "autograd", **options: Any
+) -> Any:
     loss_fn = funcamp.module_loss(model, criterion, engine=engine)
     sgd = funcamp.stateless(torch.optim.SGD, lr=0.02, momentum=0.9)
     return funcamp.make_train_step(loss_fn, sgd, CONFIG, **{"policy": "float16", **options})

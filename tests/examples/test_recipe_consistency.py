@@ -64,8 +64,6 @@ def by_step(is_first: bool, engine: Any, wrap: Any) -> dict[str, Tensor]:
     return gradients
 
 
-
-
 @pytest.mark.compiled
 @pytest.mark.parametrize("engine", ["func", "autograd"])
 @pytest.mark.parametrize("wrap", [eager, traced])

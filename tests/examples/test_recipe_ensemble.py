@@ -20,8 +20,6 @@ RECIPE = example("ensemble")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-
-
 def make_model(seed: int, norm: type[nn.Module]) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(8, 32), norm(32), nn.Tanh(), nn.Linear(32, 1))
@@ -63,8 +61,6 @@ def test_member_that_overflows_is_left_as_it_was_and_the_others_do_not_notice(wr
             assert not torch.equal(c[1], b[1])
     assert state.scaler.scale.tolist() == [2.0**15, 2.0**9, 2.0**15]
     assert state.consecutive_skips.tolist() == [0, 5, 0]
-
-
 
 
 class InFloat32(nn.LayerNorm):

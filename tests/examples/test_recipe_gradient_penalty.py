@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 from torch.func import functional_call
@@ -49,5 +48,3 @@ def test_inner_gradient_that_overflows_skips_the_step() -> None:
     assert torch.isfinite(history[0].aux[0])
     assert not torch.isfinite(history[0].aux[1])
     assert_same(params, values(RECIPE.make_model()))
-
-

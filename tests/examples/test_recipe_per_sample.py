@@ -19,8 +19,6 @@ RECIPE = example("per_sample")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-
-
 def one_step(
     monkeypatch: pytest.MonkeyPatch, change: Callable[[Tensor, Tensor], Any], scale: float, wrap: Any = eager
 ) -> Any:

@@ -26,8 +26,6 @@ def load(folder: Path) -> Any:
     return torch.load(folder / "checkpoint.pt", weights_only=True)
 
 
-
-
 def test_first_steps_overflow_and_change_nothing_but_the_scale() -> None:
     model = gpt.GPT(context=16, width=16, layers=1, heads=2)
     text = torch.arange(4000).remainder(97).to(torch.uint8)

@@ -46,8 +46,6 @@ def test_run_is_resumed_in_the_middle_of_an_epoch_bit_for_bit(cut: int, tmp_path
     assert 0 < saved(whole)["state"]["skipped"] < BATCHES
 
 
-
-
 @pytest.mark.slow
 def test_loop_stops_when_the_loss_no_longer_falls_and_keeps_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -160,8 +158,6 @@ def test_adapters_are_trained_on_a_base_that_is_shared(wrap: Any) -> None:
         assert value.data_ptr() == before[name][0]
         assert torch.equal(value, before[name][1])
     assert losses[-1] < losses[0]
-
-
 
 
 @pytest.mark.thorough

@@ -22,7 +22,6 @@ for folder in ("benchmarks", "examples/tutorials"):
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-
 def tutorial(name: str) -> ModuleType:
     with importlib.import_module("_public").without_operators():
         return importlib.import_module(name)

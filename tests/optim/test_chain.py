@@ -188,10 +188,6 @@ def test_an_average_can_begin_and_end_in_mid_training() -> None:
     without(after._replace(opt_state=after.opt_state[0]), batch(2))
 
 
-
-
-
-
 @pytest.mark.parametrize(
     "averages",
     [(average(0.5), average(0.9)), (every(2, average(0.5)),)],
@@ -210,10 +206,6 @@ def test_a_chain_with_averages_goes_to_torch_and_back_and_through_a_checkpoint(a
     back = step.from_torch(step.init(), optimizer=optimizer.state_dict())
     assert back.opt_state[0].applied == 1
     assert_same(back.opt_state[0].state, state.opt_state[0].state)
-
-
-
-
 
 
 def tenth(update: Update) -> Update:
@@ -243,15 +235,3 @@ def test_chains_in_a_chain_are_their_parts() -> None:
     nested, plain = chain(chain(clip_by_norm(1.0), ADAMW), average(0.5)), chain(clip_by_norm(1.0), ADAMW, average(0.5))
     assert repr(nested) == repr(plain)
     assert_same(nested.init(params()), plain.init(params()))
-
-
-
-
-
-
-
-
-
-
-
-

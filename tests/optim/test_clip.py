@@ -40,17 +40,11 @@ def test_clip_grad_norm_every_transform_agrees(transform: Transform) -> None:
     torch.testing.assert_close(norm, torch.tensor(5.0))
 
 
-
-
-
-
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_clip_grad_norm_of_a_gradient_that_is_not_finite_is_not_finite(bad: float) -> None:
     clipped, norm = clip_grad_norm([torch.ones(2), torch.tensor([bad])], 1.0)
     assert not torch.isfinite(norm)
     assert not torch.isfinite(clipped[1])
-
-
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

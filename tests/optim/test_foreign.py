@@ -162,8 +162,6 @@ class Decomposes(Base):
         p.sub_((vectors @ vectors.mT @ matrix).reshape(p.shape), alpha=group["lr"])
 
 
-
-
 class Averages(CountsInGroup):
     """Schedule-free: evaluates with other parameters than it trains with."""
 
@@ -190,8 +188,6 @@ class ChangesLate(Base):
     def move(self, p: Any, state: Kept, group: Kept) -> None:
         state["step"] = state.get("step", 0) + 1
         p.sub_(p.grad if state["step"] < 12 else p.grad.sign(), alpha=group["lr"])
-
-
 
 
 FOLLOWED = [
@@ -252,38 +248,6 @@ def test_a_number_is_rounded_as_pythons_in_16_bits(cls: Any) -> None:
     assert_follows(stateless(cls), TorchLoop(cls, params), params, tolerance=2 * torch.finfo(torch.bfloat16).eps)
 
 
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 def test_a_schedule_changes_the_group() -> None:
     def make(optimizer: torch.optim.Optimizer) -> Any:
         return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
@@ -333,17 +297,3 @@ def test_a_class_is_stored_per_tensor_and_leaves_the_callers_tensors_alone() -> 
     assert_same((params, grads), before)
     assert type(new) is type(params)
     assert opt_state.shared["k"] == 1
-
-
-
-
-
-
-
-
-
-
-
-
-
-

@@ -216,7 +216,3 @@ def test_other_dtypes_and_scalars_round_as_torchs_numbers(cls: Any, numeric: Any
             assert params[name].dtype == dtype
             pair = [torch.view_as_real(t) if t.is_complex() else t for t in (params[name], expected)]
             assert_close(pair[0], pair[1], 2 * torch.finfo(dtype).eps)
-
-
-
-

@@ -225,11 +225,3 @@ def test_an_optimizer_is_the_same_under_all_defaults_and_modes(name: str) -> Non
             optimizer = stateless(cls, **arguments)
             assert stepped(optimizer)[0]["w"].shape == (3, 2)
         assert_same(stepped(optimizer), expected)
-
-
-
-
-
-
-
-

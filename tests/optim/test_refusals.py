@@ -158,7 +158,11 @@ SCHEDULES: dict[str, Row] = {
         TypeError,
         "optimizer must be made by stateless, .*; got a SGD",
     ),
-    "own optimizer": (scheduled(steps_of_3, by_group({"a": SGD, "b": Own()})), TypeError, "b must be made by stateless"),
+    "own optimizer": (
+        scheduled(steps_of_3, by_group({"a": SGD, "b": Own()})),
+        TypeError,
+        "b must be made by stateless",
+    ),
     "scheduled": (
         scheduled(steps_of_3, stateless(optim.SGD, lr=lambda count: 0.1)),
         TypeError,

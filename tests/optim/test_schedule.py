@@ -243,8 +243,6 @@ def test_groups_of_other_classes_have_a_scheduler_each() -> None:
         assert [numbers[number] for numbers, _ in rows] == [numbers[0] for numbers, _ in expected]
 
 
-
-
 def test_past_the_last_step_the_last_value_remains_and_torch_gets_that_of_the_next_step() -> None:
     step = step_of(schedule(stateless(optim.SGD, lr=1.0), lambda o: ExponentialLR(o, 0.5), steps=3))
     state = step.init(parameters())
@@ -253,8 +251,6 @@ def test_past_the_last_step_the_last_value_remains_and_torch_gets_that_of_the_ne
         assert step.optimizer.learning_rate(state.opt_state) == expected
         (group,) = step.to_torch(state)["optimizer"]["param_groups"]
         assert group["lr"] == expected
-
-
 
 
 def test_state_of_the_given_optimizer_continues_under_a_schedule() -> None:
@@ -266,30 +262,6 @@ def test_state_of_the_given_optimizer_continues_under_a_schedule() -> None:
     assert "lr=<ExponentialLR: 9 values, 0.001" in repr(scheduled)
     assert scheduled.learning_rate(opt_state) == 0.5e-3
     scheduled.update(params, batch(2), opt_state)
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 def test_plateau_fills_the_tensor_of_the_step() -> None:

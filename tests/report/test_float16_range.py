@@ -14,7 +14,7 @@ from funcamp.report.audit import Auditor, Finding
 
 X = torch.tensor([[1.0, -2.0, 3.0, -4.0]], dtype=torch.float16)
 MASK = torch.tensor([0.0, -1e9, -1e9, 0.0])
-LOWEST = torch.full((4,), torch.finfo(torch.float16).min).half()
+LOWEST = torch.tensor([0.0, torch.finfo(torch.float16).min, 0.0, 0.0]).half()
 
 
 def findings(compute: Callable[[Tensor], Tensor]) -> list[Finding]:
@@ -32,7 +32,7 @@ def findings(compute: Callable[[Tensor], Tensor]) -> list[Finding]:
         (lambda x: mse_loss(x * 200, x.detach() * 0), "mse_loss of numbers from -800 to 600; float16 ends at 65504"),
         (lambda x: (x.float() * 1e5).half(), "cast to float16 of numbers from -4e+05 to 3e+05; float16 ends at 65504"),
         (lambda x: x + torch.tensor([1.0, -1e5, -2e5, 3.0]).half(), "cast to float16 of numbers from -2e+05 to 3"),
-        (lambda x: x.detach().clone().mul_(x.detach() * 2e4) + x, "mul_ of numbers from"),
+        (lambda x: x.detach().clone().mul_(x.detach() * 2e4) + x, "mul of numbers from -4 to 3; float16 ends at 65504"),
         (lambda x: x.masked_fill(x > 2, -1e9), "masked_fill with -1e+09"),
         (lambda x: x + (x > 0).half() * -1e9, "mul with -1e+09"),
         (lambda x: x + 0 * x.clamp(min=1e-8), "clamp with 1e-08"),

@@ -119,7 +119,12 @@ def test_a_step_in_a_hook_of_the_backward_pass_is_named_if_the_gradient_is_scale
         model, _ = model_and_optimizer()
         for parameter in model.parameters():
             sgd = torch.optim.SGD([parameter], lr=0.01)
-            parameter.register_post_accumulate_grad_hook(lambda _, sgd=sgd: (sgd.step(), sgd.zero_grad()))
+
+            def step(_: Tensor, sgd: torch.optim.Optimizer = sgd) -> None:
+                sgd.step()
+                sgd.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(step)
         scaler = scaler_of()
         for x, y in batches():
             scaler.scale(mse_loss(model(x), y)).backward()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 from funcamp import make_train_step, module_loss, stateless
 from funcamp.numerics import Record, stats, track_scales
 from funcamp.report import annotate, numerics_report
-from funcamp.report.numbers.recorder import Recorder
 from tests.support.helpers import assert_close, assert_same
 from tests.support.models import Block, mlp, tied
 
@@ -77,14 +75,6 @@ def test_the_optimizer_of_a_step_is_left_out_wherever_it_is_called() -> None:
     names = [(one.name, one.path) for one in direct.operations]
     assert [(one.name, one.path) for one in report.operations] == [*names, *names, ("mul", "")]
     assert (report.loss_scale, len(report.passes)) == (2.0**16, 2)
-
-
-def test_memory_that_nothing_has_written_is_not_counted() -> None:
-    def fn(x: Tensor) -> Tensor:
-        memory = [torch.empty(2), torch.empty_like(x), x.new_empty(2), torch.empty(0).resize_(2)]
-        return sum([x, *(one.zero_() for one in memory)], x).sum()
-
-    assert forward(numerics_report(fn, torch.ones(2))) == ["zero_"] * 4 + ["add"] * 5 + ["sum"]
 
 
 def test_records_are_those_of_track_scales() -> None:
@@ -193,37 +183,10 @@ REPORT = numerics_report(lambda: torch.ones(2) * 2)
         (REPORT.recommend_scale, ValueError, "must have finite, nonzero gradients"),
         (lambda: REPORT.recommend_scale(headroom=0), ValueError, "headroom must be a positive number; got 0"),
         (lambda: REPORT.to_rows(torch.int8), TypeError, "dtype must be one of"),
-        (lambda: numerics_report(lambda: 1 / 0), ZeroDivisionError, ""),
+        (lambda: numerics_report(lambda: 1 / 0), ZeroDivisionError, "division by zero"),
     ],
 )
 def test_a_call_that_is_refused(call: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
     assert torch.nn.modules.module._global_forward_hooks == {}
-
-
-def penalized(*, recorded: bool) -> list[Tensor]:
-    """Parameters after steps on a gradient penalty, whose backward pass is differentiated."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Sequential(nn.Linear(32, 32), nn.Tanh()), nn.Linear(32, 1))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(4):
-        x = torch.randn(64, 6)
-        with Recorder().watching() if recorded else contextlib.nullcontext():
-            loss = model(x).square().mean()
-            inner = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-            sgd.zero_grad()
-            (loss + torch.stack([gradient.square().sum() for gradient in inner]).sum().sqrt()).backward()
-        sgd.step()
-    return list(model.parameters())
-
-
-def test_a_recording_changes_no_bit_of_a_differentiated_backward_pass() -> None:
-    assert_same(penalized(recorded=True), penalized(recorded=False))
-
-
-def test_the_gradient_of_an_output_that_is_written_in_place_is_that_before() -> None:
-    linear = nn.Linear(4, 4)
-    report = numerics_report(lambda x: linear(x).mul_(8).sum(), torch.ones(1, 4))
-    assert report.records[""].forward.amax <= 4
-    assert report.records[""].backward.amax == 8

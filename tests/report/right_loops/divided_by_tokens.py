@@ -1,4 +1,4 @@
-"""Gradients that are divided by a number of tokens, which is the scale by chance; or by the scale, and multiplied again."""
+"""Gradients that are divided by a number that is the scale by chance, or by the scale and multiplied by it again."""
 
 from tests.report.loops.parts import gradients_of, losses, model_and_optimizer, scaler_of
 

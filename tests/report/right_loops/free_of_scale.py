@@ -1,4 +1,4 @@
-"""Scaled gradients that are used for a direction, a cosine, a check for inf, or a log of what is divided by the scale."""
+"""Scaled gradients that are used for a direction, a cosine or a check for inf, or lose their mean."""
 
 import torch
 from torch.nn.functional import cosine_similarity

@@ -49,7 +49,7 @@ HALF = torch.tensor(0.5)
 GROUPED = by_group({"matrix": SGD, "vector": SGD})
 OPTIMIZERS: dict[str, Row] = {
     "bool": (lambda: stateless(optim.SGD, nesterov=HALF), TypeError, "nesterov must be a bool, because it chooses"),
-    "foreach": (lambda: stateless(optim.Adam, foreach=HALF), TypeError, "foreach must be False or None"),
+    "foreach": (lambda: stateless(optim.Adam, foreach=HALF), ValueError, "foreach must be False or None"),
     "constant": (lambda: stateless(optim.Muon, ns_steps=lambda applied: 5), TypeError, "ns_steps must be a constant"),
     "no float": (
         lambda: stateless(optim.AdamW, betas=(torch.tensor(1), 0.9)),

@@ -113,4 +113,5 @@ def test_checkpointed_blocks_are_computed_twice(wrap: Any) -> None:
 @pytest.mark.inductor
 def test_inductor_follows() -> None:
     ends = [run(step_for(RECIPE.make_model(), policy=None), how, batch_of, steps=5) for how in (funcamp.jit, eager)]
-    assert_close(*[state.params.tree() for state, _ in ends], 1e-5)
+    found, expected = (state.params.tree() for state, _ in ends)
+    assert_close(found, expected, 1e-5)

@@ -301,7 +301,8 @@ class Grows(Base):
 
 class KeepsByText(Base):
     def move(self, p: Any, state: Any, group: Any) -> None:
-        self.state["k"] = p.grad.sum()
+        table: Any = self.state
+        table["k"] = p.grad.sum()
 
 
 class ChangesText(Base):

@@ -164,5 +164,9 @@ def test_a_discriminator_may_be_stepped_after_the_passes_that_are_watched(is_mis
 
 @pytest.mark.parametrize("clears", [False, True])
 def test_passes_without_a_step_are_a_mistake_of_a_cut_run_if_gradients_are_cleared(clears: bool) -> None:
-    auditor = train(before_step=lambda model: clears and model.zero_grad(), passes=12, limit=8, window=99)
+    def clear(model: nn.Module) -> None:
+        if clears:
+            model.zero_grad()
+
+    auditor = train(before_step=clear, passes=12, limit=8, window=99)
     assert names(auditor) == ["scaled-backward-no-step"] * clears

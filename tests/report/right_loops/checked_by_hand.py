@@ -1,9 +1,9 @@
-"""Loops that unscale by the scaler, look for inf themselves, and step or apply the gradients without it."""
+"""A loop that unscales by the scaler, looks for inf itself, and steps without it."""
 
 import torch
 from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, gradients_of, losses, model_and_optimizer, scaler_of
+from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
@@ -18,14 +18,4 @@ for x, y in batches():
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if torch.isfinite(norm):
         optimizer.step()
-    scaler.update()
-
-for loss in losses(model):
-    optimizer.zero_grad()
-    scaler.scale(loss).backward()
-    scaler.unscale_(optimizer)
-    if all(torch.isfinite(gradient).all() for gradient in gradients_of(model)):
-        with torch.no_grad():
-            for parameter, gradient in zip(model.parameters(), gradients_of(model)):
-                parameter.sub_(gradient, alpha=0.01)
     scaler.update()

@@ -1,4 +1,4 @@
-"""Optimizers that wrap another: one has no hooks of its own, the other is an optimizer of the same parameters."""
+"""An optimizer that wraps another and has no hooks of its own, with a scheduler."""
 
 from typing import Any
 
@@ -8,24 +8,24 @@ from tests.report.loops.parts import losses, model_and_optimizer, scaler_of
 
 
 class Lookahead(torch.optim.Optimizer):
-    def __init__(self, optimizer: torch.optim.Optimizer, *, is_made: bool) -> None:
-        if is_made:
-            super().__init__(optimizer.param_groups, {})
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
         self.param_groups = optimizer.param_groups
 
     def step(self, closure: Any = None) -> Any:
         return self.optimizer.step(closure)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
 
-for is_made in (False, True):
-    model, inner = model_and_optimizer()
-    optimizer = Lookahead(inner, is_made=is_made)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
-    scaler = scaler_of()
-    for loss in losses(model):
-        optimizer.zero_grad() if is_made else inner.zero_grad()
-        scaler.scale(loss).backward()
-        scaler.step(inner if is_made else optimizer)
-        scaler.update()
-        scheduler.step()
+
+model, inner = model_and_optimizer()
+optimizer = Lookahead(inner)
+scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+scaler = scaler_of()
+for loss in losses(model):
+    optimizer.zero_grad()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    scheduler.step()

@@ -108,9 +108,13 @@ def test_nothing_of_torch_stays_replaced(monkeypatch: pytest.MonkeyPatch) -> Non
     with auditor.watching():
         from torch.nn.utils import clip_grad_norm_ as imported
 
+        weight = torch.ones(1, requires_grad=True)
+        weight.register_hook(lambda gradient: gradient / 2)
         runpy.run_path(str(CLIPS))
     assert [dict(vars(owner)) for owner in owners] == before
-    imported([torch.ones(1, requires_grad=True)], 1.0)
+    weight.sum().backward()
+    assert weight.grad == 0.5
+    imported([weight], 1.0)
     assert auditor.passes == 2
 
 

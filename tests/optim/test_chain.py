@@ -231,6 +231,12 @@ def test_each_part_clips_by_the_norm_of_what_it_gets(parts: tuple[Any, ...]) -> 
     assert_close(state.params["w"], expected["w"], 1e-6)
 
 
+def test_a_function_changes_gradients_at_every_second_update() -> None:
+    now, _ = by_chain(chain(every(2, tenth), SGD), 2, params())
+    first, second = gradients(0), gradients(1)
+    assert_close(now, {name: value - first[name] - 0.1 * second[name] for name, value in params().items()}, 1e-6)
+
+
 def test_chains_in_a_chain_are_their_parts() -> None:
     nested, plain = chain(chain(clip_by_norm(1.0), ADAMW), average(0.5)), chain(clip_by_norm(1.0), ADAMW, average(0.5))
     assert repr(nested) == repr(plain)

@@ -262,6 +262,9 @@ def test_state_of_the_given_optimizer_continues_under_a_schedule() -> None:
     assert "lr=<ExponentialLR: 9 values, 0.001" in repr(scheduled)
     assert scheduled.learning_rate(opt_state) == 0.5e-3
     scheduled.update(params, batch(2), opt_state)
+    beta2 = torch.tensor(0.9)  # which the scheduler does not change
+    cycled = schedule(stateless(optim.Adam, betas=(0.8, beta2)), MAKE["OneCycleLR"], steps=APPLIED)
+    assert f", {beta2!r})" in repr(cycled)
 
 
 def test_plateau_fills_the_tensor_of_the_step() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -66,8 +67,8 @@ OF_GRADIENT: list[tuple[str, Callable[[Tensor, Tensor], Tensor]]] = [
 
 @pytest.mark.parametrize(("rule", "mistake"), [*OF_MODEL, *OF_GRADIENT])
 def test_a_mistake_on_gradients_is_named_with_its_line(rule: str, mistake: Callable[..., object]) -> None:
-    of_model = (rule, mistake) in OF_MODEL
-    findings = train(before_step=mistake).findings() if of_model else train(change=mistake).findings()  # type: ignore[arg-type]
+    way: Any = "before_step" if (rule, mistake) in OF_MODEL else "change"
+    findings = train(autocast=True, **{way: mistake}).findings()
     assert {finding.rule.name for finding in findings} == {rule}
     assert len(findings) == 1 or rule == READ
     first_line = mistake.__code__.co_firstlineno
@@ -89,7 +90,7 @@ def prune(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("change", [step_by_hand, prune])
 def test_what_is_no_mistake_on_gradients_has_no_finding(change: Callable[[Tensor, Tensor], Tensor]) -> None:
-    assert names(train(change=change)) == []
+    assert names(train(change=change, autocast=True)) == []
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
@@ -18,6 +19,7 @@ def do_nothing(*_: object) -> None:
 def train(
     *,
     prepare: Callable[[nn.Module], object] = do_nothing,
+    autocast: bool = False,
     loss_of: Callable[[Tensor, Tensor], Tensor] = mse_loss,
     before_step: Callable[[nn.Module], object] = do_nothing,
     change: Callable[[Tensor, Tensor], Tensor] | None = None,
@@ -29,6 +31,7 @@ def train(
     """Train with a scaler, and return the auditor.
 
     prepare: is called with the model before the first pass.
+    autocast: whether the forward pass runs in float16.
     loss_of: the loss of outputs and targets.
     before_step: is called with the model between each backward pass and the step.
     change: is called there with each parameter and its gradient; what it returns replaces the gradient.
@@ -41,7 +44,9 @@ def train(
         prepare(model)
         scaler = scaler_of(init_scale)
         for number, (x, y) in enumerate(batches(passes), 1):
-            scaler.scale(loss_of(model(x), y)).backward()
+            with torch.autocast("cpu", torch.float16, enabled=autocast):
+                loss = loss_of(model(x), y)
+            scaler.scale(loss).backward()
             before_step(model)
             if change is not None:
                 for parameter in model.parameters():

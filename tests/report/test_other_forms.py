@@ -66,7 +66,7 @@ OF_GRADIENT: list[tuple[str, Callable[[Tensor, Tensor], Tensor]]] = [
 
 
 @pytest.mark.parametrize(("rule", "mistake"), [*OF_MODEL, *OF_GRADIENT])
-def test_a_mistake_on_gradients_is_named_with_its_line(rule: str, mistake: Callable[..., object]) -> None:
+def test_a_mistake_on_gradients_is_named_with_its_line(rule: str, mistake: Any) -> None:
     way: Any = "before_step" if (rule, mistake) in OF_MODEL else "change"
     findings = train(autocast=True, **{way: mistake}).findings()
     assert {finding.rule.name for finding in findings} == {rule}

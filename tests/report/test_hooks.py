@@ -79,6 +79,16 @@ def test_a_hook_that_clips_reads_or_replaces_scaled_gradients_is_named(hook: Hoo
     assert first_line < finding.line.number <= first_line + 2
 
 
+def test_a_gradient_that_a_hook_masked_is_still_scaled() -> None:
+    def log_each(model: nn.Module) -> None:
+        for parameter in model.parameters():
+            log_after(parameter)
+
+    prepare = registered(lambda gradient: gradient * torch.ones_like(gradient))
+    (finding,) = train(prepare=prepare, before_step=log_each).findings()
+    assert finding.rule.name == "read-before-unscale"
+
+
 @pytest.mark.parametrize("window", [1, 2])
 def test_a_hook_that_changes_gradients_by_a_factor_has_no_finding(window: int) -> None:
     auditor = train(prepare=registered(lambda gradient: gradient / 2), loss_of=half_of_the_mean, window=window)

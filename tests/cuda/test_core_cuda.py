@@ -1,4 +1,4 @@
-"""On a GPU: torch's kernels as oracle, no sync in a step, and a whole step captured into one CUDA graph."""
+"""On a GPU: torch's kernels and its capturable optimizers as oracle."""
 
 from __future__ import annotations
 
@@ -7,41 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import funcamp
-from tests.support.helpers import assert_close, assert_no_sync, assert_same, clone, to
+from tests.support.helpers import assert_same, to
 from tests.support.oracle import TorchRule, state_of
 
 pytestmark = pytest.mark.cuda
-
-
-CONFIG = funcamp.ScalerConfig(init_scale=2.0**20, growth_interval=4)
-
-
-def train_step(optimizer: Any, state: Any, batch: Tensor) -> Any:
-    params, opt_state, scaler = state
-
-    def loss_fn(params: Any, x: Tensor) -> Tensor:
-        with torch.autocast("cuda", torch.float16):
-            hidden = torch.tanh(x @ params["a"])
-            out: Tensor = hidden @ params["b"]
-            return out.float().square().mean()
-
-    (grads, scaler), loss = funcamp.scaled_grad_and_value(loss_fn)(scaler, params, batch)
-    grads, norm = funcamp.clip_grad_norm(grads, 1.0)
-    new = optimizer.update(params, grads, opt_state)
-    params, opt_state = funcamp.skip_step(scaler, new=new, old=(params, opt_state))
-    found_inf = scaler.found_inf
-    return (params, opt_state, funcamp.update(scaler, CONFIG)), (loss, norm, found_inf)
-
-
-def example() -> tuple[Any, Any, Tensor]:
-    optimizer = funcamp.stateless(torch.optim.AdamW, lr=lambda applied: 1e-2 / (1 + applied / 10))
-    torch.manual_seed(0)
-    params = {"a": torch.randn(16, 32, device="cuda"), "b": torch.randn(32, 8, device="cuda")}
-    state = (params, optimizer.init(params), funcamp.init(CONFIG, device="cuda"))
-    return optimizer, state, torch.randn(64, 16, device="cuda")
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -71,45 +42,6 @@ def test_unscale_and_check_follows_the_cuda_kernel(dtype: torch.dtype) -> None:
         torch._amp_foreach_non_finite_check_and_unscale_([expected], found_inf, inv_scale)
         actual, state = funcamp.unscale_and_check(to(state_of(3.7e4), "cuda"), grad)
         assert_same((actual, state.found_inf), (expected, found_inf))
-
-
-def test_eager_and_compiled_steps_do_not_sync() -> None:
-    optimizer, state, batch = example()
-    compiled = torch.compile(lambda s, b: train_step(optimizer, s, b), fullgraph=True)
-    compiled(state, batch)
-    train_step(optimizer, state, batch)  # the first calls load kernels and set up cuBLAS
-    with assert_no_sync():
-        for _ in range(3):
-            train_step(optimizer, state, batch)
-            compiled(state, batch)
-
-
-def test_captured_step_follows_the_eager_one_through_skips_and_growth() -> None:
-    optimizer, state, batch = example()
-    reference = clone(state)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            train_step(optimizer, clone(state), batch)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    static = clone(state)
-    with torch.cuda.graph(graph):
-        new, metrics = train_step(optimizer, static, batch)
-        flat_new, flat_static = (torch.utils._pytree.tree_leaves(tree) for tree in (new, static))
-        for old_leaf, new_leaf in zip(flat_static, [leaf.clone() for leaf in flat_new]):
-            old_leaf.copy_(new_leaf)
-    found = []
-    for _ in range(30):
-        reference, (_, _, flag) = train_step(optimizer, reference, batch)
-        graph.replay()
-        found.append(flag.item())
-        assert metrics[2].item() == found[-1]
-        assert_same(static[2], reference[2])
-        assert_close(static[0], reference[0], 1e-6)
-    assert 0.0 in found
-    assert 1.0 in found
 
 
 @pytest.mark.filterwarnings("ignore:This instance was constructed with capturable=True")

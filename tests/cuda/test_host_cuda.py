@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from funcamp import clone, jit
-from tests.support.helpers import assert_close, assert_same
+from tests.support.helpers import assert_same
 
 pytestmark = pytest.mark.cuda
 
@@ -20,11 +20,7 @@ SCALAR_ON_HOST = torch.tensor(3.0)
 CONSTANTS: dict[str, Callable[[Tensor], Tensor]] = {
     "moved": lambda x: x * torch.tensor([1.0, 2.0]).to(x.device),
     "made there": lambda x: x * torch.tensor([1.0, 2.0], device=x.device),
-    "moved and cast": lambda x: x * torch.tensor([1, 2]).to(x),
-    "a scalar moved": lambda x: x * torch.tensor(2.0).cuda(),
     "a scalar": lambda x: x * torch.tensor(2.0),
-    "a range": lambda x: x * torch.arange(2).to(x.device),
-    "an index": lambda x: x[[1, 0]],
     "an index of a tensor": lambda x: x[torch.tensor([1, 0])],
     "written": lambda x: torch.zeros(2, device=x.device).index_copy_(0, torch.tensor([1, 0]).cuda(), x),
     "computed on the host": lambda x: x * (torch.arange(2.0) * 2 + 1).cuda(),
@@ -60,11 +56,6 @@ def test_metrics_of_the_host_are_returned() -> None:
 CHANGING: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "a scalar": (lambda x: x * SCALAR_ON_HOST, r"reads a torch.float32 tensor of shape \(\) on cpu"),
     "moved": (lambda x: x * ON_HOST.to(x.device), r"reads a torch.float32 tensor of shape \(2,\) on cpu"),
-    "moved, not waiting": (
-        lambda x: x * ON_HOST.to(x.device, non_blocking=True),
-        r"reads a torch.float32 tensor of shape \(2,\) on cpu",
-    ),
-    "drawn": (lambda x: x * torch.rand(()), "draws on cpu"),
     "drawn and moved": (lambda x: x * torch.rand(2).cuda(), "draws on cpu"),
 }
 
@@ -80,30 +71,3 @@ def test_what_could_change_on_the_host_is_refused_in_a_capture(name: str) -> Non
     with pytest.raises(RuntimeError, match=f"jit: step must .*test_host_cuda.py.*{text}"):
         jit(step)(state, torch.ones(2, device="cuda"))
     assert state["x"].tolist() == [0.0, 0.0]
-
-
-def test_a_program_without_a_graph_follows_the_host() -> None:
-    factor = torch.tensor(3.0)
-
-    def step(state: Any, batch: Tensor) -> Any:
-        return {"x": state["x"] + batch * factor}, batch.mean()
-
-    run, state = jit(step, capture=False), {"x": torch.zeros(2, device="cuda")}
-    for value in (3.0, 5.0):
-        factor.fill_(value)
-        state, _ = run(state, torch.ones(2, device="cuda"))
-    assert state["x"].tolist() == [8.0, 8.0]
-
-
-def test_strides_of_state_and_batch_are_kept() -> None:
-    def step(state: Any, batch: Tensor) -> Any:
-        return {"x": state["x"] * 0.5 + batch @ state["x"]}, batch.mean()
-
-    matrix = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).cuda()
-    state: Any = {"x": matrix[:, :1]}
-    expected, run, actual = clone(state), jit(step), state
-    for index in range(3):
-        batch = (matrix + index).t()
-        expected, metrics = step(expected, batch)
-        actual, found = run(actual, batch)
-        assert_close((actual, found), (expected, metrics), 1e-6)

@@ -12,12 +12,11 @@ import torch
 import funcamp
 from tests.support import trainers
 from tests.support.helpers import assert_close, assert_same
+from tests.support.steps import traced
 from tests.support.trainers import NUMBERS, STEPS, record
 
 pytestmark = [pytest.mark.models, pytest.mark.usefixtures("fresh_accelerate")]
 
-#: Traced, donated, and run operation by operation.
-TRACED = functools.partial(funcamp.jit, backend="eager")
 TORCH = functools.partial(torch.amp.GradScaler, "cpu", **NUMBERS)
 VARIANTS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -30,7 +29,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def step_trainer(folder: Path, **more: Any) -> Any:
     example = trainers.imported("hf_trainer")
     config = funcamp.ScalerConfig(**NUMBERS)
-    return trainers.make_trainer(folder, example.StepTrainer, config=config, wrap=TRACED, **more)
+    return trainers.make_trainer(folder, example.StepTrainer, config=config, wrap=traced, **more)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -83,4 +82,4 @@ def test_evaluation_and_the_best_checkpoint_see_the_trained_values(tmp_path: Pat
 
 @pytest.mark.parametrize("step", [False, True], ids=["scaler", "step"])
 def test_trainer_example_learns(step: bool, tmp_path: Path) -> None:
-    assert trainers.imported("hf_trainer").main(step=step, folder=str(tmp_path), wrap=TRACED) < 3.2
+    assert trainers.imported("hf_trainer").main(step=step, folder=str(tmp_path), wrap=traced) < 3.2

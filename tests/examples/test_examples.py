@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,6 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
     EventAccumulator,
 )
 
-import funcamp
 from funcamp._io import metric_reader
 from tests.support.host_reads import host_reads
 from tests.support.programs import import_example
@@ -65,13 +63,6 @@ def test_log_metrics_writes_every_step_to_csv_and_tensorboard(tmp_path: Path) ->
         ]
 
 
-def test_log_metrics_without_tensorboard_writes_the_csv(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
-    numbers = log_metrics.main(STEPS, tmp_path)
-    check(read(tmp_path / "metrics.csv"), numbers, first_step=0)
-    assert [file.name for file in tmp_path.iterdir()] == ["metrics.csv"]
-
-
 class Late:
     """What a GPU's event would say: that a row has arrived, once three later ones are under way."""
 
@@ -116,14 +107,6 @@ def test_log_metrics_reads_nothing_on_the_host_before_it_has_arrived(
     assert written == [(step, min(step + 4, STEPS)) for step in range(STEPS)]
     assert late.waits == list(range(STEPS - 3, STEPS))  # by `drain`, after the last step
     check(read(tmp_path / "metrics.csv"), numbers, first_step=0)
-
-
-def test_host_read_in_that_loop_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(funcamp.GradScaler, "metrics", lambda scaler: (scaler.get_scale(), 0, 0.0))
-    with host_reads() as reads:
-        log_metrics.main(STEPS, tmp_path)
-    # the scale
-    assert len([place for place in reads if metric_reader.__file__ not in place]) == STEPS
 
 
 # Forty steps; the callback goes to the logger itself, at every one.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from torch import nn
 import funcamp
 from tests.support.helpers import assert_close, assert_same, clone
 from tests.support.programs import import_example
+from tests.support.steps import traced
 
 example = import_example("lightning_step", "examples/clients")
 
@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The '[a-z_]+' does not have many workers:UserWarning"),
 ]
 
-TRACED = functools.partial(funcamp.jit, backend="eager")
 NUMBERS: dict[str, Any] = {"init_scale": 2.0**20, "growth_interval": 5}
 STEPS = 16
 
@@ -46,7 +45,7 @@ class Recorder(pl.Callback):
 
 def fit(epochs: int, folder: Path, resume: Path | None = None) -> tuple[Any, Any, pl.Trainer]:
     torch.manual_seed(0)
-    module, recorder = example.Net(funcamp.ScalerConfig(**NUMBERS), TRACED), Recorder()
+    module, recorder = example.Net(funcamp.ScalerConfig(**NUMBERS), traced), Recorder()
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1,
@@ -98,7 +97,7 @@ def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_example_learns_and_its_validation_sees_the_trained_values(tmp_path: Path) -> None:
-    numbers = example.main(200, str(tmp_path), TRACED)
+    numbers = example.main(200, str(tmp_path), traced)
     assert 5 < numbers["skipped"] < 20
     assert numbers["validation"] < 1.0  # 3.5 at first
     (file,) = tmp_path.rglob("*.ckpt")

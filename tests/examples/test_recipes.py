@@ -12,7 +12,8 @@ import pytest
 import funcamp
 from funcamp._jit import cuda_graph
 from tests.recipes import FOLDER, NAMES, example, oracle, trace_of, uncompiled
-from tests.support.helpers import assert_close, one_thread
+from tests.support.helpers import assert_close, assert_same, one_thread
+from tests.support.models import with_two_roundings
 from tests.support.stand_in import StandIn
 
 STEPS = 40
@@ -45,6 +46,19 @@ def test_recipe_is_the_torch_loop(name: str, wrap: Wrap) -> None:
     assert trace_of(history) == expected_trace
     assert len(history) == STEPS
     assert_close(params, expected_params, oracle(name).TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ["ensemble", "maml", "per_sample"])
+def test_under_vmap_the_difference_to_the_loop_is_where_the_bias_is_added(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = example(name)
+    monkeypatch.setattr(recipe, "make_model", with_two_roundings(recipe.make_model))
+    with one_thread():
+        params, history = recipe.train(STEPS, uncompiled)
+        expected_params, expected_trace = oracle(name).oracle(recipe, STEPS, "cpu")
+    assert trace_of(history) == expected_trace
+    assert_same(params, expected_params)
 
 
 @pytest.mark.thorough(keep=2)

@@ -1,4 +1,4 @@
-"""The demo: a pure step, real skips, a run that resumes bit for bit, and one-line errors."""
+"""The demo: real skips, a run that resumes bit for bit, and one-line errors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import funcamp
-from tests.support.helpers import assert_close, assert_same, to
+from tests.support.helpers import assert_same
 from tests.support.programs import import_example
 
 pytestmark = pytest.mark.slow
@@ -23,59 +22,24 @@ demo = import_example("train_gpt")
 TINY = ["--width=16", "--layers=1", "--heads=2", "--context=16", "--batch=2", "--eval-every=4", "--total=12"]
 
 
-def pieces(init_scale: float = 2.0**24) -> tuple[Any, Any, Any]:
-    model = gpt.GPT(context=16, width=16, layers=1, heads=2)
-    config = funcamp.ScalerConfig(init_scale=init_scale, growth_interval=3)
-    text = torch.arange(4000, dtype=torch.int64).remainder(97).to(torch.uint8)
-    step = demo.make_step(model, config, 3e-3, 100)
-    return step.init(), lambda number: gpt.batch_at(text, number, 0, 2, 16, "cpu"), step
-
-
 def load(folder: Path) -> Any:
     return torch.load(folder / "checkpoint.pt", weights_only=True)
 
 
-def test_step_reads_nothing_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    state, batch, step = pieces()
-    graph = make_fx(lambda s, b: step(s, b), tracing_mode="real")(*to((state, batch(0)), "meta"))
-    assert len(graph.graph.nodes) > 100
-    quiet = step.loss_fn.criterion
-
-    def reading(*args: Any) -> Any:
-        loss = quiet(*args)
-        return loss * loss.item()
-
-    monkeypatch.setattr(step.loss_fn, "criterion", reading)
-    with pytest.raises(RuntimeError):
-        make_fx(lambda s, b: step(s, b), tracing_mode="real")(*to((state, batch(0)), "meta"))
-
-
 def test_first_steps_overflow_and_change_nothing_but_the_scale() -> None:
-    state, batch, step = pieces()
-    first, metrics = step(state, batch(0))
-    assert metrics.found_inf == 1.0
-    assert_same((first.params, first.opt_state), (state.params, state.opt_state))
-    assert first.scaler.scale == state.scaler.scale / 2
+    model = gpt.GPT(context=16, width=16, layers=1, heads=2)
+    text = torch.arange(4000).remainder(97).to(torch.uint8)
+    step = demo.make_step(model, funcamp.ScalerConfig(2.0**24, growth_interval=3), 3e-3, 100)
+    start = state = step.init()
     found = []
-    for number in range(1, 25):
-        first, metrics = step(first, batch(number))
+    for number in range(25):
+        state, metrics = step(state, gpt.batch_at(text, number, 0, 2, 16, "cpu"))
         found.append(metrics.found_inf.item())
-    assert 0.0 in found
-    assert first.opt_state["matrix"].applied == first.opt_state["vector"].applied == found.count(0.0)
-
-
-@pytest.mark.thorough
-@pytest.mark.compiled
-def test_compiled_step_follows_the_eager_one() -> None:
-    state, batch, eager = pieces(2.0**18)
-    compiled = torch.compile(eager, fullgraph=True, backend="aot_eager")
-    other = state
-    for number in range(8):
-        state, metrics = eager(state, batch(number))
-        other, other_metrics = compiled(other, batch(number))
-        assert_same((other.scaler, other_metrics.found_inf), (state.scaler, metrics.found_inf))
-    # Autograd under the compiler may sum a gradient in another order; AdamW's first steps turn that into lr.
-    assert_close(other.params, state.params, 1e-3)
+        if number == 0:
+            assert_same((state.params, state.opt_state), (start.params, start.opt_state))
+            assert state.scaler.scale == 2.0**23
+    assert found[0] == 1.0
+    assert state.opt_state["matrix"].applied == state.opt_state["vector"].applied == found.count(0.0) > 0
 
 
 def test_run_lowers_the_held_out_loss_and_leaves_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,11 +85,8 @@ def test_interrupt_saves_the_last_step_and_resumes(tmp_path: Path, monkeypatch: 
     ("arguments", "message"),
     [
         (["--steps=0"], "--steps must be positive; got 0"),
-        (["--lr=-1"], "--lr must be positive; got -1.0"),
         (["--width=15"], "--width must be a multiple of --heads; got 15 and 2"),
-        (["--device=tpu"], "--device must be cpu or cuda; got 'tpu'"),
         (["--init-scale=0"], "--init-scale: ScalerConfig: init_scale must be positive"),
-        (["--size=huge"], "argument --size: invalid choice: 'huge'"),
         (["--out=/dev/null/x"], "--out must be a folder that can be written; got /dev/null/x"),
     ],
     ids=str,

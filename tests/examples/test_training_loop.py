@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import funcamp
 from tests.support.helpers import assert_same, clone, one_thread, values_of
 from tests.support.programs import import_example
-from tests.support.steps import eager
+from tests.support.steps import eager, traced
 
 example = import_example("training_loop")
 
-TRACED = functools.partial(funcamp.jit, backend="eager")
 BATCHES = 14  # an epoch's; the last has 5 lines
 
 
@@ -49,17 +46,6 @@ def test_run_is_resumed_in_the_middle_of_an_epoch_bit_for_bit(cut: int, tmp_path
     assert 0 < saved(whole)["state"]["skipped"] < BATCHES
 
 
-# Python's warning of forks beside torch's threads, from 3.12 on.
-@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
-@pytest.mark.slow
-def test_workers_change_no_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example.main(3, out=tmp_path / "alone", wrap=eager)
-    monkeypatch.setattr(example.batches, "__defaults__", (0, 2))
-    example.main(2, out=tmp_path / "workers", wrap=eager)
-    example.main(3, resume=True, out=tmp_path / "workers", wrap=eager)
-    assert_same(saved(tmp_path / "workers"), saved(tmp_path / "alone"))
-
-
 @pytest.mark.slow
 def test_loop_stops_when_the_loss_no_longer_falls_and_keeps_the_best(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -84,20 +70,12 @@ def one_batch(size: int = 53) -> Any:
     return example.collate(example.load_lines()["train"][:size])
 
 
-def test_last_batch_of_an_epoch_is_padded_with_rows_that_do_not_count() -> None:
-    lines = example.load_lines()["train"]
-    sizes = [tuple(inputs.shape) for inputs, _ in example.batches(lines, 0)]
-    assert sizes == [(4, 16, 32)] * (BATCHES - 1) + [(1, 16, 32)]
-    counted = sum(int(example.tokens(batch)) for batch in example.batches(lines, 0))
-    assert counted == sum(len(line) - 1 for line in lines)
-
-
 def test_step_is_that_of_the_mean_over_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = one_batch()
-    counts = [int(example.tokens((batch[0][part], batch[1][part]))) for part in range(4)]
-    assert len(set(counts)) == 4
-    assert counts[-1] < counts[0] / 2
-    found = []
+    lines = example.load_lines()["train"]
+    windows = list(example.batches(lines, 0))
+    assert [tuple(inputs.shape) for inputs, _ in windows] == [(4, 16, 32)] * (BATCHES - 1) + [(1, 16, 32)]
+    assert sum(int(example.tokens(window)) for window in windows) == sum(len(line) - 1 for line in lines)
+    batch, found = one_batch(), []
     for accumulate in (4, 1):
         monkeypatch.setattr(example, "ACCUMULATE", accumulate)
         model = example.make_model("cpu").eval()  # without dropout
@@ -128,8 +106,8 @@ def test_parameters_decay_by_name_and_learn_by_depth() -> None:
     _, metrics = step(step.init(), one_batch())
     rates = [metrics.lr[f"{depth} decay"].item() for depth in range(3)]
     assert rates == sorted(set(rates))
-    decays = {name: one._hyperparameters["weight_decay"] for name, one in step.optimizer.optimizers.items()}
-    assert {name.split()[1]: decay for name, decay in decays.items()} == {"decay": 0.1, "plain": 0.0}
+    for label, optimizer in step.optimizer.optimizers.items():
+        assert f"weight_decay={0.1 if 'decay' in label else 0.0}" in repr(optimizer)
 
 
 def test_evaluation_is_of_the_average() -> None:
@@ -166,7 +144,7 @@ def test_unfrozen_parameters_begin_and_the_head_continues(tmp_path: Path) -> Non
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [eager, TRACED], ids=["eager", "jit"])
+@pytest.mark.parametrize("wrap", [eager, traced])
 def test_adapters_are_trained_on_a_base_that_is_shared(wrap: Any) -> None:
     model = example.make_model("cpu")
     before = {name: (value.data_ptr(), value.clone()) for name, value in values_of(model).items()}
@@ -180,24 +158,6 @@ def test_adapters_are_trained_on_a_base_that_is_shared(wrap: Any) -> None:
         assert value.data_ptr() == before[name][0]
         assert torch.equal(value, before[name][1])
     assert losses[-1] < losses[0]
-
-
-@pytest.mark.compiled
-def test_two_adapters_and_a_jitted_step_read_one_base() -> None:
-    base = nn.Linear(4, 4).requires_grad_(False)
-    sgd, x = funcamp.stateless(torch.optim.SGD, lr=0.0), torch.ones(2, 4)
-    runs = []
-    for _ in range(2):
-        step = funcamp.make_train_step(
-            funcamp.module_loss(example.LoRA(base), nn.functional.mse_loss), sgd, policy="float16"
-        )
-        runs.append((TRACED(step), step.init()))
-    for factor in (1.0, 2.0):
-        with torch.no_grad():
-            base.weight.mul_(factor)
-            expected = nn.functional.mse_loss(base(x), x)
-        for run, state in runs:
-            torch.testing.assert_close(run(state, (x, x))[1].loss, expected, rtol=5e-3, atol=0.0)
 
 
 @pytest.mark.thorough

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +11,7 @@ import pytest
 import funcamp
 from tests.support.helpers import assert_same
 from tests.support.programs import add_folder
+from tests.support.steps import traced
 
 ROOT = Path(__file__).parent.parent.parent
 FOLDER = ROOT / "examples" / "tutorials"
@@ -21,9 +21,6 @@ for folder in ("benchmarks", "examples/tutorials"):
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-#: Traced, donated, and run operation by operation.
-TRACED = functools.partial(funcamp.jit, backend="eager")
-
 
 def tutorial(name: str) -> ModuleType:
     with importlib.import_module("_public").without_operators():
@@ -32,7 +29,7 @@ def tutorial(name: str) -> ModuleType:
 
 @pytest.mark.models
 def test_huggingface_model_learns_and_skips_the_steps_of_a_scale_that_is_too_high(tmp_path: Path) -> None:
-    numbers = tutorial("huggingface").main(file=tmp_path / "saved.pt", wrap=TRACED)
+    numbers = tutorial("huggingface").main(file=tmp_path / "saved.pt", wrap=traced)
     assert numbers["loss_after"] < 0.75 * numbers["loss_before"]
     assert numbers["accuracy"] > 0.75
     assert numbers["skipped"] >= 1
@@ -42,9 +39,9 @@ def test_huggingface_model_learns_and_skips_the_steps_of_a_scale_that_is_too_hig
 @pytest.mark.models
 def test_huggingface_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     main = tutorial("huggingface").main
-    straight = main(10, tmp_path / "straight.pt", wrap=TRACED)
-    main(5, tmp_path / "cut.pt", wrap=TRACED)
-    resumed = main(10, tmp_path / "cut.pt", resume=True, wrap=TRACED)
+    straight = main(10, tmp_path / "straight.pt", wrap=traced)
+    main(5, tmp_path / "cut.pt", wrap=traced)
+    resumed = main(10, tmp_path / "cut.pt", resume=True, wrap=traced)
     assert_same(funcamp.load(tmp_path / "cut.pt"), funcamp.load(tmp_path / "straight.pt"))
     assert resumed["loss_before"] != straight["loss_before"]  # it starts from the saved weights
     assert resumed["loss_after"] == straight["loss_after"]
@@ -53,12 +50,12 @@ def test_huggingface_run_resumes_bit_for_bit(tmp_path: Path) -> None:
 @pytest.mark.models
 def test_timm_model_learns_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     module = tutorial("timm_images")
-    straight = module.main(file=tmp_path / "straight.pt", wrap=TRACED)
+    straight = module.main(file=tmp_path / "straight.pt", wrap=traced)
     assert [round(row["lr"], 9) for row in straight] == [0.003] * 4 + [0.0003] * 2
     assert straight[-1]["loss"] < straight[0]["loss"] / 4
     assert min(straight[-1]["accuracy"], straight[-1]["accuracy_ema"]) > 0.9
-    first = module.main(3, tmp_path / "cut.pt", wrap=TRACED)
-    rest = module.main(file=tmp_path / "cut.pt", resume=True, wrap=TRACED)
+    first = module.main(3, tmp_path / "cut.pt", wrap=traced)
+    rest = module.main(file=tmp_path / "cut.pt", resume=True, wrap=traced)
     assert [*first, *rest] == straight
     assert_same(funcamp.load(tmp_path / "cut.pt"), funcamp.load(tmp_path / "straight.pt"))
 

@@ -22,14 +22,13 @@ def reference(grads: list[Tensor], max_norm: float) -> tuple[list[Tensor], Tenso
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64])
-@pytest.mark.parametrize("factor", [0.0, 1e-8, 1e-3, 1.0, 1e6, 1e20])
+@pytest.mark.parametrize("factor", [0.0, 1e-3, 1.0, 1e20])
 @pytest.mark.parametrize("max_norm", [1e-7, 0.5, 1e3])
 def test_clip_grad_norm_equals_torch(max_norm: float, factor: float, dtype: torch.dtype) -> None:
-    grads = [torch.randn(7, 3, dtype=dtype) * factor, torch.randn(5, dtype=dtype) * factor, torch.zeros(0, dtype=dtype)]
+    grads = [torch.randn(shape, dtype=dtype) * factor for shape in ((7, 3), (5,), (), (0,))]
     expected, norm = reference(grads, max_norm)
     before = clone(grads)
-    actual, actual_norm = clip_grad_norm(grads, max_norm)
-    assert_same((actual, actual_norm), (expected, norm))
+    assert_same(clip_grad_norm(grads, max_norm), (expected, norm))
     assert_same(grads, before)
 
 
@@ -41,17 +40,6 @@ def test_clip_grad_norm_every_transform_agrees(transform: Transform) -> None:
     torch.testing.assert_close(norm, torch.tensor(5.0))
 
 
-def test_clip_grad_norm_tensor_bound_none_leaf_and_empty_tree() -> None:
-    clipped, _ = clip_grad_norm([torch.tensor([3.0, 4.0]), None], torch.tensor(1.0))
-    assert_same(clipped, clip_grad_norm([torch.tensor([3.0, 4.0]), None], 1.0)[0])
-    assert_same(clip_grad_norm({}, 1.0), ({}, torch.tensor(0.0)))
-
-
-def test_clip_grad_norm_of_float16_is_taken_in_float32() -> None:
-    _, norm = clip_grad_norm(torch.full((4,), 6e4).half(), 1.0)
-    assert norm.item() == pytest.approx(2 * 6e4, rel=1e-3)
-
-
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 def test_clip_grad_norm_of_a_gradient_that_is_not_finite_is_not_finite(bad: float) -> None:
     clipped, norm = clip_grad_norm([torch.ones(2), torch.tensor([bad])], 1.0)
@@ -59,17 +47,12 @@ def test_clip_grad_norm_of_a_gradient_that_is_not_finite_is_not_finite(bad: floa
     assert not torch.isfinite(clipped[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.complex64])
-@pytest.mark.parametrize("beside", [None, torch.float32, torch.float64])
-@pytest.mark.parametrize("max_norm", [0.3, torch.tensor(0.3, dtype=torch.float64)], ids=["number", "float64"])
-def test_clip_keeps_the_dtype_of_a_gradient_without_dimensions(
-    max_norm: float | Tensor, beside: torch.dtype | None, dtype: torch.dtype
-) -> None:
-    """Its product with the factor would have the wider dtype of both; torch multiplies in place."""
-    grads = [torch.tensor(2.37, dtype=dtype), torch.tensor([1.23, -4.56], dtype=dtype)]
-    if beside is not None:
-        grads.append(torch.tensor([0.7], dtype=beside))
-    clipped, norm = clip_grad_norm(grads, max_norm)
-    assert_same(clipped, [grad.clone().mul_(torch.clamp(max_norm / (norm + 1e-6), max=1.0)) for grad in grads])
-    if dtype.itemsize >= 4 and not isinstance(max_norm, Tensor):  # torch's norm of narrower ones is as narrow
-        assert_same((clipped, norm), reference(grads, max_norm))
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_clip_grad_norm_keeps_16_bits_and_takes_the_norm_in_float32(dtype: torch.dtype) -> None:
+    """The product of a gradient without dimensions with the factor would be wider; torch multiplies in place."""
+    grads = [torch.tensor(6e4, dtype=dtype), torch.full((3,), 6e4, dtype=dtype), None]
+    clipped, norm = clip_grad_norm(grads, torch.tensor(0.3, dtype=torch.float64))
+    assert norm.item() == pytest.approx(2 * 6e4, rel=1e-2)
+    factor = 0.3 / (norm + 1e-6)
+    assert_same(clipped, [None if grad is None else grad.clone().mul_(factor) for grad in grads])
+    assert_same(clip_grad_norm({}, 1.0), ({}, torch.tensor(0.0)))

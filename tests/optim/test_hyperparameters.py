@@ -216,35 +216,3 @@ def test_other_dtypes_and_scalars_round_as_torchs_numbers(cls: Any, numeric: Any
             assert params[name].dtype == dtype
             pair = [torch.view_as_real(t) if t.is_complex() else t for t in (params[name], expected)]
             assert_close(pair[0], pair[1], 2 * torch.finfo(dtype).eps)
-
-
-@pytest.mark.parametrize("value", [torch.tensor(0.5), lambda applied: 0.5 + 0 * applied], ids=["tensor", "schedule"])
-@pytest.mark.parametrize(
-    ("cls", "name", "reason"),
-    [
-        (optim.SGD, "nesterov", "must be a bool, because it chooses the algorithm"),
-        (optim.Adam, "capturable", "must be a bool, because it chooses the algorithm"),
-        (optim.Adam, "foreach", "must be False or None"),
-        (optim.Muon, "ns_steps", "must be a constant"),
-        (optim.Muon, "ns_coefficients", "must be a constant"),
-    ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else None,
-)
-def test_what_chooses_the_algorithm_is_refused_by_name(cls: Any, name: str, reason: str, value: Any) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"stateless: {name} {reason}"):
-        stateless(cls, **{name: value})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        *(
-            ({"betas": (value, 0.9)}, r"betas\[0\] must hold a float, as torch\.tensor\(1\.0\) does; got torch")
-            for value in (torch.tensor(True), torch.tensor(1j), torch.tensor(1))
-        ),
-        ({"betas": (0.9, torch.ones(3))}, r"betas\[1\] must have shape \(\); got \(3,\)"),
-    ],
-)
-def test_a_tensor_that_is_no_float_is_named(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=f"stateless: {message}"):
-        stateless(optim.AdamW, **arguments)

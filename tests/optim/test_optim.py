@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from funcamp import by_group, jit, make_train_step, skip_step, stateless
+from funcamp import skip_step, stateless
 from tests.support.helpers import assert_close, assert_same, clone
 from tests.support.optimizer_database import optimizer_database
 from tests.support.optimizers import CASES
@@ -225,54 +225,3 @@ def test_an_optimizer_is_the_same_under_all_defaults_and_modes(name: str) -> Non
             optimizer = stateless(cls, **arguments)
             assert stepped(optimizer)[0]["w"].shape == (3, 2)
         assert_same(stepped(optimizer), expected)
-
-
-def test_differentiating_through_a_step_is_refused() -> None:
-    optimizer = stateless(optim.SGD, lr=0.1)
-
-    def outer(w: Tensor) -> Tensor:
-        moved: Tensor = optimizer.update(w, 2 * w, optimizer.init(torch.ones(2)))[0]
-        return moved.sum()
-
-    with pytest.raises(ValueError, match="no gradient flows through"):
-        torch.func.grad(outer)(torch.ones(2))
-    with pytest.raises(ValueError, match="no gradient flows through"):
-        torch.func.grad(lambda w: torch.func.vmap(outer)(w).sum())(torch.ones(3, 2))
-
-
-@pytest.mark.parametrize("name", ["lr", "hyperparameters", "param_groups"])
-def test_assigning_to_an_optimizer_is_refused(name: str) -> None:
-    optimizer = stateless(optim.SGD, lr=0.5)
-    grouped = by_group({"matrix": optimizer, "vector": optimizer})
-    for made in (optimizer, grouped):
-        with pytest.raises(AttributeError, match=rf"{name} cannot be assigned.* Make another with {name}=0.1"):
-            setattr(made, name, 0.1)
-    with pytest.raises(AttributeError, match="group cannot be assigned"):
-        grouped.group = lambda *_: "matrix"
-    params = {"w": torch.ones(1)}
-    assert optimizer.update(params, params, optimizer.init(params))[0]["w"] == 0.5
-
-
-STATES: dict[str, Any] = {
-    "sgd": stateless(torch.optim.SGD),
-    "momentum": stateless(torch.optim.SGD, momentum=0.9),
-    "adamw": stateless(torch.optim.AdamW),
-    "amsgrad": stateless(torch.optim.AdamW, amsgrad=True),
-    "adafactor": stateless(torch.optim.Adafactor),
-}
-
-
-@pytest.mark.thorough(keep=2)
-@pytest.mark.slow
-@pytest.mark.parametrize("before", STATES)
-@pytest.mark.parametrize("after", STATES)
-def test_a_state_of_another_optimizer_is_refused(before: str, after: str) -> None:
-    old, new = (make_train_step(lambda p, x: (p["w"] * x).sum(), STATES[name]) for name in (before, after))
-    state, x = old.init({"w": torch.ones(2, 2)}), torch.ones(2, 2)
-    for run in (new, jit(new, backend="eager", donate=False)):
-        if before == after:
-            run(state, x)
-            continue
-        with pytest.raises(ValueError, match="update: opt_state must hold the entries that"):
-            run(state, x)
-    new(state._replace(opt_state=new.optimizer.init(state.params)), x)

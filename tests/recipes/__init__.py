@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,40 @@ def advance(scaler: torch.amp.GradScaler) -> tuple[float, float]:
     before = scaler.get_scale()
     scaler.update()
     return before, float(scaler.get_scale() < before)
+
+
+def nothing(*_: object) -> None:
+    pass
+
+
+def amp_loop(
+    recipe: Any,
+    optimizer: torch.optim.Optimizer,
+    steps: int,
+    device: str,
+    loss_of: Callable[..., Tensor],
+    *,
+    unscaled: Callable[[torch.amp.GradScaler], object] = nothing,
+    applied: Callable[[], object] = nothing,
+) -> Trace:
+    """Train as torch's automatic mixed precision examples do.
+
+    loss_of: the loss of what is in a batch.
+    unscaled: is called with the scaler before each step.
+    applied: is called after each step that is not skipped.
+    """
+    scaler, trace = scaler_for(recipe.CONFIG, device), []
+    for index in range(steps):
+        with torch.autocast(device, torch.float16):
+            loss = loss_of(*recipe.batch(index, device))
+        scaler.scale(loss).backward()
+        unscaled(scaler)
+        scaler.step(optimizer)
+        trace.append(advance(scaler))
+        if not trace[-1][1]:
+            applied()
+        optimizer.zero_grad()
+    return trace
 
 
 def values(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.recipes import Trace, advance, scaler_for, values
+from tests.recipes import Trace, amp_loop, values
 
 TOLERANCE = 0.0
 
@@ -15,13 +15,5 @@ TOLERANCE = 0.0
 def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:
     model = recipe.make_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-1)
-    scaler, trace = scaler_for(recipe.CONFIG, device), []
-    for index in range(steps):
-        *inputs, label = recipe.batch(index, device)
-        with torch.autocast(device, torch.float16):
-            loss = recipe.criterion(model(*inputs), label)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        trace.append(advance(scaler))
-        optimizer.zero_grad()
+    trace = amp_loop(recipe, optimizer, steps, device, lambda *batch: recipe.criterion(model(*batch[:-1]), batch[-1]))
     return values(model), trace

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.amp import custom_bwd, custom_fwd
 
-from tests.recipes import Trace, advance, scaler_for
+from tests.recipes import Trace, amp_loop
 
 TOLERANCE = 0.0
 
@@ -49,13 +49,9 @@ def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Tra
     gate, squared_error = functions(device)
     params = {name: value.requires_grad_() for name, value in recipe.make_params(device).items()}
     optimizer = torch.optim.SGD(params.values(), lr=0.1)
-    scaler, trace = scaler_for(recipe.CONFIG, device), []
-    for index in range(steps):
-        x, y = recipe.batch(index, device)
-        with torch.autocast(device, torch.float16):
-            loss = squared_error.apply(gate.apply(x, params["gate"]) @ params["head"], y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        trace.append(advance(scaler))
-        optimizer.zero_grad()
+
+    def loss_of(x: Tensor, y: Tensor) -> Any:
+        return squared_error.apply(gate.apply(x, params["gate"]) @ params["head"], y)
+
+    trace = amp_loop(recipe, optimizer, steps, device, loss_of)
     return {name: value.detach() for name, value in params.items()}, trace

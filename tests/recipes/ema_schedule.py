@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.recipes import Trace, advance, scaler_for, values
+from tests.recipes import Trace, amp_loop, values
 
 TOLERANCE = 2.0**-16  # the learning rate is computed in float32 there, in float64 here
 
@@ -28,16 +28,10 @@ def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, dict[str, Te
     ema.n_averaged.fill_(1)  # the first weights are in it: else its first update would replace them
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.LR, momentum=0.9)
     schedule = LambdaLR(optimizer, factor)
-    scaler, trace = scaler_for(recipe.CONFIG, device), []
-    for index in range(steps):
-        x, y = recipe.batch(index, device)
-        with torch.autocast(device, torch.float16):
-            loss = recipe.criterion(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        trace.append(advance(scaler))
-        if not trace[-1][1]:
-            schedule.step()
-            ema.update_parameters(model)
-        optimizer.zero_grad()
+
+    def applied() -> None:
+        schedule.step()
+        ema.update_parameters(model)
+
+    trace = amp_loop(recipe, optimizer, steps, device, lambda x, y: recipe.criterion(model(x), y), applied=applied)
     return {"params": values(model), "ema": values(ema.module)}, trace

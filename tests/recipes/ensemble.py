@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.recipes import Trace, advance, values
 
 # Under vmap a linear layer is a batched product and then a sum, each rounded to float16; with the bias added like that
-# here too it is 0 (tests/examples/test_recipe_ensemble.py).
+# here too it is 0 (tests/examples/test_recipes.py).
 TOLERANCE = 2.0**-9
 
 

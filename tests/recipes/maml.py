@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 from tests.recipes import Trace, advance, scaler_for, values
 
 # Under vmap a linear layer is a batched product and then a sum, each rounded to float16; with layers that are so in
-# both it is 0 (tests/examples/test_recipe_maml.py).
+# both it is 0 (tests/examples/test_recipes.py).
 TOLERANCE = 2.0**-9
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from tests.recipes import Trace, advance, scaler_for, values
 
 # Under vmap a linear layer is a product and then a sum, each rounded to float16; with the bias added like that here too
-# it is 0 (tests/examples/test_recipe_per_sample.py). The largest is that of a bias of one element, near 0.
+# it is 0 (tests/examples/test_recipes.py). The largest is that of a bias of one element, near 0.
 TOLERANCE = 2.0**-8
 
 

@@ -6,8 +6,10 @@ import contextlib
 import runpy
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from funcamp.report.audit import Auditor
 
@@ -18,18 +20,17 @@ del LOOPS["parts"]
 RIGHT_LOOPS = {path.stem: path for path in sorted((_FOLDER / "right_loops").glob("[!_]*.py"))}
 
 
-def watch(path: Path, *arguments: str, raises: bool = False) -> Auditor:
-    """Run a script under the auditor; raises: torch may raise for its mistake."""
-    auditor = Auditor()
+def run(path: Path, *arguments: str) -> dict[str, Any]:
+    """Run a script from the same random numbers; return its variables."""
+    torch.manual_seed(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [str(path), *arguments])
-        allowed = (RuntimeError, ValueError, AssertionError) if raises else ()
-        with contextlib.suppress(*allowed), auditor.watching():
-            runpy.run_path(str(path), run_name="__main__")
+        return runpy.run_path(str(path), run_name="__main__")
+
+
+def watch(path: Path, *arguments: str) -> Auditor:
+    """Run a script under the auditor; torch may raise for its mistake."""
+    auditor = Auditor()
+    with contextlib.suppress(RuntimeError, ValueError, AssertionError), auditor.watching():
+        run(path, *arguments)
     return auditor
-
-
-def marked_lines(path: Path) -> set[int]:
-    """The numbers of the lines that the auditor must name."""
-    lines = path.read_text().splitlines()
-    return {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}

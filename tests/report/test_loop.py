@@ -29,21 +29,15 @@ WRITE = events.GradientWritten(HERE, (PARAMETER,), is_still_scaled=False)
 @pytest.mark.parametrize(
     ("happened", "condition", "mixture"),
     [
-        ([], Condition.ABSENT, None),
         ([PLAIN], Condition.PLAIN, None),
-        ([PLAIN, PLAIN], Condition.PLAIN, None),
         ([SCALED], Condition.SCALED, None),
-        ([SCALED, SCALED], Condition.SCALED, None),
         ([SCALED, UNSCALE], Condition.UNSCALED, None),
         ([SCALED, WRITE], Condition.UNSCALED, None),
         ([SCALED, UNSCALE, PLAIN], Condition.UNSCALED, None),
         ([SCALED, STEP], Condition.USED, None),
         ([SCALED, CLEAR], Condition.ABSENT, None),
-        ([SCALED, STEP, CLEAR, SCALED], Condition.SCALED, None),
         ([SCALED, STEP, UPDATE, replace(SCALED, empty=frozenset({PARAMETER}))], Condition.SCALED, None),
-        ([SCALED, PLAIN], Condition.MIXED, Mixture.SCALED_AND_PLAIN),
         ([PLAIN, SCALED], Condition.MIXED, Mixture.SCALED_AND_PLAIN),
-        ([SCALED, UNSCALE, SCALED], Condition.MIXED, Mixture.SCALED_ON_UNSCALED),
         ([SCALED, UNSCALE, SCALED, SCALED, UNSCALE], Condition.MIXED, Mixture.SCALED_ON_UNSCALED),
         ([SCALED, UPDATE, SCALED], Condition.MIXED, Mixture.TWO_SCALES),
         ([SCALED, replace(SCALED, scaler=OTHER)], Condition.MIXED, Mixture.TWO_SCALES),
@@ -60,13 +54,3 @@ def test_a_gradient_is_in_the_condition_that_its_events_lead_to(
     assert gradient.condition is condition
     if condition is Condition.MIXED:
         assert gradient.mixture is mixture
-
-
-def test_a_step_and_an_update_are_noted_for_their_scaler() -> None:
-    loop = Loop()
-    for event in (SCALED, UNSCALE, STEP):
-        loop.follow(event)
-    assert loop.scaler(SCALER).unscaled == loop.scaler(SCALER).stepped == {OPTIMIZER}
-    loop.follow(UPDATE)
-    assert loop.scaler(SCALER).unscaled == loop.scaler(SCALER).stepped == set()
-    assert (loop.scaler(SCALER).updates, loop.scaler(SCALER).steps) == (1, 1)

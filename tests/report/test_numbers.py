@@ -1,8 +1,7 @@
-"""`numerics_report`: every operation, where non-finite values come from, and the scale it recommends."""
+"""`numerics_report`: every operation, where non-finite values come from, and its rows and tree."""
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import pytest
@@ -12,14 +11,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
-from funcamp import ScalerConfig, init, jit, make_train_step, module_loss, stateless, unscale_and_check, update
+from funcamp import make_train_step, module_loss, stateless
 from funcamp.numerics import Record, stats, track_scales
 from funcamp.report import annotate, numerics_report
-from funcamp.report.numbers.recorder import Recorder
 from tests.support.helpers import assert_close, assert_same
 from tests.support.models import Block, mlp, tied
-
-SGD = stateless(torch.optim.SGD, lr=0.1)
 
 
 def forward(report: Any) -> list[str]:
@@ -36,8 +32,7 @@ def test_every_operation_of_both_passes_is_seen() -> None:
         ("addmm", "2"),
         ("mse_loss", ""),
     ]
-    backward = [(one.name, one.path, one.shape) for one in report.operations if one.backward]
-    assert backward == [
+    assert [(one.name, one.path, one.shape) for one in report.operations if one.backward] == [
         ("mse_loss_backward", "", (3, 2)),
         ("mm", "2", (3, 8)),
         ("mm", "2", (2, 8)),
@@ -52,71 +47,34 @@ def test_every_operation_of_both_passes_is_seen() -> None:
     assert repr(report) == "NumericsReport(4 forward, 7 backward operations)"
 
 
-def loss_of(model: nn.Module, x: Tensor) -> Any:
-    return lambda p: functional_call(model, p, (x,)).square().mean()
-
-
-def test_the_same_operations_under_torch_func_vmap_and_in_a_step() -> None:
+def test_the_same_operations_under_torch_func_and_vmap() -> None:
     model, x = mlp().model, torch.randn(3, 8)
     params = {name: value.detach() for name, value in model.named_parameters()}
-    plain = numerics_report(lambda: model(x).square().mean())
-    func = numerics_report(lambda p: grad(loss_of(model, x))(p), params)
+
+    def gradient(params: Any, x: Tensor) -> Any:
+        return grad(lambda p: functional_call(model, p, (x,)).square().mean())(params)
+
+    plain, func = numerics_report(lambda: model(x).square().mean()), numerics_report(gradient, params, x)
     assert forward(func) == forward(plain)
     assert sorted(one.name for one in func.operations) == sorted(one.name for one in plain.operations)
     assert {one.path for one in func.operations} == {one.path for one in plain.operations}
-    samples = numerics_report(lambda p: vmap(lambda x: grad(loss_of(model, x))(p))(x[:, None]), params)
+    samples = numerics_report(vmap(gradient, (None, 0)), params, x[:, None])
     assert samples.records[""].forward.count == 12
-
-
-@pytest.mark.compiled
-@pytest.mark.parametrize("compiled", [False, True], ids=["pure", "jit"])
-def test_report_of_a_training_step(compiled: bool) -> None:
-    task = mlp()
-    step = make_train_step(module_loss(task.model, task.criterion), SGD, ScalerConfig(2.0**12), policy="float16")
-    run: Any = jit(step) if compiled else step
-    report = numerics_report(run, step.init(), task.batch(0))
-    assert report.loss_scale == 2.0**12
-    assert {one.dtype for one in report.operations if one.name == "addmm"} == {torch.float16}
-    plain = numerics_report(lambda: task.criterion(task.model(task.batch(0)[0]), task.batch(0)[1]))
-    ours, theirs = report.unscaled_records(), plain.records
-    for path in theirs:
-        assert_close(ours[path].backward.std, theirs[path].backward.std, 2e-2)
-    assert not compiled or run.programs == 0
 
 
 def test_the_optimizer_of_a_step_is_left_out_wherever_it_is_called() -> None:
     task = mlp()
-    step = make_train_step(module_loss(task.model, task.criterion), SGD)
+    step = make_train_step(module_loss(task.model, task.criterion), stateless(torch.optim.SGD))
 
     def fn(state: Any) -> Tensor:
-        for number in range(2):  # the operands of a layer that is called again are summed, which is no operation
+        for number in range(2):
             state, metrics = step(state, task.batch(number))
         return metrics.loss * 3
 
     report, direct = numerics_report(fn, step.init()), numerics_report(step, step.init(), task.batch(0))
     names = [(one.name, one.path) for one in direct.operations]
-    assert not direct.operations[-1].name.startswith("_foreach")
     assert [(one.name, one.path) for one in report.operations] == [*names, *names, ("mul", "")]
     assert (report.loss_scale, len(report.passes)) == (2.0**16, 2)
-
-
-def test_a_scale_that_nothing_multiplies_by_is_not_the_factor_of_the_loss() -> None:
-    report = numerics_report(lambda state, w: (w * state.growth_tracker).sum(), init(), torch.ones(2))
-    assert report.loss_scale == 1.0
-    by_hand = numerics_report(lambda state, w: (w * state.scale).sum(), init(), torch.ones(2), loss_scale=2.0**16)
-    assert by_hand.loss_scale == 2.0**16
-
-
-def test_memory_that_nothing_has_written_is_not_counted() -> None:
-    def fn(x: Tensor) -> Tensor:
-        memory = [
-            torch.empty(2), torch.empty_like(x), x.new_empty(2), x.new_empty_strided((2,), (1,)),
-            torch.empty_strided((2,), (1,)), torch.empty_permuted((2,), (0,)), torch.empty(0).resize_(2),
-            torch.empty(0).resize_as_(x), torch.empty(0).set_(torch.UntypedStorage(8), 0, (2,), (1,)),
-        ]  # fmt: skip
-        return sum([x, *(one.zero_() for one in memory)], x).sum()
-
-    assert forward(numerics_report(fn, torch.ones(2))) == ["zero_"] * 9 + ["add"] * 10 + ["sum"]
 
 
 def test_records_are_those_of_track_scales() -> None:
@@ -147,8 +105,6 @@ class Planted(nn.Module):
         x = self.scores(self.block(x))
         if self.how == "overflow":
             return (x.half() * 60000 * 60000).float()
-        if self.how == "log":
-            return torch.log(x * 0)
         if self.how == "backward":
             return torch.sqrt(x * 0)
         mask = torch.ones(8, dtype=torch.bool)
@@ -159,12 +115,7 @@ class Planted(nn.Module):
 
 @pytest.mark.parametrize(
     ("how", "kind", "name", "backward"),
-    [
-        ("overflow", "inf", "mul", False),
-        ("log", "inf", "log", False),
-        ("backward", "inf", "div", True),
-        ("all masked", "NaN", "_softmax", False),
-    ],
+    [("overflow", "inf", "mul", False), ("backward", "inf", "div", True), ("all masked", "NaN", "_softmax", False)],
 )
 def test_operation_planted_to_fail_is_named(how: str, kind: str, name: str, backward: bool) -> None:
     model = Planted(how)
@@ -173,7 +124,6 @@ def test_operation_planted_to_fail_is_named(how: str, kind: str, name: str, back
     assert origin is not None
     assert (origin.kind, origin.operation.name, origin.operation.backward) == (kind, name, backward)
     assert origin.operation.path == ""
-    assert f"{kind} first in {name}" in str(origin)
     assert f"Non-finite values: {kind} first in {name}" in report.summary()[1]
 
 
@@ -190,14 +140,9 @@ def test_a_mask_is_no_overflow_and_a_bad_weight_is_named_where_it_is_used() -> N
 def test_other_roots_have_names_of_their_own() -> None:
     model, criterion = nn.Sequential(nn.Linear(4, 4)), nn.MSELoss()
     report = numerics_report(lambda: criterion(model(torch.randn(2, 4)), torch.randn(2, 4)), module=model)
-    assert {path: record.forward.count.item() for path, record in report.records.items()} == {
-        "0": 8,
-        "": 8,
-        "<MSELoss>": 1,
-    }
+    counts = {path: record.forward.count.item() for path, record in report.records.items()}
+    assert counts == {"0": 8, "": 8, "<MSELoss>": 1}
     assert report.annotate().splitlines()[-1].startswith("<MSELoss>")
-    others = numerics_report(lambda: nn.Sequential(nn.ReLU())(nn.Sequential(nn.Linear(4, 4))(torch.randn(2, 4))).sum())
-    assert set(others.records) == {"0", "", "<Sequential>.0", "<Sequential>"}
 
 
 def test_checkpointed_layers_are_seen_once() -> None:
@@ -207,87 +152,41 @@ def test_checkpointed_layers_are_seen_once() -> None:
     assert report.records[""].forward.count == report.records[""].backward.count == 8
 
 
-def test_predicted_flush_is_what_half_does() -> None:
-    x = torch.randn(1000).exp() * 1e-7
-    report = numerics_report(lambda w: (w * x).sum(), torch.ones(1000, requires_grad=True))
-    row = report.to_rows()[0]
-    assert row["underflow"] == pytest.approx((x.half() == 0).double().mean().item())
-
-
 def test_rows_and_tree() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh())
-    report = numerics_report(lambda: (model(torch.randn(3, 4)) * 1e-9).sum(), module=model)
+    small = torch.randn(3, 8).exp() * 1e-7
+    report = numerics_report(lambda: (model(torch.randn(3, 4)) * 0 + small).sum() * 1e-9, module=model)
     rows = report.to_rows()
     assert [row["index"] for row in rows] == list(range(len(rows)))
     assert rows[0] == rows[0] | {"direction": "forward", "module": "0", "operation": "addmm", "dtype": "float32"}
-    assert rows[-1]["underflow"] > 0.9
+    (sums,) = [row for row in rows if row["operation"] == "add"]
+    assert sums["underflow"] == pytest.approx((small.half() == 0).double().mean().item())
     tree = report.annotate().splitlines()
     assert tree[0].startswith("Sequential ")
     assert tree[1].startswith("  (0): Linear(in_features=4, out_features=8, bias=True)  (-> 0.")
-    assert tree[1].endswith("e-10)")
-    assert annotate(None, {"layer": Record(stats(torch.ones(2)), stats(torch.ones(1)))}) == "layer  (-> 0, <- n/a)"
+    records = {"layer": Record(stats(torch.ones(2)), stats(torch.tensor([torch.nan, -torch.inf, 1.0, 2.0])))}
+    assert annotate(None, records) == "layer  (-> 0, <- 0.707 (1 NaN, 1 inf of 4))"
 
 
-def test_bad_input_is_named() -> None:
-    with pytest.raises(TypeError, match="numerics_report: fn must be callable; got 3"):
-        numerics_report(3)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="numerics_report: module must be a torch"):
-        numerics_report(lambda: torch.ones(1) * 2, module=3)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="numerics_report: loss_scale must be a positive number; got -1"):
-        numerics_report(lambda: torch.ones(1) * 2, loss_scale=-1)
-    with pytest.raises(RuntimeError, match="must run operations on floating-point tensors"):
-        numerics_report(lambda: None)
-    report = numerics_report(lambda: torch.ones(2) * 2)
-    with pytest.raises(ValueError, match="must have finite, nonzero gradients"):
-        report.recommend_scale()
-    with pytest.raises(ValueError, match="headroom must be a positive number; got 0"):
-        report.recommend_scale(headroom=0)
-    with pytest.raises(TypeError, match="dtype must be one of"):
-        report.to_rows(torch.int8)
-    with pytest.raises(ZeroDivisionError):
-        numerics_report(lambda: 1 / 0)
+ANY: Any = 3
+REPORT = numerics_report(lambda: torch.ones(2) * 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: numerics_report(ANY), TypeError, "numerics_report: fn must be callable; got 3"),
+        (lambda: numerics_report(abs, module=ANY), TypeError, "numerics_report: module must be a torch"),
+        (lambda: numerics_report(abs, loss_scale=-1), ValueError, "loss_scale must be a positive number; got -1"),
+        (lambda: numerics_report(lambda: None), RuntimeError, "must run operations on floating-point tensors"),
+        (REPORT.recommend_scale, ValueError, "must have finite, nonzero gradients"),
+        (lambda: REPORT.recommend_scale(headroom=0), ValueError, "headroom must be a positive number; got 0"),
+        (lambda: REPORT.to_rows(torch.int8), TypeError, "dtype must be one of"),
+        (lambda: numerics_report(lambda: 1 / 0), ZeroDivisionError, "division by zero"),
+    ],
+)
+def test_a_call_that_is_refused(call: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
     assert torch.nn.modules.module._global_forward_hooks == {}
-    assert_same(unscale_and_check(init(), {"w": torch.ones(1)})[0], {"w": torch.ones(1) / 2.0**16})
-    assert update(init()).scale == 2.0**16
-
-
-def penalized(*, recorded: bool) -> list[Tensor]:
-    """Parameters after steps on a gradient penalty, whose backward pass is differentiated."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Sequential(nn.Linear(32, 32), nn.Tanh()), nn.Linear(32, 1))
-    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(4):
-        x = torch.randn(64, 6)
-        with Recorder().watching() if recorded else contextlib.nullcontext():
-            loss = model(x).square().mean()
-            inner = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-            sgd.zero_grad()
-            (loss + torch.stack([gradient.square().sum() for gradient in inner]).sum().sqrt()).backward()
-        sgd.step()
-    return list(model.parameters())
-
-
-def test_a_recording_changes_no_bit_of_a_differentiated_backward_pass() -> None:
-    assert_same(penalized(recorded=True), penalized(recorded=False))
-
-
-def test_the_gradient_of_an_output_that_is_written_in_place_is_that_before() -> None:
-    class Doubling(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * 2
-
-    class Root(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.twice = Doubling()
-            self.same = nn.Identity()
-
-        def forward(self, x: Tensor) -> Tensor:
-            total: Tensor = self.same(x) + x + self.twice(x).mul_(8)
-            return total
-
-    x, root = torch.ones(4, requires_grad=True), Root()
-    report = numerics_report(lambda: root(x * 1).sum())
-    assert report.records["twice"].forward.amax == 2
-    assert report.records["twice"].backward.amax == 8

@@ -1,13 +1,8 @@
-"""Mistakes that look otherwise than in their loops, each with what is right."""
+"""Mistakes in other forms than those of the loops, and what looks like them and is right."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import io
-import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,39 +10,119 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import l1_loss, mse_loss
 
-from funcamp.__main__ import main
-from funcamp.report.audit import Auditor, Finding
-from tests.report.loops.parts import batches, losses, model_and_optimizer, scaler_of
-from tests.report.scripts import LOOPS, watch
-from tests.report.training import names
+from funcamp.report.audit import Auditor
+from tests.report.loops.parts import batches, gradients_of, losses, model_and_optimizer, scaler_of
+from tests.report.training import names, train
+
+CLIP, READ, REPLACED = "clip-before-unscale", "read-before-unscale", "overflow-replaced"
 
 
-def accumulate(loss_of: Callable[[Tensor, Tensor], Tensor]) -> list[str]:
-    """The findings of a loop with windows of three micro-batches."""
-    auditor = Auditor()
-    with auditor.watching():
-        model, optimizer = model_and_optimizer()
-        scaler = scaler_of()
-        for number, (x, y) in enumerate(batches(), 1):
-            scaler.scale(loss_of(model(x), y)).backward()
-            if number % 3 == 0:
-                scaler.step(optimizer)
-                scaler.update()
-                optimizer.zero_grad()
-    return names(auditor)
+def mask_and_clip(model: nn.Module) -> None:
+    gradients_of(model)[0].mul_(torch.ones(8, 4))
+    torch.nn.utils.clip_grad_norm_(next(model.parameters()), 1.0)
 
 
-def test_a_sum_of_two_means_is_to_be_divided_too() -> None:
-    assert accumulate(lambda outputs, y: mse_loss(outputs, y) + 0.1 * l1_loss(outputs, y)) == [
-        "accumulation-not-divided"
-    ]
-    assert accumulate(lambda outputs, y: (mse_loss(outputs, y) + 0.1 * l1_loss(outputs, y)) / 3) == []
-    assert accumulate(lambda outputs, y: mse_loss(outputs, y) / 3 + l1_loss(outputs, y) / 3) == []
+def average_and_clip(model: nn.Module) -> None:
+    for gradient in gradients_of(model):
+        gradient.div_(2)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
 
 
-def test_a_sum_that_is_divided_by_the_samples_of_all_micro_batches_is_divided() -> None:
-    assert accumulate(lambda outputs, y: (outputs - y).square().sum() / 9) == []
-    assert accumulate(lambda outputs, y: 0.5 * mse_loss(outputs, y) + 0.1 * l1_loss(outputs, y)) == []
+def multiply_by_coefficient(model: nn.Module) -> None:
+    norm = torch.stack([gradient.norm() for gradient in gradients_of(model)]).norm()
+    factor = torch.clamp(1.0 / (norm + 1e-6), max=1.0)
+    for gradient in gradients_of(model):
+        gradient.mul_(factor)
+
+
+def multiply_if_below_1(model: nn.Module) -> None:
+    norm = torch.stack([gradient.norm() for gradient in gradients_of(model)]).norm()
+    factor = 1.0 / (norm + 1e-6)
+    if factor < 1:  # else the gradients have another length
+        torch._foreach_mul_(gradients_of(model), factor)
+
+
+#: What is done to the gradients of a model before its step.
+OF_MODEL: list[tuple[str, Callable[[nn.Module], object]]] = [
+    (CLIP, lambda model: torch.nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, torch.tensor(10.0))),
+    (CLIP, mask_and_clip),
+    (CLIP, average_and_clip),
+    (READ, lambda model: max(gradient.abs().max() for gradient in gradients_of(model)) < 6e4),
+    (READ, lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), float("inf")).item()),
+    (READ, multiply_by_coefficient),
+    (READ, multiply_if_below_1),
+    ("cleared-before-step", lambda model: [gradient.zero_() for gradient in gradients_of(model)]),
+]
+#: What takes the place of each gradient.
+OF_GRADIENT: list[tuple[str, Callable[[Tensor, Tensor], Tensor]]] = [
+    (CLIP, lambda _, gradient: gradient.clamp(-1, 1)),
+    (CLIP, lambda _, gradient: torch.minimum(gradient, torch.tensor(0.1))),
+    (READ, lambda _, gradient: torch.where(gradient.abs() > 0.5, 0.5 * gradient.sign(), gradient)),
+    (REPLACED, lambda _, gradient: gradient.index_put_((~torch.isfinite(gradient),), torch.tensor(0.0))),
+    (REPLACED, lambda _, gradient: gradient.masked_fill_(gradient.isnan() | gradient.isinf(), 0.0)),
+    (REPLACED, lambda _, gradient: torch.where(torch.isfinite(gradient), gradient, torch.zeros_like(gradient))),
+    (REPLACED, lambda _, gradient: torch.nan_to_num(gradient).clone()),
+]
+
+
+@pytest.mark.parametrize(("rule", "mistake"), [*OF_MODEL, *OF_GRADIENT])
+def test_a_mistake_on_gradients_is_named_with_its_line(rule: str, mistake: Any) -> None:
+    way: Any = "before_step" if (rule, mistake) in OF_MODEL else "change"
+    findings = train(autocast=True, **{way: mistake}).findings()
+    assert {finding.rule.name for finding in findings} == {rule}
+    assert len(findings) == 1 or rule == READ
+    first_line = mistake.__code__.co_firstlineno
+    assert all(first_line <= finding.line.number < first_line + 5 for finding in findings)
+
+
+def step_by_hand(parameter: Tensor, gradient: Tensor) -> Tensor:
+    parameter.data -= 1e-6 * gradient
+    return gradient
+
+
+def prune(parameter: Tensor, gradient: Tensor) -> Tensor:
+    gradient[parameter == 0] = 0
+    gradient.masked_fill_(gradient == 0, 0.0)
+    assert gradient.isfinite().all()
+    assert len(torch.where(gradient.isnan())[0]) == 0
+    return gradient
+
+
+@pytest.mark.parametrize("change", [step_by_hand, prune])
+def test_what_is_no_mistake_on_gradients_has_no_finding(change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    assert names(train(change=change, autocast=True)) == []
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "is_mistake"),
+    [
+        (lambda outputs, y: mse_loss(outputs, y) + 0.1 * l1_loss(outputs, y), True),
+        (lambda outputs, y: (mse_loss(outputs, y) + 0.1 * l1_loss(outputs, y)) / 3, False),
+        (lambda outputs, y: mse_loss(outputs, y) / 3 + l1_loss(outputs, y) / 3, False),
+        (lambda outputs, y: 0.5 * mse_loss(outputs, y) + 0.1 * l1_loss(outputs, y), False),
+        (lambda outputs, y: (outputs - y).square().sum() / 9, False),
+        (lambda outputs, y: (mse_loss(outputs, y, reduction="none") / 3).mean(), False),
+    ],
+)
+def test_means_of_a_window_are_to_be_divided(loss_of: Callable[[Tensor, Tensor], Tensor], is_mistake: bool) -> None:
+    assert names(train(loss_of=loss_of, window=3)) == ["accumulation-not-divided"] * is_mistake
+
+
+def root_of_zero_after(applied: int) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return a loss whose later passes take the root of 0."""
+    passes = iter(range(99))
+
+    def loss_of(outputs: Tensor, _: Tensor) -> Tensor:
+        return (outputs - outputs.detach() * (next(passes) >= applied)).square().sqrt().mean()
+
+    return loss_of
+
+
+@pytest.mark.parametrize(("applied", "passes", "is_mistake"), [(1, 8, False), (0, 10, False), (0, 12, True)])
+def test_skipped_steps_are_a_mistake_if_they_are_many_and_the_scale_is_low(
+    applied: int, passes: int, is_mistake: bool
+) -> None:
+    assert names(train(loss_of=root_of_zero_after(applied), passes=passes)) == ["each-step-skipped"] * is_mistake
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
@@ -68,124 +143,31 @@ def test_a_fused_optimizer_skips_its_step_itself(scale: float, expected: list[st
     assert names(auditor) == expected
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [(torch.float16, ["model-half-with-scaler"]), (torch.float32, [])])
-def test_a_model_that_is_cast_by_to(dtype: torch.dtype, expected: list[str]) -> None:
-    auditor = Auditor()
-    with auditor.watching(), contextlib.suppress(ValueError):
-        model, optimizer = model_and_optimizer()
-        model.to("cpu", dtype=dtype)
-        scaler = scaler_of()
-        for x, y in batches():
-            optimizer.zero_grad()
-            scaler.scale(mse_loss(model(x.to(dtype)).float(), y)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    assert names(auditor) == expected
-
-
-@pytest.mark.parametrize(("own_loss", "expected"), [(True, ["optimizer-not-stepped"]), (False, [])])
-def test_in_a_run_that_is_cut_a_discriminator_may_be_stepped_later(own_loss: bool, expected: list[str]) -> None:
+@pytest.mark.parametrize("is_mistake", [True, False])
+def test_a_discriminator_may_be_stepped_after_the_passes_that_are_watched(is_mistake: bool) -> None:
+    """It is certain if a loss of its own was differentiated."""
     auditor = Auditor(8)
     with auditor.watching():
         model, optimizer = model_and_optimizer()
-        judge, judge_optimizer = nn.Linear(1, 1), torch.optim.SGD
-        own_optimizer = judge_optimizer(judge.parameters(), lr=0.1)
+        critic = nn.Linear(1, 1)
+        critic_optimizer = torch.optim.SGD(critic.parameters(), lr=0.1)
         scaler = scaler_of()
         for x, y in batches(20):
             optimizer.zero_grad()
-            own_optimizer.zero_grad()
-            scaler.scale(mse_loss(judge(model(x)), y)).backward()
-            if own_loss:
-                scaler.scale(judge(y).square().sum()).backward()
+            critic_optimizer.zero_grad()
+            scaler.scale(mse_loss(critic(model(x)), y)).backward()
+            if is_mistake:
+                scaler.scale(critic(y).square().sum()).backward()
             scaler.step(optimizer)
             scaler.update()
-    assert names(auditor) == expected
+    assert names(auditor) == ["optimizer-not-stepped"] * is_mistake
 
 
-@dataclasses.dataclass
-class Parts:
-    """A checkpoint that is no dict."""
-
-    optimizer: dict[str, Any]
-    scaler: dict[str, Any] | None
-
-
-@pytest.mark.parametrize(("saves_scaler", "expected"), [(False, ["checkpoint-without-scaler"]), (True, [])])
-def test_a_checkpoint_may_be_a_dataclass(saves_scaler: bool, expected: list[str]) -> None:
-    auditor = Auditor()
-    with auditor.watching():
-        model, optimizer = model_and_optimizer()
-        scaler = scaler_of()
-        for x, y in batches():
-            optimizer.zero_grad()
-            scaler.scale(mse_loss(model(x), y)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        torch.save(Parts(optimizer.state_dict(), scaler.state_dict() if saves_scaler else None), io.BytesIO())
-    assert names(auditor) == expected
-
-
-@pytest.mark.parametrize(("before_step", "expected"), [(True, {"cleared-before-step"}), (False, set())])
-def test_gradients_that_are_cleared_one_by_one(before_step: bool, expected: set[str]) -> None:
+@pytest.mark.parametrize("clears", [False, True])
+def test_passes_without_a_step_are_a_mistake_of_a_cut_run_if_gradients_are_cleared(clears: bool) -> None:
     def clear(model: nn.Module) -> None:
-        for parameter in model.parameters():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
+        if clears:
+            model.zero_grad()
 
-    auditor = Auditor()
-    with auditor.watching():
-        model, optimizer = model_and_optimizer()
-        scaler = scaler_of()
-        for x, y in batches():
-            scaler.scale(mse_loss(model(x), y)).backward()
-            if before_step:
-                clear(model)
-            scaler.step(optimizer)
-            scaler.update()
-            if not before_step:
-                clear(model)
-    assert set(names(auditor)) == expected
-
-
-def test_a_mistake_is_named_although_torch_raises_before_the_first_pass(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text("import torch\nscores = torch.zeros(2, 2).half()\nscores.masked_fill(scores == 0, -1e9)\n")
-    with pytest.raises(RuntimeError, match="without overflow"):
-        main(["report", str(script)])
-    assert "constant-beyond-float16" in capsys.readouterr().out
-
-
-def skipping(*, applied: int, skipped: int, init_scale: float) -> Auditor:
-    """A loop whose last passes take the root of 0."""
-    auditor = Auditor()
-    with auditor.watching():
-        model, optimizer = model_and_optimizer()
-        scaler = scaler_of(init_scale)
-        for number, (x, _) in enumerate(batches(applied + skipped)):
-            optimizer.zero_grad()
-            outputs = model(x)
-            scaler.scale(
-                (outputs - outputs.detach() * (number >= applied)).norm(dim=1).square().sqrt().mean()
-            ).backward()
-            scaler.step(optimizer)
-            scaler.update()
-    return auditor
-
-
-def test_skipped_steps_are_no_finding_if_they_are_few_or_the_first_scale_may_be_too_high() -> None:
-    assert names(skipping(applied=1, skipped=7, init_scale=2.0**10)) == []
-    assert names(skipping(applied=0, skipped=10, init_scale=2.0**10)) == []
-    assert names(skipping(applied=0, skipped=12, init_scale=2.0**10)) == ["each-step-skipped"]
-
-
-def finding_of(name: str) -> Finding:
-    """The finding of the loop with a mistake."""
-    (finding,) = watch(LOOPS[name], raises=True).findings()
-    return finding
-
-
-@pytest.mark.parametrize("name", ["optimizer-not-unscaled", "optimizer-not-stepped"])
-def test_a_finding_on_one_of_several_optimizers_names_it(name: str) -> None:
-    assert re.fullmatch(r"SGD, made at .*parts.py:\d+", finding_of(name).detail)
+    auditor = train(before_step=clear, passes=12, limit=8, window=99)
+    assert names(auditor) == ["scaled-backward-no-step"] * clears

@@ -20,28 +20,32 @@ def train(
     *,
     prepare: Callable[[nn.Module], object] = do_nothing,
     autocast: bool = False,
+    loss_of: Callable[[Tensor, Tensor], Tensor] = mse_loss,
     before_step: Callable[[nn.Module], object] = do_nothing,
     change: Callable[[Tensor, Tensor], Tensor] | None = None,
-    scaled: bool = True,
+    init_scale: float = 2.0**10,
     window: int = 1,
+    passes: int = 6,
+    limit: int | None = None,
 ) -> Auditor:
-    """Train for six backward passes, and return the auditor.
+    """Train with a scaler, and return the auditor.
 
     prepare: is called with the model before the first pass.
     autocast: whether the forward pass runs in float16.
+    loss_of: the loss of outputs and targets.
     before_step: is called with the model between each backward pass and the step.
     change: is called there with each parameter and its gradient; what it returns replaces the gradient.
-    scaled: whether the scaler is enabled.
     window: the number of micro-batches of a step.
+    limit: after so many passes the auditor ends the run.
     """
-    auditor = Auditor()
+    auditor = Auditor(limit)
     with auditor.watching():
         model, optimizer = model_and_optimizer()
         prepare(model)
-        scaler = scaler_of() if scaled else torch.amp.GradScaler("cpu", enabled=False)
-        for number, (x, y) in enumerate(batches(), 1):
+        scaler = scaler_of(init_scale)
+        for number, (x, y) in enumerate(batches(passes), 1):
             with torch.autocast("cpu", torch.float16, enabled=autocast):
-                loss = mse_loss(model(x), y) / window
+                loss = loss_of(model(x), y)
             scaler.scale(loss).backward()
             before_step(model)
             if change is not None:

@@ -1,4 +1,4 @@
-"""DDP, with accumulation, and gradients that the loop averages before the step."""
+"""DDP, with accumulation; then a loop that averages gradients itself, over micro-batches and ranks."""
 
 import contextlib
 
@@ -22,13 +22,16 @@ for number, loss in enumerate(losses(model, 8)):
         scaler.update()
         optimizer.zero_grad()
 
-for loss in losses(plain_model):
-    optimizer.zero_grad()
+for number, loss in enumerate(losses(plain_model, 8)):
     scaler.scale(loss).backward()
-    for parameter in plain_model.parameters():
-        if parameter.grad is not None:
+    if number % 2:
+        for parameter in plain_model.parameters():
+            assert parameter.grad is not None
+            parameter.grad.div_(2)
             torch.distributed.all_reduce(parameter.grad)
-            parameter.grad /= torch.distributed.get_world_size()
-    scaler.step(optimizer)
-    scaler.update()
+        scaler.unscale_(optimizer)
+        torch.nn.utils.clip_grad_norm_(plain_model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
 torch.distributed.destroy_process_group()

@@ -1,13 +1,17 @@
-"""The loop divides the gradients of a sum by the number of tokens, which is the scale by chance."""
+"""Gradients that are divided by a number that is the scale by chance, or by the scale and multiplied by it again."""
 
 from tests.report.loops.parts import gradients_of, losses, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
-for loss in losses(model):
+for number, loss in enumerate(losses(model)):
     optimizer.zero_grad()
     scaler.scale(loss).backward()
     for gradient in gradients_of(model):
-        gradient.div_(1024)
+        if number % 2:
+            gradient.div_(1024)
+        else:
+            gradient.div_(scaler.get_scale())
+            gradient.mul_(scaler.get_scale())
     scaler.step(optimizer)
     scaler.update()

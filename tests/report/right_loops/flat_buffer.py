@@ -1,4 +1,4 @@
-"""Gradients in one flat buffer, which the loop divides by the scale."""
+"""Gradients in one flat buffer, which the loop clears, and divides by the scale."""
 
 import torch
 
@@ -11,15 +11,10 @@ buffer = torch.zeros(sum(sizes))
 for parameter, part in zip(parameters, buffer.split(sizes)):
     parameter.grad = part.view_as(parameter)
 scaler = scaler_of()
-for number, loss in enumerate(losses(model, 8)):
+for loss in losses(model):
     buffer.zero_()
     scaler.scale(loss).backward()
-    if number % 2:
-        buffer.div_(scaler.get_scale())
-    else:
-        for parameter in parameters:
-            assert parameter.grad is not None
-            parameter.grad.div_(scaler.get_scale())
+    buffer.div_(scaler.get_scale())
     torch.nn.utils.clip_grad_norm_(parameters, 1.0)
     if torch.isfinite(buffer).all():
         optimizer.step()

@@ -43,3 +43,4 @@ for x, y in batches():
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     disabled.step(optimizer)
     disabled.update()
+    scale = disabled.get_scale()

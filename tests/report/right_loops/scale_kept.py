@@ -1,9 +1,8 @@
-"""The scale is kept between iterations, to find skipped steps. Then a disabled scaler, whose scale is logged."""
+"""The scale is kept between iterations, to find skipped steps."""
 
 import torch
-from torch.nn.functional import mse_loss
 
-from tests.report.loops.parts import batches, losses, model_and_optimizer, scaler_of
+from tests.report.loops.parts import losses, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
@@ -18,11 +17,3 @@ for loss in losses(model, 12):
     if scale >= kept:
         scheduler.step()
     kept = scale
-
-disabled = torch.amp.GradScaler("cpu", enabled=False)
-for x, y in batches():
-    optimizer.zero_grad()
-    disabled.scale(mse_loss(model(x), y)).backward()
-    disabled.step(optimizer)
-    disabled.update()
-    kept = disabled.get_scale()

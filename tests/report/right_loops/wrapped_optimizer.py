@@ -10,14 +10,12 @@ from tests.report.loops.parts import batches, loss_of, model_and_optimizer, scal
 class Sharpness(torch.optim.Optimizer):
     def __init__(self, base: torch.optim.Optimizer) -> None:
         super().__init__(base.param_groups, {})
-        self.base = base
 
     @torch.no_grad()
     def climb(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                self.state[parameter]["before"] = parameter.clone()
-                parameter.add_(parameter.grad, alpha=0.01)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["before"] = parameter.clone()
+            parameter.add_(parameter.grad, alpha=0.01)
         self.zero_grad()
 
     @torch.no_grad()
@@ -33,14 +31,14 @@ model, base_optimizer = model_and_optimizer()
 optimizer = Sharpness(base_optimizer)
 scaler = scaler_of()
 for x, y in batches():
-    loss = loss_of(model, x, y)
-    scaler.scale(loss).backward()
-    scaler.unscale_(base_optimizer)
-    optimizer.climb()
-    scaler.update()
-    loss = loss_of(model, x, y)
-    scaler.scale(loss).backward()
-    optimizer.restore()
-    scaler.step(base_optimizer)
-    scaler.update()
+    for is_second in (False, True):
+        loss = loss_of(model, x, y)
+        scaler.scale(loss).backward()
+        if is_second:
+            optimizer.restore()
+            scaler.step(base_optimizer)
+        else:
+            scaler.unscale_(base_optimizer)
+            optimizer.climb()
+        scaler.update()
     optimizer.zero_grad()

@@ -1,0 +1,375 @@
+"""What optimizers refuse: what is called, the error, and words that it must have."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import (
+    ChainedScheduler,
+    ExponentialLR,
+    LambdaLR,
+    OneCycleLR,
+    ReduceLROnPlateau,
+    StepLR,
+)
+
+from funcamp import (
+    average,
+    by_group,
+    chain,
+    clip_by_norm,
+    clip_by_value,
+    every,
+    make_train_step,
+    schedule,
+    stateless,
+)
+
+optim = torch.optim
+ANY: Any = 3
+SGD, ADAMW = stateless(optim.SGD, lr=0.1), stateless(optim.AdamW)
+PARAMS = {"b": torch.ones(3), "w": torch.ones(4, 3)}
+
+Call = Callable[[], object]
+Row = tuple[Call, type[Exception], str]
+
+
+def updated(optimizer: Any, of: Any = None) -> Call:
+    """Return an update, with the state of this optimizer or of another."""
+    return lambda: optimizer.update(PARAMS, PARAMS, (of or optimizer).init(PARAMS))
+
+
+HALF = torch.tensor(0.5)
+GROUPED = by_group({"matrix": SGD, "vector": SGD})
+OPTIMIZERS: dict[str, Row] = {
+    "bool": (lambda: stateless(optim.SGD, nesterov=HALF), TypeError, "nesterov must be a bool, because it chooses"),
+    "foreach": (lambda: stateless(optim.Adam, foreach=HALF), ValueError, "foreach must be False or None"),
+    "constant": (lambda: stateless(optim.Muon, ns_steps=lambda applied: 5), TypeError, "ns_steps must be a constant"),
+    "no float": (
+        lambda: stateless(optim.AdamW, betas=(torch.tensor(1), 0.9)),
+        TypeError,
+        r"betas\[0\] must hold a float, as torch\.tensor\(1\.0\) does; got torch",
+    ),
+    "shape": (
+        lambda: stateless(optim.AdamW, betas=(0.9, torch.ones(3))),
+        ValueError,
+        r"betas\[1\] must have shape \(\); got \(3,\)",
+    ),
+    "differentiated": (
+        lambda: torch.func.grad(lambda w: SGD.update(w, 2 * w, SGD.init(torch.ones(2)))[0].sum())(torch.ones(2)),
+        ValueError,
+        "no gradient flows through",
+    ),
+    "assigned": (
+        lambda: setattr(SGD, "lr", 0.1),
+        AttributeError,
+        "lr cannot be assigned.* Make another with lr=0.1",
+    ),
+    "assigned group": (lambda: setattr(GROUPED, "group", abs), AttributeError, "group cannot be assigned"),
+    "state of SGD": (updated(ADAMW, SGD), ValueError, "update: opt_state must hold the entries that"),
+    "state of a chain": (
+        updated(ADAMW, chain(ADAMW, average(0.5))),
+        TypeError,
+        "must be an OptState, .*; got a tuple of an OptState, an Average",
+    ),
+    "state without an average": (
+        updated(chain(ADAMW, average(0.5)), ADAMW),
+        ValueError,
+        r"must be a tuple with a state for each of.*average\(0.5\).*: begin an average with",
+    ),
+    "order of states": (
+        updated(chain(average(0.5), ADAMW), chain(ADAMW, average(0.5))),
+        TypeError,
+        "the states of the chain's parts in their order; got an OptState for average",
+    ),
+}
+
+
+def of_another(optimizer: optim.Optimizer) -> Any:
+    return StepLR(optim.SGD([torch.zeros(1)]), 3)
+
+
+def sets_a_string(optimizer: optim.Optimizer) -> Any:
+    optimizer.param_groups[0]["momentum"] = "high"
+    return StepLR(optimizer, 3)
+
+
+def resumed(optimizer: optim.Optimizer) -> Any:
+    for group in optimizer.param_groups:
+        group["initial_lr"] = group["lr"]
+    return LambdaLR(optimizer, lambda count: 1.0, last_epoch=500)
+
+
+def scheduled(make: Any, optimizer: Any = SGD, steps: Any = 9) -> Call:
+    return lambda: schedule(optimizer, make, steps=steps)
+
+
+def steps_of_3(optimizer: optim.Optimizer) -> Any:
+    return StepLR(optimizer, 3)
+
+
+def is_infinite_at_3(optimizer: optim.Optimizer) -> Any:
+    return LambdaLR(optimizer, lambda count: math.inf if count == 3 else 1.0)
+
+
+class Own:
+    """Something with the methods of an optimizer."""
+
+    def init(self, params: Any) -> Any: ...
+
+    def update(self, params: Any, grads: Any, opt_state: Any) -> Any: ...
+
+
+SCHEDULES: dict[str, Row] = {
+    "make": (scheduled(3), TypeError, "make must be a function from torch's optimizer to its scheduler, .*; got 3$"),
+    "a scheduler": (scheduled(of_another(ANY)), TypeError, "make must be a function from torch's optimizer"),
+    "nothing": (scheduled(lambda o: None), TypeError, "make must return a scheduler of the optimizer .*; got None$"),
+    "of another": (scheduled(of_another), TypeError, "a scheduler of the optimizer that it is given"),
+    "a list": (scheduled(lambda o: [StepLR(o, 1)]), TypeError, "SequentialLR and ChainedScheduler combine several"),
+    "plateau": (scheduled(ReduceLROnPlateau), ValueError, "step number 1 of the ReduceLROnPlateau raised TypeError"),
+    "resumed": (scheduled(resumed), ValueError, "starts at step 0, .* a LambdaLR with last_epoch=501: leave"),
+    "resumed inside": (
+        scheduled(lambda o: ChainedScheduler([ExponentialLR(o, 0.9), ExponentialLR(o, 0.9, last_epoch=7)])),
+        ValueError,
+        "starts at step 0, .* a ExponentialLR with last_epoch=8",
+    ),
+    "too many steps": (
+        scheduled(lambda o: OneCycleLR(o, 0.1, total_steps=4)),
+        ValueError,
+        "steps must be at most 5, or .* step number 5 of the OneCycleLR raised ValueError: .*; got steps=9",
+    ),
+    "a tensor": (
+        scheduled(lambda o: LambdaLR(o, lambda count: HALF)),  # type: ignore[arg-type, return-value]
+        TypeError,
+        "lr of LambdaLR must be a Python number; got a torch.float32 tensor",
+    ),
+    "a string": (scheduled(sets_a_string), TypeError, "momentum of StepLR must be a Python number; got 'high'"),
+    "inf": (scheduled(is_infinite_at_3), ValueError, "lr of LambdaLR must be finite; got inf after 3 steps"),
+    "steps": (scheduled(steps_of_3, steps=2.0), TypeError, "steps must be an integer; got 2.0"),
+    "no steps": (scheduled(steps_of_3, steps=0), ValueError, "steps must be 1 or more; got 0"),
+    "torch's optimizer": (
+        scheduled(steps_of_3, optim.SGD([torch.zeros(1)])),
+        TypeError,
+        "optimizer must be made by stateless, .*; got a SGD",
+    ),
+    "own optimizer": (
+        scheduled(steps_of_3, by_group({"a": SGD, "b": Own()})),
+        TypeError,
+        "b must be made by stateless",
+    ),
+    "scheduled": (
+        scheduled(steps_of_3, stateless(optim.SGD, lr=lambda count: 0.1)),
+        TypeError,
+        "a number as lr, because StepLR sets it; got <function",
+    ),
+}
+
+
+def step_of(optimizer: Any) -> Any:
+    return make_train_step(lambda params, batch: (params["w"] * batch).sum(), optimizer)
+
+
+def by_letter(number: int) -> Callable[[str, Tensor], str]:
+    return lambda name, _: name[number]
+
+
+def by_two_functions() -> Any:
+    return chain(*(by_group({"w": SGD}, group=by_letter(number)) for number in (0, -1)))
+
+
+def without_b(update: Any) -> Any:
+    return update._replace(gradients={"b": None, "w": update.gradients["w"]})
+
+
+AFTER = r"make_train_step: optimizer must have a part after clip_by_\w+\(0.1\)"
+CHAINS: dict[str, Row] = {
+    "no parts": (chain, TypeError, "chain: parts must be given"),
+    "a number": (lambda: chain(clip_by_norm(1.0), ANY), TypeError, r"chain: parts\[1\] must be a pure optimizer"),
+    "a class": (lambda: chain(optim.AdamW), TypeError, r"parts\[0\].*write stateless\(torch.optim.AdamW"),
+    "interval": (lambda: every(0, SGD), ValueError, "every: interval must be 1 or more; got 0"),
+    "part of every": (lambda: every(2, "sgd"), TypeError, "every: part must be a pure optimizer with init and update"),
+    "decay": (lambda: average(2), ValueError, "average: decay must be from 0 to 1; got 2"),
+    "bound": (lambda: clip_by_value(torch.ones(2)), ValueError, r"clip_by_value: max_value must have shape \(\)"),
+    "nothing returned": (updated(chain(lambda update: None, SGD)), TypeError, "must return an Update.*got None"),
+    "None in every": (
+        updated(chain(every(2, without_b), SGD)),
+        TypeError,
+        r"every: new\[1\]\['b'\] must be a tensor in both trees",
+    ),
+    "clip last": (lambda: step_of(chain(clip_by_value(0.1))), ValueError, AFTER),
+    "clip after the optimizer": (lambda: step_of(chain(SGD, clip_by_norm(0.1), average(0.5))), ValueError, AFTER),
+    "clip after a group's": (
+        lambda: step_of(by_group({"matrices": SGD, "vectors": chain(SGD, clip_by_value(0.1))})),
+        ValueError,
+        AFTER,
+    ),
+    "two groupings": (lambda: step_of(by_two_functions()), ValueError, "must group parameters by one function"),
+    "every to torch": (
+        lambda: step_of(chain(every(2, ADAMW))).to_torch(step_of(chain(every(2, ADAMW))).init(PARAMS)),
+        TypeError,
+        "must be made by stateless; got every",
+    ),
+}
+
+CALLS = {**OPTIMIZERS, **SCHEDULES, **CHAINS}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_is_refused(name: str) -> None:
+    call, error, words = CALLS[name]
+    with pytest.raises(error, match=f"(?s){words}"):
+        call()
+
+
+class Base(optim.Optimizer):
+    """A class of another package, which counts in its group as "k"."""
+
+    options: ClassVar[dict[str, Any]] = {"k": 1}
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr, **self.options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        group = self.param_groups[0]
+        group["k"] += 1
+        for p in group["params"]:
+            self.move(p, self.state[p], group)
+
+    def move(self, p: Any, state: Any, group: Any) -> None:
+        p.sub_(p.grad, alpha=group["lr"])
+
+
+class NeedsClosure(Base):
+    def step(self, closure: Any) -> None:  # type: ignore[override]
+        closure()
+
+
+class KeepsObject(Base):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.counter = iter(range(99))
+
+
+class SortsIntoGroups(Base):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__([{"params": [p]} for p in params], lr)
+
+
+class KeepsElsewhere(Base):
+    count = itertools.count(1)
+
+    def move(self, p: Any, state: Any, group: Any) -> None:
+        p.sub_(p.grad, alpha=group["lr"] / next(KeepsElsewhere.count))
+
+
+class KeepsRate(Base):
+    def __init__(self, params: Any, lr: Any = 0.1) -> None:
+        super().__init__(params, lr)
+        self.rate = lr
+
+    def move(self, p: Any, state: Any, group: Any) -> None:
+        p.sub_(p.grad, alpha=self.rate)
+
+
+class Hooked(Base):
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, lr)
+        self.register_step_post_hook(lambda *_: None)
+
+
+class Reads(Base):
+    def move(self, p: Any, state: Any, group: Any) -> None:
+        p.sub_(p.grad, alpha=(1.0, 0.5)[int(group["k"]) % 2])
+
+
+class Draws(Base):
+    def move(self, p: Any, state: Any, group: Any) -> None:
+        p.sub_(torch.randn_like(p))
+
+
+class Grows(Base):
+    def move(self, p: Any, state: Any, group: Any) -> None:
+        state[f"grad {len(state)}"] = p.grad.clone()
+
+
+class KeepsByText(Base):
+    def move(self, p: Any, state: Any, group: Any) -> None:
+        table: Any = self.state
+        table["k"] = p.grad.sum()
+
+
+class ChangesText(Base):
+    def move(self, p: Any, state: Any, group: Any) -> None:
+        state["phase"] = "late" if state.get("phase") else "early"
+        p.sub_(p.grad)
+
+
+class AsksTooMuch(Base):
+    def move(self, p: Any, state: Any, group: Any) -> None:
+        for element in range(5):
+            if p.grad.flatten()[element % p.numel()] > element:
+                p.sub_(0.1)
+
+
+class DependsAndAsks(Base):
+    """A rate that depends on all gradients, and questions of each parameter."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        group["lr"] = 0.1 / max(1.0, sum(p.grad.norm().item() for p in group["params"]))
+        super().step()
+
+    def move(self, p: Any, state: Any, group: Any) -> None:
+        rate = group["lr"] * (0.1 if p.grad.norm().item() > 5 else 1.0)
+        rate = rate * 0.5 if p.abs().max() > 2 else rate
+        p.sub_(p.grad, alpha=rate if p.grad.max() > 2 else 2 * rate)
+
+
+class UsesLists(Base):
+    def move(self, p: Any, state: Any, group: Any) -> None:
+        torch._foreach_add_([p], [p.grad], alpha=-1 / group["k"])
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"),
+    [
+        (NeedsClosure, "missing 1 required positional argument: 'closure'"),
+        (KeepsObject, "it keeps an object as self.counter"),
+        (SortsIntoGroups, "it sorts its parameters into groups"),
+        (KeepsElsewhere, "comes to other numbers than in its own loop"),
+        (Hooked, "hooks on its step"),
+        (Reads, r"reads a number that changes in training \(test_refusals.py"),
+        (Draws, "draws random numbers"),
+        (Grows, "must have the same entries"),
+        (KeepsByText, "parameters as keys of"),
+        (ChangesText, "its step changes 'phase'|must be a tensor or a number"),
+        (AsksTooMuch, "in more than 16 ways"),
+        (DependsAndAsks, "depends on another one|more than 16 ways|changes lr"),
+        (UsesLists, "pass foreach=False"),
+        (optim.SparseAdam, "does not support dense gradients"),
+    ],
+    ids=lambda value: value.__name__ if isinstance(value, type) else "",
+)
+def test_a_class_that_is_not_followed_is_refused_with_the_reason(cls: Any, reason: str) -> None:
+    with pytest.raises(TypeError, match=f"(?s)^stateless: {cls.__name__} cannot be made pure: .*({reason})"):
+        stateless(cls)
+
+
+def test_a_class_that_keeps_a_number_of_its_constructor_takes_no_tensor_in_its_place() -> None:
+    with pytest.raises(TypeError, match="uses a number of its constructor that is a tensor or a schedule here"):
+        stateless(KeepsRate, lr=torch.tensor(0.1))
+
+
+@pytest.mark.compiled
+def test_torch_compile_of_another_class_is_refused_and_jit_is_named() -> None:
+    optimizer = stateless(KeepsRate)
+    update = torch.compile(optimizer.update, fullgraph=True, backend="eager")
+    with pytest.raises(Exception, match=r"compile the step with funcamp\.jit"):
+        update(PARAMS, PARAMS, optimizer.init(PARAMS))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -35,9 +34,8 @@ def full(tree: Any) -> Any:
     return _pytree.tree_map_only(DTensor, DTensor.full_tensor, tree)
 
 
-@functools.cache
 def square() -> DeviceMesh:
-    """Four ranks as two rows of two: one mesh, since DTensors may have the groups of any mesh equal to theirs."""
+    """Four ranks as two rows of two."""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
 
 

@@ -12,8 +12,8 @@ from tests.fuzz.__main__ import backend_of, cut_down, failure
 from tests.fuzz.case import case_of
 
 
-@pytest.mark.thorough(keep=2)
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.thorough(keep=6)
+@pytest.mark.parametrize("seed", range(60))
 def test_traced_training_is_torchs(seed: int) -> None:
     torch.set_num_threads(1)
     case = case_of(seed)

@@ -96,6 +96,44 @@ def loss_of_batch(model: nn.Module, criterion: Callable[[Any, Any], Any] | None,
     return loss  # type: ignore[no-any-return]
 
 
+class AmpLoop:
+    """torch's loop, as its automatic mixed precision examples have it.
+
+    Args:
+        model: the module that is trained.
+        criterion: the loss of its output and a target; None if the module returns its loss.
+        optimizer: torch's optimizer of its parameters.
+        config: the numbers of torch's scaler.
+        dtype: the precision of torch.autocast; None for no region.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        criterion: Any,
+        optimizer: Any,
+        config: ScalerConfig,
+        dtype: torch.dtype | None = torch.float16,
+    ) -> None:
+        self.model, self.criterion, self.optimizer, self.dtype = model, criterion, optimizer, dtype
+        self.scaler = scaler_for(config, "cpu")
+
+    def step(self, *pieces: Any, max_norm: float | None = None) -> tuple[Tensor, float, float]:
+        """Take a step over micro-batches; return the mean of their losses, their scale, and whether it was skipped."""
+        self.optimizer.zero_grad()
+        losses = []
+        for piece in pieces:
+            with torch.autocast("cpu", self.dtype, enabled=self.dtype is not None):
+                loss = loss_of_batch(self.model, self.criterion, piece)
+            losses.append(loss.detach())
+            self.scaler.scale(loss / len(pieces)).backward()
+        if max_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
+        self.scaler.step(self.optimizer)
+        return torch.stack(losses).mean(), *advance(self.scaler)
+
+
 def assert_as_torchs_loop(
     make: Callable[[], Made],
     batches: Iterable[Any],
@@ -140,60 +178,18 @@ def assert_as_torchs_loop(
     loss_fn = module_loss(model, criterion, engine=engine)
     step = make_train_step(change(loss_fn), stateless(cls, **arguments), ScalerConfig(**config), policy=policy)
     run, state, scales = wrap(step), step.init(), []
-    of_torch = cls([value for value in own.parameters() if value.requires_grad], **arguments)
-    scaler = torch.amp.GradScaler("cpu", **config)
+    trained = [value for value in own.parameters() if value.requires_grad]
+    dtype = None if policy is None else getattr(torch, policy)
+    loop = AmpLoop(own, own_criterion, cls(trained, **arguments), step.config, dtype)
     for number, batch in enumerate(batches):
         torch.manual_seed(number)
-        with torch.autocast("cpu", getattr(torch, policy or "bfloat16"), enabled=policy is not None):
-            loss = loss_of_batch(own, own_criterion, batch)
-        scaler.scale(loss).backward()
-        scaler.step(of_torch)
-        scaler.update()
-        of_torch.zero_grad()
+        loss, _, _ = loop.step(batch)
         torch.manual_seed(number)
         state, metrics = run(state, batch)
-        compare(metrics.loss, loss.detach())
-        scales.append(scaler.get_scale())
+        compare(metrics.loss, loss)
+        scales.append(loop.scaler.get_scale())
         assert state.scaler.scale.item() == scales[-1]
         assert not any(leaf.requires_grad for leaf in _pytree.tree_leaves((state, metrics)))
     compare(loss_fn.state_dict(state.params, state.buffers), dict(own.state_dict()))
     assert_same(values_of(model), before)
     return scales
-
-
-class AmpLoop:
-    """torch's loop, as its automatic mixed precision examples have it.
-
-    Args:
-        model: the module that is trained.
-        criterion: the loss of its output and a target.
-        optimizer: torch's optimizer of its parameters.
-        config: the numbers of torch's scaler.
-        dtype: the precision of torch.autocast; None for no region.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        criterion: Any,
-        optimizer: Any,
-        config: ScalerConfig,
-        dtype: torch.dtype | None = torch.float16,
-    ) -> None:
-        self.model, self.criterion, self.optimizer, self.dtype = model, criterion, optimizer, dtype
-        self.scaler = scaler_for(config, "cpu")
-
-    def step(self, *pieces: Any, max_norm: float | None = None) -> tuple[Tensor, float, float]:
-        """Take a step over micro-batches; return the mean of their losses, their scale, and whether it was skipped."""
-        self.optimizer.zero_grad()
-        losses = []
-        for x, y in pieces:
-            with torch.autocast("cpu", self.dtype, enabled=self.dtype is not None):
-                loss = self.criterion(self.model(x), y)
-            losses.append(loss.detach())
-            self.scaler.scale(loss / len(pieces)).backward()
-        if max_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        self.scaler.step(self.optimizer)
-        return torch.stack(losses).mean(), *advance(self.scaler)

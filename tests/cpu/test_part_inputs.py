@@ -119,7 +119,7 @@ def test_inputs_for_parts_change_no_number(
     noting = [one._replace(run=noted) if one.name == "part_inputs" else one for one in passes.pipeline()]
     monkeypatch.setattr(passes, "pipeline", lambda: noting)
     if not STEPS[step]:  # the graph is as it was: nothing of Inductor's to test
-        monkeypatch.setattr(compiler, "_by_inductor", lambda program, *_: one_by_one(program.module))
+        monkeypatch.setattr(compiler, "_by_inductor", lambda program: (one_by_one(program.module), None))
     torch.manual_seed(0)
     state = {name: torch.randn(PARTS * WIDTH) for name in ("flat", "other")}
     assert_as_eager(step, jit(step, exact=True), state, list(torch.randn(3, WIDTH)), 1e-5)

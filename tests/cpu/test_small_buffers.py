@@ -62,7 +62,10 @@ TENSORS = (
     scalar("buf0").replace("_type_cpu", "_type_cuda"),
 )
 CASES = [
-    (matrix("buf0") + scalar("buf2", "float64") + kernel("buf0"), ["buf0{0, 4}", "buf2{128, 8}"]),
+    (
+        scalar("buf0") + matrix("buf1") + scalar("buf2", "float64") + kernel("buf1"),
+        ["buf0{0, 4}", "buf1{64, 4}", "buf2{192, 8}"],
+    ),
     (matrix("buf0", "bfloat16") + VIEW + MOVES + scalar("buf3") + kernel("buf2"), ["buf0{0, 2}", "buf3{64, 4}"]),
     *((statements + scalar("buf1"), ["buf1{0, 4}"]) for statements in TENSORS),
 ]

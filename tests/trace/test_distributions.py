@@ -17,7 +17,7 @@ X = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)) * 0.8 + 0.1
 Params = dict[str, Tensor]
 
 
-def with_samples(make: Callable[[Params], Any]) -> Callable[[Params, Tensor], Tensor]:
+def with_samples(make: Callable[[Params], Any]) -> Callable[[Params, Tensor], Any]:
     """A loss of the density of a batch and of samples that have gradients."""
 
     def fn(params: Params, x: Tensor) -> Any:
@@ -27,13 +27,13 @@ def with_samples(make: Callable[[Params], Any]) -> Callable[[Params, Tensor], Te
     return fn
 
 
-def autoencoder(params: Params, x: Tensor) -> Tensor:
+def autoencoder(params: Params, x: Tensor) -> Any:
     posterior, prior = d.Normal(x * params["a"], params["b"].exp()), d.Normal(torch.zeros(3), torch.ones(3))
     rebuilt = d.Bernoulli(logits=posterior.rsample() * params["b"])
     return d.kl_divergence(posterior, prior).mean() - rebuilt.log_prob((x > 0.5).float()).mean()
 
 
-def policy(params: Params, x: Tensor) -> Tensor:
+def policy(params: Params, x: Tensor) -> Any:
     actor = d.Categorical(logits=x * params["a"])
     with torch.no_grad():
         actions = actor.sample()
@@ -45,7 +45,7 @@ def normal(params: Params) -> d.Normal:
     return d.Normal(params["a"], params["b"].exp())
 
 
-LOSSES: dict[str, Callable[[Params, Tensor], Tensor]] = {
+LOSSES: dict[str, Callable[[Params, Tensor], Any]] = {
     "autoencoder": autoencoder,
     "policy": policy,
     "Beta": with_samples(lambda p: d.Beta(p["a"].exp(), p["b"].exp())),

@@ -6,18 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from torch._inductor import codecache, cpu_vec_isa
 
 from funcamp import jit
 from funcamp._cpu import options
 from funcamp._cpu.headers import ahead
 from funcamp._upstream.bugs import BUGS
-
-
-def step(state: dict[str, Tensor], batch: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-    w = state["w"] + batch.exp()
-    return {"w": w}, w.sum()
 
 
 class Stop(BaseException):
@@ -60,5 +54,5 @@ def test_a_program_asks_for_the_same_headers(kind: str, asked: set[Any], monkeyp
     assert len(before) == (2 if apart else 1)
     assert cpu_vec_isa.valid_vec_isa_list.cache_info().currsize == 1
     with torch._inductor.config.patch(force_disable_caches=True), pytest.raises(Stop):
-        jit(step, without=without)({"w": torch.zeros(3)}, torch.ones(3))
+        jit(lambda state, batch: (state + batch.exp(), state.sum()), without=without)(torch.zeros(3), torch.ones(3))
     assert asked == before

@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from funcamp import clone, jit, make_train_step, module_loss, stateless
+from funcamp import jit, make_train_step, module_loss, stateless
 from funcamp._cpu import part_inputs
 from funcamp._jit import compile as compiler
 from funcamp._jit import passes
 from funcamp._jit.one_by_one import one_by_one
 from tests.support.generated import written
-from tests.support.helpers import assert_same
+from tests.support.steps import assert_as_eager
 
 pytestmark = pytest.mark.inductor
 
@@ -35,9 +35,8 @@ class Block(nn.Module):
         super().__init__()
         self.norm, self.linear = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = torch.tanh(self.linear(self.norm(x)))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return torch.tanh(self.linear(self.norm(x)))
 
 
 def kernels(blocks: int) -> int:
@@ -66,12 +65,9 @@ def scaled(state: State, x: Tensor) -> Tensor:
     return torch.stack([torch.tanh(part * part.sum()) + x / 8 for part in parts(state)]).reshape(-1)
 
 
-def plain(state: State, x: Tensor) -> tuple[State, Any]:
-    return {**state, "flat": scaled(state, x)}, (state["flat"] * state["other"]).sum()
-
-
 def results_are_the_old_values(state: State, x: Tensor) -> tuple[State, Any]:
-    return {**state, "flat": scaled(state, x)}, (state["flat"], parts(state)[3], parts(state)[1].view(8, 8).t())
+    old = state["flat"], parts(state)[3], parts(state)[1].view(8, 8).t(), (state["flat"] * state["other"]).sum()
+    return {**state, "flat": scaled(state, x)}, old
 
 
 def two_leaves_change_places(state: State, x: Tensor) -> tuple[State, Any]:
@@ -100,7 +96,6 @@ def a_part_of_a_copy_is_written_in_place(state: State, x: Tensor) -> tuple[State
 
 #: Steps, and how many flat tensors they read by parts that are inputs.
 STEPS: dict[Callable[[State, Tensor], tuple[State, Any]], int] = {
-    plain: 1,
     results_are_the_old_values: 1,
     two_leaves_change_places: 2,
     a_part_is_written_in_place: 0,
@@ -124,27 +119,8 @@ def test_inputs_for_parts_change_no_number(
     noting = [one._replace(run=noted) if one.name == "part_inputs" else one for one in passes.pipeline()]
     monkeypatch.setattr(passes, "pipeline", lambda: noting)
     if not STEPS[step]:  # the graph is as it was: nothing of Inductor's to test
-        monkeypatch.setattr(compiler, "_by_inductor", lambda program, *_: one_by_one(program.module))
+        monkeypatch.setattr(compiler, "_by_inductor", lambda program: (one_by_one(program.module), None))
     torch.manual_seed(0)
-    begin = {name: torch.randn(PARTS * WIDTH) for name in ("flat", "other")}
-    run, state, expected = jit(step, exact=True), clone(begin), clone(begin)
-    seen = []
-    for number in range(3):
-        x = torch.randn(WIDTH, generator=torch.Generator().manual_seed(number))
-        state, value = run(state, x)
-        expected, expected_value = step(clone(expected), x)
-        seen.append((value, clone(expected_value)))
-        torch.testing.assert_close(state, expected)
-    for value, expected_value in seen:  # a later step must not change what an earlier one returned
-        torch.testing.assert_close(value, expected_value)
+    state = {name: torch.randn(PARTS * WIDTH) for name in ("flat", "other")}
+    assert_as_eager(step, jit(step, exact=True), state, list(torch.randn(3, WIDTH)), 1e-5)
     assert found == [STEPS[step]]
-
-
-def test_another_state_and_other_memory_are_read_where_they_are() -> None:
-    run, x = jit(plain, donate=False), torch.ones(WIDTH)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        state = {name: torch.randn(PARTS * WIDTH) for name in ("flat", "other")}
-        before = clone(state)
-        torch.testing.assert_close(run(state, x), plain(state, x))
-        assert_same(state, before)

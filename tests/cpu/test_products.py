@@ -12,10 +12,17 @@ from torch import Tensor
 from funcamp import jit
 from funcamp._cpu import products
 from funcamp._cpu.product_times import Product
+from tests.support.generated import code_of, written
 from tests.support.helpers import assert_close
-from tests.support.steps import assert_as_eager
 
 Case = Callable[[Tensor, Tensor, Tensor, Tensor], Any]
+
+
+def in_between(flat: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """The last operation after a product has its shape, and one before it has not."""
+    flat = torch.tanh(flat)
+    return flat, flat.view_as(g) * g + 1
+
 
 #: Functions of an input (m, k), a weight (n, k), a bias (n,) and a gradient (m, n).
 CASES: dict[str, Case] = {
@@ -28,7 +35,7 @@ CASES: dict[str, Case] = {
     "of a weight inside a tensor": lambda x, w, b, g: x @ torch.cat([x.new_ones(5), w.flatten()])[5:].view_as(w).t(),
     "of rows inside a tensor": lambda x, w, b, g: (x[1:] @ w[1:].t(), g[:, 1:].t() @ x),
     "summed": lambda x, w, b, g: ((x @ w.t()).sum(0), (x @ w.t()).sum(1)),
-    "flattened": lambda x, w, b, g: torch.tanh((x @ w.t()).view(-1)),
+    "of another shape in between": lambda x, w, b, g: in_between((x @ w.t()).view(-1), g),
 }
 SHAPES = [(64, 17, 48), (3, 300, 1), (1, 7, 300), (100, 40, 33)]
 
@@ -42,15 +49,6 @@ def batch_of(m: int, k: int, n: int, dtype: torch.dtype = torch.float32) -> tupl
     return tuple(torch.randn(size, generator=generator).to(dtype) for size in ((m, k), (n, k), (n,), (m, n)))
 
 
-def code_of(run: Callable[[], object]) -> str:
-    """Return the C++ of what a call compiles."""
-    from torch._inductor.utils import run_and_get_code
-
-    with torch._inductor.config.patch(force_disable_caches=True):
-        _, sources = run_and_get_code(run)
-    return "\n".join(sources)
-
-
 @pytest.mark.inductor
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)
 def test_products_and_what_follows_are_torch_s(m: int, k: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,9 +56,8 @@ def test_products_and_what_follows_are_torch_s(m: int, k: int, n: int, monkeypat
     monkeypatch.setattr("funcamp._cpu.product_kernel.BLOCK", 16)  # several blocks
     batch = batch_of(m, k, n)
     run = jit(step)
-    with torch._inductor.config.patch({"cpp.threads": 3}):
-        code = code_of(lambda: run(torch.zeros(()), batch))
-    assert "brgemm" in code
+    with torch._inductor.config.patch({"cpp.threads": 3, "force_disable_caches": True}):
+        assert "brgemm" in code_of(run, torch.zeros(()), batch)
     _, results = run(torch.zeros(()), batch)
     assert_close(results, step(torch.zeros(()), batch)[1], 2e-5)
 
@@ -99,21 +96,6 @@ def test_large_products_are_torch_s_if_those_are_faster(monkeypatch: pytest.Monk
         return False
 
     monkeypatch.setattr(products, "kernel_is_faster", never)
-    batch = batch_of(128, 128, 128)
     run = jit(lambda total, batch: (total + 1, batch[0] @ batch[1].t()))
-    assert "brgemm" not in code_of(lambda: run(torch.zeros(()), batch))
+    assert "brgemm" not in written(run, torch.zeros(()), batch_of(128, 128, 128))
     assert asked == [Product(128, 128, 128, torch.get_num_threads())]
-
-
-@pytest.mark.inductor
-def test_operations_of_other_shapes_follow_a_product() -> None:
-    """The last one has the product's shape, and one before it has not."""
-
-    def step(state: dict[str, Tensor], x: Tensor) -> Any:
-        rows = len(x)
-        halves = torch.tanh((x @ state["w"]).view(2 * rows, 16) + state["b"])
-        whole = halves.view(rows, 32) * state["u"] + 1
-        return state, {"halves": halves, "whole": whole}
-
-    state = {"w": torch.randn(8, 32), "b": torch.randn(16), "u": torch.randn(32)}
-    assert_as_eager(step, jit(step), state, [torch.randn(18, 8)], 1e-6)

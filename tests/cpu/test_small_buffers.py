@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -38,9 +39,9 @@ def matrix(name: str, dtype: str = "float32", shape: str = "shape") -> str:
 
 
 def parts(statements: str) -> list[str]:
-    """The names of the buffers that become parts, each with where it begins in the block."""
-    lines = in_one_block(START + statements + "}\n").splitlines()
-    return [line.strip() for line in lines if line.strip().startswith("Part buf")]
+    """The buffers that become parts, each with where it begins in the block and the size of its elements."""
+    source = in_one_block(START + statements + "}\n")
+    return [a + b for a, b in re.findall(r"Part (buf\w+\{)small_buffers_first \+ (.*\});", source)]
 
 
 def kernel(*names: str) -> str:
@@ -48,58 +49,41 @@ def kernel(*names: str) -> str:
     return f"    cpp_fused_add_0({arguments});\n"
 
 
-def test_what_only_kernels_see_is_a_part() -> None:
-    found = parts(scalar("buf0") + matrix("buf1", "bfloat16") + scalar("buf2", "float64") + kernel("buf0", "buf1"))
-    assert found == [
-        "Part buf0{small_buffers_first + 0, 4};",
-        "Part buf1{small_buffers_first + 64, 2};",
-        "Part buf2{small_buffers_first + 128, 8};",
-    ]
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        "    output_handles[0] = {}.release();\n",
-        "    aoti_torch_cpu_mm_out({}, arg0_1, arg0_1);\n",
-        "    auto buf9 = std::move({});  // reuse\n    output_handles[0] = buf9.release();\n",
-        "    auto buf9 = something_new({});\n",
-    ],
+VIEW = "    auto buf1 = wrap_with_raii_handle_if_needed(reinterpret_tensor_wrapper(buf0, 1, shape, strides, 6L));\n"
+MOVES = "    auto buf2 = std::move(buf1);  // reuse\n    buf0.reset();\n"
+#: A tensor if anything but a kernel sees a buffer, also under another name, or if its size is not known.
+TENSORS = (
+    matrix("buf0") + "    output_handles[0] = buf0.release();\n",
+    matrix("buf0") + "    aoti_torch_cpu_mm_out(buf0, arg0_1, arg0_1);\n",
+    matrix("buf0") + "    auto buf9 = std::move(buf0);  // reuse\n    output_handles[0] = buf9.release();\n",
+    matrix("buf0") + "    auto buf9 = something_new(buf0);\n",
+    matrix("buf0", shape="open"),
+    matrix("buf0", "complex64") + "    cpp_fused_0((c10::complex<float>*)(buf0.data_ptr()));\n",
+    scalar("buf0").replace("_type_cpu", "_type_cuda"),
 )
-def test_what_anything_else_sees_is_a_tensor(use: str) -> None:
-    assert parts(matrix("buf0") + scalar("buf1") + use.format("buf0")) == ["Part buf1{small_buffers_first + 0, 4};"]
+CASES = [
+    (
+        scalar("buf0") + matrix("buf1") + scalar("buf2", "float64") + kernel("buf1"),
+        ["buf0{0, 4}", "buf1{64, 4}", "buf2{192, 8}"],
+    ),
+    (matrix("buf0", "bfloat16") + VIEW + MOVES + scalar("buf3") + kernel("buf2"), ["buf0{0, 2}", "buf3{64, 4}"]),
+    *((statements + scalar("buf1"), ["buf1{0, 4}"]) for statements in TENSORS),
+]
 
 
-def test_moves_and_views_are_parts_as_well() -> None:
-    view = "    auto buf1 = wrap_with_raii_handle_if_needed(reinterpret_tensor_wrapper(buf0, 1, shape, strides, 6L));\n"
-    moved = "    auto buf2 = std::move(buf1);  // reuse\n    buf0.reset();\n"
-    assert len(parts(matrix("buf0") + view + moved + kernel("buf2"))) == 1
-
-
-@pytest.mark.parametrize(
-    "allocation",
-    [
-        matrix("buf0", shape="open"),
-        matrix("buf0", "complex64") + "    cpp_fused_0((c10::complex<float>*)(buf0.data_ptr()));\n",
-        scalar("buf0").replace("_type_cpu", "_type_cuda"),
-    ],
-)
-def test_what_is_not_known_is_a_tensor(allocation: str) -> None:
-    assert parts(allocation + scalar("buf1")) == ["Part buf1{small_buffers_first + 0, 4};"]
+@pytest.mark.parametrize(("statements", "expected"), CASES)
+def test_a_part_is_what_only_kernels_see(statements: str, expected: list[str]) -> None:
+    assert parts(statements) == expected
 
 
 def train(**options: Any) -> tuple[Any, list[Any], str]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 4))
-    step = make_train_step(
-        module_loss(model, nn.functional.mse_loss), stateless(torch.optim.AdamW, lr=1e-2), max_norm=1.0
-    )
+    step = make_train_step(module_loss(model, nn.functional.mse_loss), stateless(torch.optim.AdamW), max_norm=1.0)
     run, state, rows = jit(step, **options), step.init(), []
-    batches = [(torch.randn(6, 8), torch.randn(6, 4)) for _ in range(4)]
-    code = code_of(run, state, batches[0])
-    state = step.init()
-    for batch in batches:
-        state, metrics = run(state, batch)
+    code = code_of(run, step.init(), (torch.randn(6, 8), torch.randn(6, 4)))
+    for _ in range(4):
+        state, metrics = run(state, (torch.randn(6, 8), torch.randn(6, 4)))
         rows.append((metrics, metrics.loss.clone()))
     return state, rows, code
 
@@ -107,11 +91,10 @@ def train(**options: Any) -> tuple[Any, list[Any], str]:
 @pytest.mark.inductor
 def test_no_number_changes_and_metrics_are_kept() -> None:
     state, rows, code = train()
-    without, rows_without, code_without = train(without=["small_buffers"])
+    *without, code_without = train(without=["small_buffers"])
     assert "Part buf" in code
     assert "Part buf" not in code_without
-    assert_same(state, without)
-    assert_same(rows, rows_without)
+    assert_same([state, rows], without)
     for metrics, loss in rows:  # what a caller has is not in a block that later calls write
         assert_same(metrics.loss, loss)
 

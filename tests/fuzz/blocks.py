@@ -19,25 +19,22 @@ class Residual(nn.Module):
         super().__init__()
         self.inner = inner
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.inner(x)
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return x + self.inner(x)
 
 
 class Twice(Residual):
     """One module used twice."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.inner(torch.tanh(self.inner(x)))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.inner(torch.tanh(self.inner(x)))
 
 
 class Checkpointed(Residual):
     """Computed again in the backward pass."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = checkpoint(self.inner, x, use_reentrant=False)
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False)
 
 
 class Tied(nn.Module):
@@ -48,9 +45,8 @@ class Tied(nn.Module):
         self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.second.weight = self.first.weight
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.tanh(self.first(x))) @ self.first.weight.T
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.second(torch.tanh(self.first(x))) @ self.first.weight.T
 
 
 class Recurrent(nn.Module):
@@ -60,9 +56,8 @@ class Recurrent(nn.Module):
         super().__init__()
         self.cell = nn.GRU(4, 4, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.cell(x.unflatten(1, (2, 4)))[0].flatten(1)
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.cell(x.unflatten(1, (2, 4)))[0].flatten(1)
 
 
 class Attention(nn.Module):
@@ -72,10 +67,9 @@ class Attention(nn.Module):
         super().__init__()
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         tokens = x.unflatten(1, (2, 4))
-        out: Tensor = self.attention(tokens, tokens, tokens, need_weights=False)[0].flatten(1)
-        return out
+        return self.attention(tokens, tokens, tokens, need_weights=False)[0].flatten(1)
 
 
 class Convolution(nn.Module):
@@ -85,9 +79,8 @@ class Convolution(nn.Module):
         super().__init__()
         self.convolution = nn.Conv1d(1, 2, 3, padding=1, stride=2)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.convolution(x[:, None]).flatten(1)
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return self.convolution(x[:, None]).flatten(1)
 
 
 class Average(nn.Module):
@@ -134,18 +127,16 @@ class _Round(torch.autograd.Function):
         return torch.round(x * 4) / 4
 
     @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Tensor:
+    def backward(ctx: Any, *grads: Any) -> Any:
         (x,) = ctx.saved_tensors
-        out: Tensor = grads[0] * (x.abs() < 2)
-        return out
+        return grads[0] * (x.abs() < 2)
 
 
 class Straight(nn.Module):
     """A straight-through estimator, an autograd.Function."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = _Round.apply(x)
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return _Round.apply(x)
 
 
 class Gated(nn.Module):
@@ -166,9 +157,8 @@ class Embedded(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = x + self.embedding(x.detach().argmax(-1))
-        return out
+    def forward(self, x: Tensor) -> Any:
+        return x + self.embedding(x.detach().argmax(-1))
 
 
 class InPlace(nn.Module):
@@ -208,18 +198,6 @@ class Cast(nn.Module):
         return (x.to(torch.bfloat16) * 2).float() - x.float()
 
 
-class Frozen(nn.Module):
-    """A layer that is not trained."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layer(x)
-        return out
-
-
 class Pair(nn.Module):
     """A bilinear layer, whose kernel multiplies inside, so that it must be outside of autocast."""
 
@@ -227,10 +205,9 @@ class Pair(nn.Module):
         super().__init__()
         self.layer = nn.Bilinear(WIDTH, WIDTH, WIDTH)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         with torch.autocast("cpu", enabled=False):
-            out: Tensor = self.layer(x.float(), x.float().flip(1))
-        return out
+            return self.layer(x.float(), x.float().flip(1))
 
 
 class Ordered(nn.Module):
@@ -258,11 +235,10 @@ class Hooked(nn.Module):
 class Normed(nn.Module):
     """Products and norms in float32 inside of a region without autocast."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         with torch.autocast(x.device.type, enabled=False):
             wide = x.float()
-            out: Tensor = F.normalize(wide, dim=-1) * wide.norm() / wide.numel() ** 0.5
-            return out
+            return F.normalize(wide, dim=-1) * wide.norm() / wide.numel() ** 0.5
 
 
 #: What models are made of: expressions.
@@ -297,7 +273,7 @@ BLOCKS = (
     "blocks.Masked()",
     "blocks.Cached()",
     "blocks.Cast()",
-    "blocks.Frozen()",
+    "nn.Linear(8, 8).requires_grad_(False)",
     "blocks.Pair()",
     "blocks.Ordered()",
     "blocks.Hooked()",

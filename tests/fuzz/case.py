@@ -157,12 +157,10 @@ def case_of(seed: int) -> Case:
 
 def smaller(case: Case) -> Iterator[Case]:
     """Yield cases with one thing less."""
-    for index in range(len(case.blocks)):
-        yield replace(case, blocks=case.blocks[:index] + case.blocks[index + 1 :])
-    for index in range(len(case.options)):
-        yield replace(case, options=case.options[:index] + case.options[index + 1 :])
-    for index in range(len(case.operations)):
-        yield replace(case, operations=case.operations[:index] + case.operations[index + 1 :])
+    for name in ("blocks", "options", "operations"):
+        parts = getattr(case, name)
+        for index in range(len(parts)):
+            yield replace(case, **{name: parts[:index] + parts[index + 1 :]})
     if len(case.sizes) > 3:
         kept = tuple(one for one in case.operations if one[0] < len(case.sizes) - 1)
         yield replace(case, sizes=case.sizes[:-1], operations=kept)

@@ -77,7 +77,8 @@ def _without_traces() -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def _internal(name: str) -> Any:
+def internal(name: str) -> Any:
+    """Import one of torch's test modules."""
     with _without_traces():
         return importlib.import_module(f"torch.testing._internal.{name}")
 
@@ -85,10 +86,10 @@ def _internal(name: str) -> Any:
 @functools.cache
 def operations() -> dict[str, Any]:
     """Return torch's operations by name."""
-    internal = _internal("common_methods_invocations")
+    methods = internal("common_methods_invocations")
     # It seeds torch's default generator, which a step must not do; a test seeds it before.
-    internal.wrapper_set_seed = lambda function, *args, **kwargs: function(*args, **kwargs)
-    database = internal.op_db
+    methods.wrapper_set_seed = lambda function, *args, **kwargs: function(*args, **kwargs)
+    database = methods.op_db
     names = [".".join(filter(None, (one.name, one.variant_test_name))) for one in database]
     return dict(zip(names, database))
 
@@ -96,7 +97,7 @@ def operations() -> dict[str, Any]:
 @functools.cache
 def modules() -> dict[str, object]:
     """Return torch's modules by name."""
-    return {one.name: one for one in _internal("common_modules").module_db}
+    return {one.name: one for one in internal("common_modules").module_db}
 
 
 class Case(NamedTuple):

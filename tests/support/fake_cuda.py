@@ -96,23 +96,31 @@ def pretended() -> Iterator[None]:
     import triton
     from torch._dynamo import device_interface
 
-    values: dict[str, Callable[..., object]] = {
-        "is_available": lambda: True,
-        "device_count": lambda: 1,
-        "current_device": lambda: 0,
-        "get_device_properties": lambda device=None: PROPERTIES,
-        "get_device_capability": lambda device=None: (9, 0),
-        "get_device_name": lambda device=None: PROPERTIES.name,
-        "is_initialized": lambda: True,
-        "_lazy_init": lambda: None,
-        "synchronize": lambda device=None: None,
-        "is_bf16_supported": lambda *_, **__: True,
-        "mem_get_info": lambda device=None: (PROPERTIES.total_memory, PROPERTIES.total_memory),
-        "_exchange_device": lambda device: 0,
-        "_maybe_exchange_device": lambda device: 0,
-        "set_device": lambda device: None,
-        "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": lambda *_, **__: None,
+    shared: dict[str, object] = {
+        "is_available": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_properties": PROPERTIES,
+        "synchronize": None,
+        "is_bf16_supported": True,
+        "set_device": None,
+    }
+    of_cuda: dict[str, object] = {
+        "get_device_capability": (9, 0),
+        "get_device_name": PROPERTIES.name,
+        "is_initialized": True,
+        "_lazy_init": None,
+        "mem_get_info": (PROPERTIES.total_memory, PROPERTIES.total_memory),
+        "_exchange_device": 0,
+        "_maybe_exchange_device": 0,
+        "get_rng_state": torch.zeros(16, dtype=torch.uint8),
+        "set_rng_state": None,
+    }
+    of_interface: dict[str, object] = {
+        "exchange_device": 0,
+        "maybe_exchange_device": 0,
+        "get_raw_stream": 0,
+        "get_compute_capability": 90,
     }
     interface: Any = device_interface.CudaInterface
     joint_graph: Any = torch._inductor.fx_passes.joint_graph
@@ -124,31 +132,31 @@ def pretended() -> Iterator[None]:
             for name, value in names.items():
                 stack.enter_context(mock.patch.object(holder, name, value, create=True))
 
-        put(torch.cuda, **values)
+        put(torch.cuda, **_returning(shared | of_cuda))
         put(torch.version, cuda="12.8")
-        put(torch.cuda.amp.common, amp_definitely_not_available=lambda: False)
-        put(torch._C, _cuda_getCurrentRawStream=lambda index: 0)
-        put(torch._subclasses.fake_tensor, init_gpu_context=lambda *_: None)
-        shared = ("current_device", "device_count", "get_device_properties", "synchronize", "is_bf16_supported")
-        put(interface, **{name: staticmethod(values[name]) for name in (*shared, "set_device", "is_available")})
-        put(interface, exchange_device=staticmethod(lambda device: 0), get_raw_stream=staticmethod(lambda index: 0))
-        put(interface, maybe_exchange_device=staticmethod(lambda device: 0))
-        put(interface, get_compute_capability=staticmethod(lambda device=None: 90))
-        put(interface.Worker, current_device=staticmethod(lambda: 0))
-        put(interface.Worker, get_device_properties=staticmethod(values["get_device_properties"]))
+        put(torch.cuda.amp.common, **_returning({"amp_definitely_not_available": False}))
+        put(torch._C, **_returning({"_cuda_getCurrentRawStream": 0}))
+        put(torch._subclasses.fake_tensor, **_returning({"init_gpu_context": None}))
+        put(interface, **_returning(shared | of_interface))
+        put(interface.Worker, **_returning(shared))
         for name in ("cuda", "cuda:0"):
             device_interface.register_interface_for_device(name, interface)
-        put(joint_graph, lazy_init=lambda *_: None)
+        put(joint_graph, **_returning({"lazy_init": None}))
         folder = joint_graph.UniformValueConstantFolder
         for name in ("_deduce_value", "_add_peephole_patterns"):  # constants are computed on their device
             put(folder, **{name: _on_host(getattr(folder, name))})
-        put(torch._inductor.runtime.triton_helpers, set_driver_to_gpu=lambda: None)
+        put(torch._inductor.runtime.triton_helpers, **_returning({"set_driver_to_gpu": None}))
         triton.runtime.driver.set_active(_driver())
         # Padding is decided by timing.
         options = {"compile_threads": 1, "fx_graph_cache": False, "shape_padding": False}
         stack.enter_context(torch._inductor.config.patch(options))
         stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))
         yield
+
+
+def _returning(values: dict[str, object]) -> dict[str, object]:
+    """Functions that return these values, whatever their arguments are."""
+    return {name: staticmethod(lambda *_, value=value, **__: value) for name, value in values.items()}
 
 
 def _on_host(fn: Callable[..., object]) -> Callable[..., object]:

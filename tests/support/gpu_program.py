@@ -19,7 +19,7 @@ from unittest import mock
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, fx
+from torch import Tensor
 from torch._inductor.graph import GraphLowering
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree
@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from funcamp import jit
 from funcamp._jit import executable as _executable
 from funcamp._jit.compile import target_of
-from funcamp._jit.passes.program import Flat, Steps, Target
+from funcamp._jit.passes.program import Steps, Target
 from tests.support import triton_cpu
 from tests.support.fake_cuda import pretended
 
@@ -160,27 +160,6 @@ def program_of(step: Callable[[Any, Any], Any], state: object, batch: object, **
     raise AssertionError("nothing was compiled")
 
 
-def gpu_backend(module: fx.GraphModule, examples: list[Tensor]) -> Flat:
-    """A backend of torch.compile, for a function of this machine's tensors."""
-    for node in module.graph.nodes:
-        node.args = fx.node.map_aggregate(node.args, _on_cuda)
-        node.kwargs = fx.node.map_aggregate(node.kwargs, _on_cuda)
-    module.recompile()
-
-    def flat(values: list[Tensor]) -> tuple[list[Tensor], tuple[()]]:
-        leaves = [v.detach().requires_grad_(e.requires_grad) for v, e in zip(values, examples)]
-        return list(module(*leaves)), ()
-
-    with torch._guards.tracing(None), on_gpu():
-        graph = executable.trace(flat, examples, {"cpu"})
-        call = executable.compile_graph(graph, target_of(graph, "inductor", frozenset({"cuda"}), exact=True))
-    return lambda *values: call(list(values))
-
-
-def _on_cuda(value: object) -> Any:
-    return torch.device("cuda") if isinstance(value, torch.device) else "cuda" if value == "cpu" else value
-
-
 @contextlib.contextmanager
 def on_gpu(written: Callable[[str], None] = lambda code: None) -> Iterator[None]:
     """A region in which steps are compiled for the GPU; written is called with the text of each program."""
@@ -203,12 +182,7 @@ def on_gpu(written: Callable[[str], None] = lambda code: None) -> Iterator[None]
         return call
 
     # The state is on one device, its successor in the trace on the other.
-    names: dict[str, Any] = {
-        "trace": traced,
-        "compile_graph": compiled,
-        "check_like": lambda *_: None,
-    }
-    with mock.patch.multiple(executable, **names):
+    with mock.patch.multiple(executable, trace=traced, compile_graph=compiled, check_like=lambda *_: None):
         yield
 
 

@@ -63,10 +63,9 @@ class Tied(nn.Module):
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
         self.head.weight = self.words.weight
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Tensor) -> Any:
         x = self.words(tokens) + self.positions
-        logits: Tensor = self.head(self.norm(self.block(self.block(x))))
-        return logits
+        return self.head(self.norm(self.block(self.block(x))))
 
 
 def tied() -> Task:

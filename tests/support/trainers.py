@@ -17,7 +17,6 @@ from tests.support.programs import add_folder
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # TRL reports its use otherwise
 
-ROOT = Path(__file__).parent.parent.parent
 LETTERS = "abcdefghij"
 NUMBERS: dict[str, Any] = {"init_scale": 2.0**24, "growth_interval": 4}
 STEPS = 20

@@ -40,24 +40,24 @@ def _elementwise(function: Callable[..., object], dtype: tl.dtype | None = None)
     return call
 
 
+_SAME = ("exp", "exp2", "expm1", "log", "log1p", "log2", "sqrt", "sin", "cos", "tanh", "floor", "ceil", "trunc", "fmod")
+_OTHER: dict[str, Callable[..., object]] = {
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "pow": lambda x, y: np.power(x, np.asarray(y).astype(x.dtype)),
+    "erf": _erf,
+    "nearbyint": np.rint,
+    "mul_rn": np.multiply,
+    "add_rn": np.add,
+    "sub_rn": np.subtract,
+    "div_rn": np.divide,
+}
 _EXTERNAL = {
-    **{name: _elementwise(getattr(np, name)) for name in ("exp", "exp2", "expm1", "log", "log1p", "log2", "sqrt")},
-    **{name: _elementwise(getattr(np, name)) for name in ("sin", "cos", "tanh", "floor", "ceil", "trunc", "fmod")},
-    "rsqrt": _elementwise(lambda x: 1 / np.sqrt(x)),
-    "pow": _elementwise(lambda x, y: np.power(x, np.asarray(y).astype(x.dtype))),
-    "erf": _elementwise(_erf),
-    "abs": _elementwise(np.abs),
-    "nearbyint": _elementwise(np.rint),
-    "mul_rn": _elementwise(np.multiply),
-    "add_rn": _elementwise(np.add),
-    "sub_rn": _elementwise(np.subtract),
-    "div_rn": _elementwise(np.divide),
-    "ldexp": _elementwise(np.ldexp),
-    "ilogb": _elementwise(lambda x: np.frexp(x)[1] - 1, tl.int32),
-    "isinf": _elementwise(np.isinf, tl.int1),
-    "isnan": _elementwise(np.isnan, tl.int1),
+    **{name: _elementwise(getattr(np, name)) for name in (*_SAME, "abs", "ldexp")},
+    **{name: _elementwise(function) for name, function in _OTHER.items()},
+    **{name: _elementwise(getattr(np, name), tl.int1) for name in ("isinf", "isnan")},
     "finitef": _elementwise(np.isfinite, tl.int1),
     "signbit": _elementwise(np.signbit, tl.int32),
+    "ilogb": _elementwise(lambda x: np.frexp(x)[1] - 1, tl.int32),
 }
 
 

@@ -17,7 +17,7 @@ from tests.support.helpers import assert_same
 from tests.support.steps import assert_as_eager
 
 X = torch.linspace(-1, 1, 6)
-SELDOM, OFTEN = torch.full((6,), 0.1), torch.full((6,), 0.9)
+OFTEN = torch.full((6,), 0.9)
 
 
 def written(x: Tensor) -> Tensor:
@@ -29,13 +29,9 @@ def written(x: Tensor) -> Tensor:
 DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
     "dropout": lambda x: F.dropout(x, 0.5),
     "rrelu": lambda x: F.rrelu(x, training=True),
-    "rand": lambda x: torch.rand(3),
     "rand out": written,
     "random_ of a range": lambda x: torch.empty(3).random_(0, 10),
     "bernoulli of probabilities": lambda x: torch.bernoulli(x.abs()),
-    "normal of means": lambda x: torch.normal(x, 1.0),
-    "randperm": lambda x: torch.randperm(5),
-    "a transposed tensor": lambda x: torch.rand_like(x.view(2, 3).t()),
     "filled in place": lambda x: torch.empty(3, 2).t().normal_(),
     "multinomial": lambda x: torch.multinomial(x.abs(), 2),
 }
@@ -65,10 +61,6 @@ def again(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Tensor:
     return torch.stack([one, second()])
 
 
-def of_means(x: Tensor) -> Tensor:
-    return again(lambda: torch.normal(x, 1.0), lambda: torch.normal(x, 1.0))
-
-
 def checkpointed(draw: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The gradient of a function that draws, and that the backward pass computes again."""
 
@@ -82,9 +74,7 @@ def checkpointed(draw: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
 
 #: With a generator that is set back.
 SET_BACK: dict[str, Callable[[Tensor], Tensor]] = {
-    "rand again": lambda x: again(lambda: torch.rand(6), lambda: torch.rand(6)),
     "dropout again": lambda x: again(lambda: F.dropout(x), lambda: F.dropout(x * 2)),
-    "the same means": lambda x: of_means(x.sin()),
     "probabilities, computed again": checkpointed(lambda x: torch.bernoulli(x.detach().abs())),
     "rrelu, computed again": checkpointed(lambda x: F.rrelu(x, training=True)),
     "a captured tensor": lambda x: again(lambda: torch.bernoulli(OFTEN), lambda: torch.bernoulli(OFTEN)),

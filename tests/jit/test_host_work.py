@@ -13,16 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from funcamp import jit, make_train_step, module_loss, stateless
+from funcamp import jit, make_train_step, module_loss
+from tests.support.steps import SGD
 
-pytestmark = pytest.mark.compiled
-
-SGD = stateless(torch.optim.SGD, lr=0.1)
 X, Y = torch.randn(8, 4), torch.randn(8, 4)
-
-
-def small() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4))
 
 
 def python_calls(function: Callable[[], object]) -> int:
@@ -64,7 +58,7 @@ BETWEEN = {
 
 @pytest.mark.parametrize("name", BETWEEN)
 def test_a_call_is_as_before_after_what_a_loop_does(name: str) -> None:
-    model: Any = small()
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.GELU(), nn.Linear(4, 4))
     model.epoch = 0
     loss_fn = module_loss(model, F.mse_loss)
     step = make_train_step(loss_fn, SGD)

@@ -15,7 +15,6 @@ from torch.nn import functional as F
 
 from funcamp import jit, make_train_step, module_loss, stateless
 from funcamp._jit import cuda_graph
-from tests.support.helpers import assert_same
 from tests.support.stand_in import StandIn
 from tests.support.steps import assert_as_eager
 
@@ -149,15 +148,3 @@ def test_a_step_in_eval_mode_says_so_once_and_an_evaluation_does_not(caplog: pyt
         run(state, (X, Y))
         step(state, (X, Y))
     assert caplog.text.count("is in eval mode") == 1
-
-
-def test_an_evaluation_that_sets_the_modes_follows_none() -> None:
-    model, step, run, state = made(donate=False)
-    evaluate = run.also(lambda state, batch: (state, step.loss(state, batch)))
-    trained = run.also(lambda state, batch: (state, step.loss(state, batch, training=True)))
-    _, expected = evaluate(state, (X, Y))
-    trained(state, (X, Y))
-    model.eval()
-    assert_same(evaluate(state, (X, Y))[1], expected)
-    assert_same(trained(state, (X, Y))[1], expected)
-    assert (evaluate.programs, trained.programs) == (1, 2)

@@ -43,16 +43,18 @@ def numbers(*tensors: Tensor) -> list[float]:
 
 
 def add(state: Any, batch: Tensor) -> Any:
-    return {"x": state["x"] + batch.sum(), "n": state["n"] + 1}, {"sum": batch.sum(), "all": batch}
+    return {"x": state["x"] + batch.sum(), "n": state["n"] + 1}, {
+        "sums": (batch.sum(), state["x"].sum().half()),
+        "counts": [(batch > 0).sum(), state["n"] + 1, batch.isfinite().all()],
+        "all": batch,
+        "name": "add",
+    }
 
 
 def test_another_shape_is_another_graph_on_the_same_state(graphs: StandIn) -> None:
-    run, state = jit(add, backend="aot_eager"), {"x": torch.zeros(()), "n": torch.tensor(0)}
-    for size in (2, 3, 2, 3, 3):
-        state, metrics = run(state, torch.ones(size))
-        assert metrics["sum"] == size
-        assert metrics["all"].shape == (size,)
-    assert numbers(state["x"], state["n"]) == [13, 5]
+    start = {"x": torch.zeros(()), "n": torch.tensor(0)}
+    rows = assert_as_eager(add, jit(add, backend="aot_eager"), start, map(torch.ones, (2, 3, 2, 3, 3)))
+    assert list(rows[0]) == ["sums", "counts", "all", "name"]
     assert graphs.captures == 2
 
 
@@ -81,7 +83,7 @@ def test_a_capture_that_fails_leaves_the_state_as_it_was(monkeypatch: pytest.Mon
     assert numbers(state["x"], state["n"]) == [0, 0]
 
 
-@pytest.mark.parametrize("fails", ["in an operation", "at the end", "in Python"])
+@pytest.mark.parametrize("fails", ["in an operation", "at the end"])
 def test_a_capture_that_fails_leaves_stream_pool_and_generator_as_they_were(
     monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -92,12 +94,10 @@ def test_a_capture_that_fails_leaves_stream_pool_and_generator_as_they_were(
         streams.append(cuda.stream)
         if fails == "in an operation":
             cuda.synchronize()
-        if fails == "in Python":
-            raise RuntimeError("a bug")
         cuda.legal = fails != "at the end"
         return []
 
-    cause = {"in an operation": "not permitted when", "at the end": "a previous error", "in Python": "a bug"}[fails]
+    cause = {"in an operation": "not permitted when", "at the end": "a previous error"}[fails]
     for _ in range(2):
         with pytest.raises(RuntimeError, match=cause):
             graphs.capture(run)
@@ -108,18 +108,6 @@ def test_a_capture_that_fails_leaves_stream_pool_and_generator_as_they_were(
     assert (outputs, cuda.recording, cuda.drawing) == ([], [], True)
     assert {stream.device for stream in streams} == {second}  # of the state's device, not torch.cuda.graph's
     assert len({id(stream) for stream in streams}) == 1  # graphs share memory on one stream alone
-
-
-def test_metrics_of_all_dtypes_and_constants_are_returned(graphs: StandIn) -> None:
-    def step(state: Any, batch: Tensor) -> Any:
-        new = state["x"] + batch
-        metrics = {"sums": [new.sum(), batch.sum()], "counts": (state["n"] + 1, (batch > 0).sum()), "whole": new * 2}
-        metrics |= {"flag": new.isfinite().all(), "half": new.sum().half(), "none": None, "name": "a"}
-        return {"x": new, "n": state["n"] + 1}, metrics
-
-    run, state = jit(step, backend="eager"), {"x": torch.zeros(3), "n": torch.tensor(0)}
-    (metrics, *_) = assert_as_eager(step, run, state, torch.randn(3, 3))
-    assert list(metrics) == ["sums", "counts", "whole", "flag", "half", "none", "name"]
 
 
 def test_a_state_on_two_gpus_is_not_captured() -> None:

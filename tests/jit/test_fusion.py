@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -36,16 +35,6 @@ def code_of_step(layers: int) -> str:
     return written(torch.compile(step, fullgraph=True), step.init(), BATCH)
 
 
-def loops(code: str) -> Iterator[str]:
-    """The C++ loops of generated code, inner ones within the outer."""
-    for match in re.finditer(r"\bfor\s*\(.*?\)\s*\{", code, re.DOTALL):
-        depth, end = 1, match.end()
-        while depth:
-            depth += {"{": 1, "}": -1}.get(code[end], 0)
-            end += 1
-        yield code[match.start() : end]
-
-
 @pytest.fixture(scope="module")
 def small() -> str:
     return code_of_step(3)
@@ -54,13 +43,6 @@ def small() -> str:
 @pytest.fixture(scope="module")
 def large() -> str:
     return code_of_step(12)
-
-
-def test_powers_of_the_step_count_are_taken_outside_the_loops(small: str) -> None:
-    assert "std::pow(" in small
-    found = list(loops(small))
-    assert len(found) > 3
-    assert not [loop for loop in found if "std::pow(" in loop]
 
 
 def test_weight_gradients_are_written_into_the_flat_one(large: str) -> None:

@@ -169,15 +169,6 @@ def test_no_tensor_of_a_call_is_kept(donate: bool) -> None:
     assert all(storage.expired() for storage in last)
 
 
-def test_a_constant_that_changes_drops_the_oldest_program() -> None:
-    run, state = eager_backend(add, max_signatures=2), start()
-    for times in (1, 0, 2, 1, 3):
-        expected = state["total"] + 2 * times
-        state, _ = run(state, {**X, "times": times})
-        assert state["total"] == expected
-        assert run.programs <= 2
-
-
 # When a further signature is compiled
 
 

@@ -36,17 +36,3 @@ def test_each_thread_keeps_its_state(is_traced: bool) -> None:
         assert state["sum"].item() == 7 * (CALLS // 2) * 10.0**index
 
     together(work, THREADS)
-
-
-def test_a_thread_that_fails_leaves_the_step_to_the_others() -> None:
-    run = jit(count, backend="eager")
-
-    def work(index: int) -> None:
-        if index == 0:
-            with pytest.raises(TypeError, match="jit: state"):
-                run({"n": 1, "sum": 2}, torch.ones(4))
-        else:
-            _, n = run(begun(), torch.ones(4))
-            assert n.item() == 1
-
-    together(work, THREADS)

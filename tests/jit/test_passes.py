@@ -90,13 +90,6 @@ def test_explain_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:
     assert re.fullmatch(r" +whole_operations +.*\(left out\)", printed[1])
 
 
-def test_the_list_for_a_cpu() -> None:
-    names = {line.split()[0] for line in explain.lines(CPU)}
-    assert {"part_inputs", "write_backs", "cpp_wrapper"} <= names
-    exact = {line.split()[0] for line in explain.lines(CPU._replace(exact=True))}
-    assert {"float16_sums", "fallback_random"} <= exact - names
-
-
 def test_an_unknown_name_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FUNCAMP_WITHOUT", "other")
     with pytest.raises(ValueError, match=r"got 'other' \(FUNCAMP_WITHOUT counts too\)"):

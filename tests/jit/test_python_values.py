@@ -30,17 +30,13 @@ class Model(nn.Module):
         self.linear, self.dropout = nn.Linear(4, 1), nn.Dropout(0.5)
         self.factor, self.pair = 1.0, (0.5, 0.5)
         self.function: Callable[[Tensor], Tensor] = torch.sin
-        self.epoch = self.traces = 0
+        self.epoch = 0
         self.losses: list[Any] = []
-        self.mask = torch.ones(16, 1)
 
     def forward(self, x: Tensor) -> Any:
-        self.traces += 1
-        if len(self.mask) != len(x):
-            self.mask = torch.ones(len(x), 1)
         if self.epoch % 5 == 0:
             logging.getLogger("tests").info("epoch %d", self.epoch)
-        out = self.dropout(self.linear(x)) * self.factor * self.mask * (2 if self.epoch >= 30 else 1)
+        out = self.dropout(self.linear(x)) * self.factor * (2 if self.epoch >= 30 else 1)
         return self.function(out) * self.pair[0] + self.pair[1]
 
 
@@ -70,16 +66,6 @@ def test_what_is_equal_or_is_not_read_may_change() -> None:
         model.losses.append(torch.ones(()))
         assert_right(step, run, state)
     assert run.programs == 1
-
-
-def test_a_count_that_nothing_reads_makes_no_program() -> None:
-    model, _, run, state = made(donate=False)
-    for _ in range(3):
-        run(state, (X, Y))
-    assert model.traces == 2  # the count moved on, so the first call ran twice
-    for rows in (8, 16, 8, 16):
-        run(state, (X[:rows], Y[:rows]))
-    assert run.programs == 2  # for two sizes, each with its mask
 
 
 def test_a_value_that_changes_nothing_needs_no_program(caplog: pytest.LogCaptureFixture) -> None:

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-import funcamp
-from funcamp import _upstream, jit, make_train_step, module_loss, stateless
+from funcamp import ScalerConfig, _upstream, jit, make_train_step, module_loss, stateless
 from tests.support.models import lstm_policies
-from tests.support.steps import assert_as_eager
+from tests.support.steps import SGD, assert_as_eager
 
 pytestmark = pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 
@@ -28,7 +27,6 @@ class Layers(nn.Module):
 
     def __init__(self, *kinds: str) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.layers = nn.ModuleList([nn.LSTM(6, 8, batch_first=True, **KINDS[kind]) for kind in kinds])
 
     def forward(self, x: Tensor) -> Tensor:
@@ -39,44 +37,28 @@ class Layers(nn.Module):
         return out
 
 
-def hessian_product(params: dict[str, Tensor], x: Tensor) -> Tensor:
-    """Forward over reverse; torch.func.jvp makes zeros without memory for what does not depend on x."""
-
-    def out(x: Tensor) -> Tensor:
-        hidden: Tensor = (x @ params["w"] + params["b"]).tanh() @ params["w"] + params["b"]
-        return hidden.square().sum() + torch.sgn(hidden)[-1].sum()
-
-    tangents: Any = torch.func.jvp(torch.func.grad(out), (x,), (torch.ones_like(x),))
-    mean: Tensor = tangents[1].square().mean()
-    return mean
-
-
-def batches(count: int) -> list[tuple[Tensor, Tensor]]:
-    return [(torch.randn(4, 5, 6), torch.randint(3, (4,))) for _ in range(count)]
-
-
-def step_of(*kinds: str, policy: str | None = None) -> Any:
-    """A step that reports its gradients."""
+def assert_trained(*kinds: str, policy: str | None = None, relative: float | None = None, **options: Any) -> None:
+    """Compare steps that report their gradients."""
     gradients = {"gradients": lambda grads: {name: grad.clone() for name, grad in grads.items()}}
-    sgd, config = stateless(torch.optim.SGD, lr=1.0), funcamp.ScalerConfig(init_scale=2.0**10)
-    return make_train_step(module_loss(Layers(*kinds), F.cross_entropy), sgd, config, policy=policy, observe=gradients)
+    loss_fn, config = module_loss(Layers(*kinds), F.cross_entropy), ScalerConfig(init_scale=2.0**10)
+    step = make_train_step(loss_fn, SGD, config, policy=policy, observe=gradients)
+    batches = [(torch.randn(4, 5, 6), torch.randint(3, (4,))) for _ in range(2)]
+    assert_as_eager(step, jit(step, **options), step.init(flat=False), batches, relative)
 
 
 @pytest.mark.thorough(keep=2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", lstm_policies())
 def test_a_step_is_the_eager_one(kind: str, policy: str | None) -> None:
-    step = step_of(kind, policy=policy)
     # The trace of torch 2.11 rounds in other places in 16 bits.
     relative = None if policy is None or _upstream.VERSION >= (2, 13) else 3e-2
-    assert_as_eager(step, jit(step, backend="aot_eager"), step.init(flat=False), batches(3), relative)
+    assert_trained(kind, policy=policy, relative=relative, backend="aot_eager")
 
 
 @pytest.mark.thorough
 @pytest.mark.inductor
 def test_every_gradient_of_the_generated_code_is_the_eager_one() -> None:
-    step = step_of(*KINDS)
-    assert_as_eager(step, jit(step), step.init(flat=False), batches(1), 1e-5)
+    assert_trained(*KINDS, relative=1e-5)
 
 
 def test_multilabel_margin_loss_ends_at_the_first_negative_target() -> None:
@@ -97,9 +79,21 @@ def test_trilinear_interpolation_where_tests_run(monkeypatch: pytest.MonkeyPatch
     assert_as_eager(step, jit(step), torch.ones(1), [torch.arange(24.0).view(1, 1, 2, 3, 4)], 1e-5)
 
 
+def hessian_product(params: dict[str, Tensor], x: Tensor) -> Tensor:
+    """Forward over reverse; torch.func.jvp makes zeros without memory for what does not depend on x."""
+
+    def out(x: Tensor) -> Tensor:
+        hidden: Tensor = (x @ params["w"] + params["b"]).tanh() @ params["w"] + params["b"]
+        return hidden.square().sum() + torch.sgn(hidden)[-1].sum()
+
+    tangents: Any = torch.func.jvp(torch.func.grad(out), (x,), (torch.ones_like(x),))
+    mean: Tensor = tangents[1].square().mean()
+    return mean
+
+
 @pytest.mark.thorough
 @pytest.mark.inductor
 def test_a_hessian_product_is_the_eager_ones() -> None:
-    step = make_train_step(hessian_product, stateless(torch.optim.SGD, lr=5e-4), funcamp.ScalerConfig(init_scale=4.0))
+    step = make_train_step(hessian_product, stateless(torch.optim.SGD, lr=5e-4), ScalerConfig(init_scale=4.0))
     state = step.init({"w": torch.linspace(-1, 1, 64).view(8, 8).sin(), "b": torch.zeros(8)})
     assert_as_eager(step, jit(step), state, [torch.linspace(-1, 1, 32).view(4, 8)] * 3, 1e-5)

@@ -100,6 +100,10 @@ def changed(change: Callable[[Any], object], forward: Forward = scaled, **attrib
     return program
 
 
+def unchanged(forward: Forward, **attributes: object) -> Make:
+    return lambda: Program(Net(forward, **copy.deepcopy(attributes)))
+
+
 def put(container: Any, key: Any, value: Any) -> Any:
     container[key] = value
     return container
@@ -345,10 +349,10 @@ FOLLOWED: dict[str, Make] = {
     "what a call leaves behind": left_behind,
     "a table": lazy(lambda self: torch.arange(4.0)),
     "a table in a buffer": lazy_buffer,
-    "tables by size": changed(lambda model: None, lazy_by_size, tables={}),
+    "tables by size": unchanged(lazy_by_size, tables={}),
     "a function's cache": lazy_function,
     "a cache that is emptied": lazy(lambda self: self.factor, lambda model: vars(model).update(factor=3.0, made=None)),
-    "a hidden state in a buffer": changed(lambda model: None, keeps_output, hidden=nn.Buffer(torch.zeros(4))),
+    "a hidden state in a buffer": unchanged(keeps_output, hidden=nn.Buffer(torch.zeros(4))),
 }
 
 
@@ -362,7 +366,7 @@ def counting(weight: Callable[[int], Any]) -> Make:
         self.calls += 1
         return self.layer(x) * weight(self.calls)
 
-    return lambda: Program(Net(forward, calls=0))
+    return unchanged(forward, calls=0)
 
 
 def counting_in_a_list() -> Program:
@@ -440,22 +444,22 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "numpy's generator": (drawing(np.random.rand), "compute the same at every call"),
     "an iterator": (iterating(lambda: itertools.cycle([1.0, 2.0])), "what no attribute shows, such as an iterator"),
     "a hidden state": (
-        changed(lambda model: None, keeps_output, hidden=torch.zeros(4)),
+        unchanged(keeps_output, hidden=torch.zeros(4)),
         r"not replace .* model\.hidden",
     ),
     "the first batch": (
-        changed(lambda model: None, keeps_the_first_batch, first=None),
+        unchanged(keeps_the_first_batch, first=None),
         r"not keep a tensor in Python .* model\.first",
     ),
     "a criterion's center": (lambda: Program(linear(), Center()), r"writes into criterion\.center"),
     "a memory bank": (memory_bank, r"criterion\.bank\.(next|rows)"),
     "a momentum encoder": (
-        lambda: Program(Net(momentum_encoder, slow=nn.Linear(4, 4).requires_grad_(False))),
+        unchanged(momentum_encoder, slow=nn.Linear(4, 4).requires_grad_(False)),
         r"writes into model\.slow\.weight.*register_buffer",
     ),
     "a teacher in training": (teacher_in_training, r"criterion\.norm\..*eval mode"),
     "tensors that change places": (
-        lambda: Program(Net(changing_places, one=torch.ones(4), other=torch.zeros(4))),
+        unchanged(changing_places, one=torch.ones(4), other=torch.zeros(4)),
         PLACES,
     ),
 }

@@ -16,10 +16,9 @@ from torch.nn import functional as F
 from funcamp import jit, make_train_step, module_loss, stateless
 from funcamp._jit import cuda_graph
 from tests.support.stand_in import StandIn
-from tests.support.steps import assert_as_eager
+from tests.support.steps import SGD, assert_as_eager
 
 X, Y = torch.randn(16, 4), torch.randn(16, 1)
-SGD = stateless(torch.optim.SGD, lr=0.1)
 
 
 class Model(nn.Module):

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from funcamp import ScalerConfig, _upstream, jit, stateless
+from funcamp import ScalerConfig, jit, stateless
 from funcamp._jit import cuda_graph
 from tests.support.models import mlp
 from tests.support.stand_in import FakeCuda, StandIn
@@ -24,19 +22,15 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     return stand_in
 
 
-CONFIG = ScalerConfig(2.0**24, growth_interval=5)
-
-
-def task_and_step(**options: Any) -> Any:
-    task = mlp(**options)
-    adamw = stateless(torch.optim.AdamW, lr=1e-2)
-    return task, build(task, adamw, policy="float16", max_norm=1.0, config=CONFIG)
-
-
 @pytest.mark.thorough(keep=1)
 @pytest.mark.parametrize("donate", [True, False])
 def test_replays_are_the_eager_steps_and_dropout_does_not_depend_on_the_warm_up(graphs: StandIn, donate: bool) -> None:
-    task, step = task_and_step(dropout=0.5)
+    task, adamw, config = (
+        mlp(dropout=0.5),
+        stateless(torch.optim.AdamW, lr=1e-2),
+        ScalerConfig(2.0**24, growth_interval=5),
+    )
+    step = build(task, adamw, policy="float16", max_norm=1.0, config=config)
     run = jit(step, backend="aot_eager", donate=donate)
     rows = assert_as_eager(step, run, step.init(), map(task.batch, range(12)))
     assert {row.found_inf.item() for row in rows} == {0.0, 1.0}
@@ -50,19 +44,17 @@ def numbers(*tensors: Tensor) -> list[float]:
 
 def add(state: Any, batch: Tensor) -> Any:
     return {"x": state["x"] + batch.sum(), "n": state["n"] + 1}, {
-        "sum": batch.sum(),
-        "mean": batch.mean(),
+        "sums": (batch.sum(), state["x"].sum().half()),
+        "counts": [(batch > 0).sum(), state["n"] + 1, batch.isfinite().all()],
         "all": batch,
+        "name": "add",
     }
 
 
 def test_another_shape_is_another_graph_on_the_same_state(graphs: StandIn) -> None:
-    run, state = jit(add, backend="aot_eager"), {"x": torch.zeros(()), "n": torch.tensor(0)}
-    for size in (2, 3, 2, 3, 3):
-        state, metrics = run(state, torch.ones(size))
-        assert metrics["sum"] == size
-        assert metrics["all"].shape == (size,)
-    assert numbers(state["x"], state["n"]) == [13, 5]
+    start = {"x": torch.zeros(()), "n": torch.tensor(0)}
+    rows = assert_as_eager(add, jit(add, backend="aot_eager"), start, map(torch.ones, (2, 3, 2, 3, 3)))
+    assert list(rows[0]) == ["sums", "counts", "all", "name"]
     assert graphs.captures == 2
 
 
@@ -91,7 +83,7 @@ def test_a_capture_that_fails_leaves_the_state_as_it_was(monkeypatch: pytest.Mon
     assert numbers(state["x"], state["n"]) == [0, 0]
 
 
-@pytest.mark.parametrize("fails", ["in an operation", "at the end", "in Python"])
+@pytest.mark.parametrize("fails", ["in an operation", "at the end"])
 def test_a_capture_that_fails_leaves_stream_pool_and_generator_as_they_were(
     monkeypatch: pytest.MonkeyPatch, fails: str
 ) -> None:
@@ -102,12 +94,10 @@ def test_a_capture_that_fails_leaves_stream_pool_and_generator_as_they_were(
         streams.append(cuda.stream)
         if fails == "in an operation":
             cuda.synchronize()
-        if fails == "in Python":
-            raise RuntimeError("a bug")
         cuda.legal = fails != "at the end"
         return []
 
-    cause = {"in an operation": "not permitted when", "at the end": "a previous error", "in Python": "a bug"}[fails]
+    cause = {"in an operation": "not permitted when", "at the end": "a previous error"}[fails]
     for _ in range(2):
         with pytest.raises(RuntimeError, match=cause):
             graphs.capture(run)
@@ -120,37 +110,6 @@ def test_a_capture_that_fails_leaves_stream_pool_and_generator_as_they_were(
     assert len({id(stream) for stream in streams}) == 1  # graphs share memory on one stream alone
 
 
-def test_scalar_metrics_are_returned_by_one_copy_for_each_dtype(
-    graphs: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def step(state: Any, batch: Tensor) -> Any:
-        new = state["x"] + batch
-        metrics = {
-            "sums": [new.sum(), batch.sum(), new.max()],
-            "counts": (state["n"] + 1, (batch > 0).sum()),
-            "flag": new.isfinite().all(),
-            "half": new.sum().half(),
-            "whole": new * 2,
-            "same": batch.sum(),
-            "none": None,
-            "name": "a",
-        }
-        return {"x": new, "n": state["n"] + 1}, metrics
-
-    copied: list[torch.dtype] = []
-
-    def copy_each(copies: list[Tensor], results: list[Tensor], **options: Any) -> None:
-        copied.append(results[0].dtype)
-        torch._foreach_copy_(copies, results, **options)
-
-    run, state = jit(step, backend="eager"), {"x": torch.zeros(3), "n": torch.tensor(0)}
-    (metrics, *_) = assert_as_eager(step, run, state, torch.randn(3, 3))
-    assert list(metrics) == ["sums", "counts", "flag", "half", "whole", "same", "none", "name"]
-    monkeypatch.setattr(_upstream, "copy_each", copy_each)
-    run(state, torch.ones(3))
-    assert copied[1:] == [torch.float32, torch.int64, torch.bool, torch.float16]  # the first is the batch
-
-
 def test_a_state_on_two_gpus_is_not_captured() -> None:
     cpu, first, second = torch.device("cpu"), torch.device("cuda:0"), torch.device("cuda:1")
     assert cuda_graph.graphs_for([]) is None
@@ -158,29 +117,3 @@ def test_a_state_on_two_gpus_is_not_captured() -> None:
     for places in ([first, second], [first, first, cpu]):
         with pytest.raises(RuntimeError, match=r"on one device to be captured; got cuda:0, .*: pass capture=False"):
             cuda_graph.graphs_for(places)
-
-
-class Forgetful:
-    """Captures as torch does: the graph refers to memory, and keeps no tensor."""
-
-    def warm_up(self, run: Any, times: int) -> None: ...
-
-    def capture(self, run: Any) -> Any:
-        return (lambda: None), run()
-
-
-class Program:
-    """What a compiler returns."""
-
-    def __call__(self, values: list[Tensor]) -> list[Tensor]:
-        return [values[0] + values[1]]
-
-
-def test_a_graph_keeps_the_program_that_has_its_constants() -> None:
-    program, graphs = Program(), cast("cuda_graph.CudaGraphs", Forgetful())
-    alive = weakref.ref(program)
-    captured = cuda_graph.Captured(graphs, program, [torch.zeros(2)], [torch.ones(2)])
-    del program
-    gc.collect()
-    assert alive() is not None
-    assert captured([torch.zeros(2), torch.ones(2)])

@@ -7,10 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from funcamp import jit, make_train_step, module_loss, stateless
-from tests.support.steps import assert_as_eager
-
-SGD = stateless(torch.optim.SGD, lr=0.1)
+from funcamp import jit, make_train_step, module_loss
+from tests.support.steps import SGD, assert_as_eager
 
 
 @torch.library.custom_op("funcamp_tests::turned", mutates_args=())
@@ -23,16 +21,15 @@ def _(x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-@pytest.mark.parametrize("inner", [nn.Identity(), nn.Dropout(0.3)], ids=["norm", "dropout"])
 @pytest.mark.parametrize("turn", [(0, 2, 1), (1, 2, 0)], ids=str)
 def test_what_follows_a_batch_norm_of_a_transposed_input_draws_and_sums_in_eagers_order(
-    inner: nn.Module, turn: tuple[int, int, int]
+    turn: tuple[int, int, int],
 ) -> None:
     class Turned(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.first, self.norm, self.inner = nn.Linear(6, 6), nn.BatchNorm1d(6), inner
+            self.first, self.norm, self.inner = nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3)
 
         def forward(self, x: Tensor) -> Tensor:
             out: Tensor = self.inner(self.norm(self.first(x).permute(turn))).relu()
@@ -52,19 +49,14 @@ def test_operation_that_promised_another_layout() -> None:
 
 
 @pytest.mark.parametrize("order", [(2, 1, 0), (1, 0, 2), (0, 2, 1)])
-@pytest.mark.parametrize("is_dense", [True, False])
-def test_a_batch_keeps_the_order_of_its_dimensions(order: tuple[int, ...], is_dense: bool) -> None:
+def test_a_batch_keeps_the_order_of_its_dimensions(order: tuple[int, ...]) -> None:
     # A sum follows the order in memory, and so rounds as in eager code.
-    x = torch.randn(9, 8, 14).permute(order)
-    if not is_dense:
-        x = x[:, 1:]
     orders = []
 
     def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
         orders.append(sorted(range(3), key=batch.stride, reverse=True))
         return state, (batch * state).exp().sum()
 
-    state = torch.full((), 0.7)
-    expected = step(state, x)[1]
-    assert torch.equal(jit(step, backend="eager")(state, x)[1], expected)
-    assert orders[0] == orders[1]
+    whole = torch.randn(9, 8, 14).permute(order)
+    assert_as_eager(step, jit(step, backend="eager"), torch.full((), 0.7), [whole, whole[:, 1:]])
+    assert len(set(map(tuple, orders))) == 1

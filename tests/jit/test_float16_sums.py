@@ -47,19 +47,14 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "weight of a convolution, over places": lambda v: grad_of(
         lambda w: F.conv1d(v.view(1, 1, 4), w), ones(1, 1, 1), ones(4)
     ),
-    "convolution over channels": lambda v: F.conv1d(v.view(1, 4, 1), ones(1, 4, 1)),
     "product": lambda v: v.view(1, 4).repeat(8, 1) @ ones(4, 8),
-    "linear": lambda v: F.linear(v.view(1, 4), ones(2, 4)),
     "attention": lambda v: F.scaled_dot_product_attention(
         zeros(1, 1, 1, 4), zeros(1, 1, 4, 4), v.view(1, 1, 4, 1).repeat(1, 1, 1, 4)
     ),
     "mean": lambda v: v.mean(),
     "var": lambda v: v.var(),
     "index_add": lambda v: zeros(2).index_add(0, PLACES, v),
-    "scatter_add": lambda v: zeros(2).scatter_add(0, PLACES, v),
     "index_put": lambda v: zeros(2).index_put((PLACES,), v, accumulate=True),
-    "gradient of expand": lambda v: grad_of(lambda w: w.expand(4), ones(1), v),
-    "gradient of an embedding": lambda v: grad_of(lambda w: F.embedding(PLACES, w), ones(2, 1), v),
     "gradient of a maximum pool": lambda v: pooled(v, F.max_pool1d, (1, 1, 4)),
     "fold": lambda v: F.fold(torch.stack([v, v]).view(1, 2, 4), (1, 5), (1, 2)),
     "layer_norm": lambda v: F.layer_norm(v, (4,)),
@@ -67,7 +62,6 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
         lambda w: F.layer_norm(torch.tensor([[1.0, 2.0]] * 4, dtype=HALF), (2,), w), ones(2), v.view(4, 1).expand(4, 2)
     ),
     "batch_norm": lambda v: F.batch_norm(v.view(4, 1), None, None, training=True),
-    "softmax": lambda v: v.softmax(0),
 }
 
 

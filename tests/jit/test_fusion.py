@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch._inductor.codegen.cpp_wrapper_cpu import CppWrapperCpu
 
-from funcamp import TrainState, TrainStep, jit, make_train_step, module_loss, stateless
+from funcamp import TrainStep, jit, make_train_step, module_loss, stateless
 from funcamp._jit import session
 from tests.support.generated import code_of, written
 
@@ -23,67 +22,38 @@ WIDTH = 16
 BATCH = (torch.randn(8, WIDTH), torch.randn(8, WIDTH))
 
 
-def mse(output: Tensor, target: Tensor) -> Tensor:
-    return (output.float() - target).square().mean()
-
-
-def step_of(layers: int, width: int = WIDTH, policy: str = "bfloat16", **options: Any) -> TrainStep:
+def step_of(layers: int, policy: str = "bfloat16") -> TrainStep:
     """AdamW with a schedule and clipping on a stack of Linears."""
-    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(layers)))
     adamw = stateless(torch.optim.AdamW, lr=lambda applied: 1e-3 / (1 + applied))
-    loss_fn = module_loss(model, mse)
-    return make_train_step(loss_fn, adamw, policy=policy, max_norm=1.0, **options)
+    return make_train_step(module_loss(model, nn.functional.mse_loss), adamw, policy=policy, max_norm=1.0)
 
 
-def code_of_step(layers: int) -> tuple[str, TrainState]:
+def code_of_step(layers: int) -> str:
     # In float32: in 16 bits a pass of `jit`, which this program does not have, joins gradients before they are cast.
     step = step_of(layers, policy="float32")
-    state = step.init()
-    return written(torch.compile(step, fullgraph=True), state, BATCH), state
-
-
-def loops(code: str) -> Iterator[str]:
-    """The C++ loops of generated code, inner ones within the outer."""
-    for match in re.finditer(r"\bfor\s*\(.*?\)\s*\{", code, re.DOTALL):
-        depth, end = 1, match.end()
-        while depth:
-            depth += {"{": 1, "}": -1}.get(code[end], 0)
-            end += 1
-        yield code[match.start() : end]
+    return written(torch.compile(step, fullgraph=True), step.init(), BATCH)
 
 
 @pytest.fixture(scope="module")
-def small() -> tuple[str, TrainState]:
+def small() -> str:
     return code_of_step(3)
 
 
 @pytest.fixture(scope="module")
-def large() -> tuple[str, TrainState]:
+def large() -> str:
     return code_of_step(12)
 
 
-def test_powers_of_the_step_count_are_taken_outside_the_loops(small: tuple[str, TrainState]) -> None:
-    code, _ = small
-    assert "std::pow(" in code
-    found = list(loops(code))
-    assert len(found) > 3
-    assert not [loop for loop in found if "std::pow(" in loop]
-
-
-def test_weight_gradients_are_written_into_the_flat_one(large: tuple[str, TrainState]) -> None:
-    code, _ = large
-    slices = re.findall(rf"(buf\d+) = reinterpret_tensor\((buf\d+), \({WIDTH}, {WIDTH}\), .*# alias", code)
-    written = set(re.findall(r"extern_kernels\.mm\(.*out=(buf\d+)\)", code))
+def test_weight_gradients_are_written_into_the_flat_one(large: str) -> None:
+    slices = re.findall(rf"(buf\d+) = reinterpret_tensor\((buf\d+), \({WIDTH}, {WIDTH}\), .*# alias", large)
+    written = set(re.findall(r"extern_kernels\.mm\(.*out=(buf\d+)\)", large))
     assert len({whole for _, whole in slices}) == 1
     assert len({name for name, _ in slices} & written) == 12
 
 
-def test_the_optimizer_is_one_loop_a_group_whatever_the_number_of_tensors(
-    small: tuple[str, TrainState], large: tuple[str, TrainState]
-) -> None:
-    roots = [code.count(".sqrt()") for code, _ in (small, large)]
-    assert roots[0] == roots[1] > 0
-    assert [len(state.params.groups) for _, state in (small, large)] == [2, 2]
+def test_the_optimizer_is_one_loop_a_group_whatever_the_number_of_tensors(small: str, large: str) -> None:
+    assert small.count(".sqrt()") == large.count(".sqrt()") > 0
 
 
 def allocated(code: str) -> list[int]:
@@ -110,13 +80,10 @@ def test_what_cannot_be_called_from_cpp_is_called_from_python(monkeypatch: pytes
         raise NotImplementedError("no such call in C++")
 
     def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
-        return state * factor + state @ batch, state.sum()
+        return state * 0.25 + state @ batch, state.sum()
 
     state, batch = torch.randn(3, 3), torch.randn(3, 3)
-    factor = 0.5
-    assert "CppWrapperCodeCache" in code_of(jit(step, donate=False), state, batch)
     monkeypatch.setattr(CppWrapperCpu, "generate", refuse)
-    factor = 0.25  # another program, or the one above is taken from the cache
     run = jit(step, donate=False)
     assert "CppWrapperCodeCache" not in code_of(run, state, batch)
     torch.testing.assert_close(run(state, batch), step(state, batch))

@@ -15,9 +15,8 @@ from torch.utils import _pytree
 from funcamp import ScalerConfig, clone, jit, stateless
 from funcamp._jit import compile as compiler
 from funcamp._jit import executable
-from tests.support.helpers import assert_same
 from tests.support.models import mlp
-from tests.support.steps import build
+from tests.support.steps import assert_as_eager, build, traced
 
 Step = Callable[[Any, Any], Any]
 
@@ -36,6 +35,7 @@ def start() -> dict[str, Any]:
     return {"total": torch.zeros(()), "rest": [torch.ones(2, 2), None]}
 
 
+X = {"x": torch.ones(2)}
 CONFIG = ScalerConfig(2.0**24, growth_interval=5)
 
 
@@ -61,51 +61,53 @@ def test_without_donation_the_state_stays() -> None:
     assert again["total"] == 1
 
 
-def test_a_leaf_put_into_the_state_between_calls_is_used() -> None:
-    run, state = eager_backend(add), start()
-    state, _ = run(state, {"x": torch.ones(1)})
-    state["total"] = torch.tensor(10.0)
-    state, _ = run(state, {"x": torch.ones(1)})
-    assert state["total"] == 11
-    state["total"].fill_(20.0)
-    assert run(state, {"x": torch.ones(1)})[0]["total"] == 21
-
-
 def test_steps_in_one_call_are_as_many_calls() -> None:
     task = mlp()
     step = build(task, stateless(torch.optim.AdamW, lr=1e-2), policy="float16", config=CONFIG)
-    run, expected, rows = eager_backend(step), step.init(), []
-    for index in range(6):
-        expected, metrics = run(expected, task.batch(index))
-        rows.append(metrics)
-    run, state, found = eager_backend(step, unroll=3), step.init(), []
+    run, several, state, batches = traced(step), jit(step, backend="eager", unroll=3), step.init(), []
+
+    def one_by_one(state: Any, batch: Any) -> Any:
+        rows = []
+        for part in zip(*batch):
+            state, metrics = run(state, part)
+            rows.append(metrics)
+        return state, _pytree.tree_map(lambda *column: torch.stack(column), *rows)
+
     for index in (0, 3):
-        pieces = [task.batch(index + part) for part in range(3)]
-        state, metrics = run(state, tuple(torch.stack(column) for column in zip(*pieces)))
-        found += [type(metrics)(*(torch.utils._pytree.tree_map(lambda m, i=i: m[i], metrics))) for i in range(3)]
-    assert_same((state, found), (expected, rows))
+        batches.append(tuple(map(torch.stack, zip(*(task.batch(index + part) for part in range(3))))))
+    assert_as_eager(one_by_one, several, state, batches)
 
 
-REPLACED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
-    "dtype": (lambda s: s.update(a=torch.zeros((), dtype=torch.int32)), r"at \['a'\] it has a torch.int32"),
-    "shape": (lambda s: s.update(b=torch.zeros(2)), r"at \['b'\] it has .* shape \(2,\)"),
-    "no leaf": (lambda s: s.pop("a"), "they part at leaf 0"),
-    "keys swapped": (lambda s: s.update(x=s.pop("a"), y=s.pop("b")), "they part at leaf 0"),
+REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "dtype": (lambda s: s.update(total=torch.zeros((), dtype=torch.int32)), r"at \['total'\] it has a torch.int32"),
+    "shape": (lambda s: s.update(rest=[torch.ones(2), None]), r"at \['rest'\]\[0\] it has .* shape \(2,\)"),
+    "no leaf": (lambda s: s.pop("total"), "they part at leaf 0"),
+    "another name": (lambda s: s.update(x=s.pop("total")), "they part at leaf 0"),
 }
 
 
-@pytest.mark.parametrize("change", REPLACED)
-def test_a_state_changed_in_place_is_checked_like_a_new_one(change: str) -> None:
-    def step(state: Any, batch: Tensor) -> Any:
-        return {name: leaf + batch for name, leaf in state.items()}, None
-
-    run, act, message = eager_backend(step), *REPLACED[change]
-    state, _ = run({"a": torch.zeros(()), "b": torch.ones(())}, torch.ones(()))
+@pytest.mark.parametrize("change", REFUSED)
+def test_a_state_changed_in_place_is_checked_and_a_refused_call_loses_nothing(change: str) -> None:
+    run, act, message = eager_backend(add), *REFUSED[change]
+    state, _ = run(start(), X)
+    other = clone(state)
     act(state)
-    with pytest.raises(ValueError, match=message):
-        run(state, torch.ones(()))
-    state, _ = run({"a": torch.zeros(()), "b": torch.ones(())}, torch.ones(()))
-    assert [leaf.item() for leaf in state.values()] == [1, 2]
+    for _ in range(2):
+        with pytest.raises(ValueError, match=message):
+            run(state, X)
+    assert run(other, X)[0]["total"] == 4
+
+
+def test_too_many_signatures_are_refused_and_the_leaf_is_named() -> None:
+    run, state = eager_backend(add, max_signatures=2), start()
+    for size in (2, 3):
+        state, _ = run(state, {"x": torch.ones(size)})
+    changed = r"at most 2 signatures.*batch\['x'\] changed from .*\(3,\) on cpu to .*\(4,\)"
+    for batch, message in (({"x": torch.ones(4)}, changed), ([torch.ones(4)], "its structure changed")):
+        with pytest.raises(ValueError, match=message):
+            run(state, batch)
+    state, _ = run(state, X)
+    assert state["total"] == 7
 
 
 def test_a_first_call_that_fails_binds_nothing() -> None:
@@ -127,42 +129,11 @@ def test_a_state_made_in_inference_mode_is_taken_over() -> None:
     assert not after["total"].is_inference()
 
 
-X = {"x": torch.ones(2)}
-
-
-def test_a_refused_call_loses_nothing() -> None:
-    run, state = eager_backend(add, max_signatures=2), start()
-    state, _ = run(state, X)
-    before = clone(state)
-    other: dict[str, Any] = {"total": torch.zeros(2), "rest": state["rest"]}
-    with pytest.raises(ValueError, match=r"jit: state must have .* at \['total'\] it has .*shape \(2,\)"):
-        run(other, X)
-    with pytest.raises(ValueError, match="one tree structure"):
-        run({"total": torch.zeros(())}, X)
-    run(state, {"x": torch.ones(3)})
-    with pytest.raises(
-        ValueError, match=r"at most 2 signatures.*batch\['x'\] changed from .*\(3,\) on cpu to .*\(4,\)"
-    ):
-        run(state, {"x": torch.ones(4)})
-    with pytest.raises(ValueError, match=r"its structure changed"):
-        run(state, [torch.ones(4)])
-    state, _ = run(state, X)
-    assert state["total"] == before["total"] + 5
-
-
 def test_without_a_compiler_the_remedy_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     with pytest.raises(RuntimeError, match=r"needs a C\+\+ compiler on a CPU.*install it"):
         jit(add)(start(), X)
-
-
-def test_steps_that_compute_nothing_or_only_constants() -> None:
-    run = eager_backend(lambda state, batch: (state, (batch, torch.ones(2).sum())))
-    for batch in (torch.zeros(3), torch.ones(3)):
-        state, metrics = run({"a": torch.ones(2)}, batch)
-    assert_same((state, metrics), ({"a": torch.ones(2)}, (torch.ones(3), torch.tensor(2.0))))
-    assert_same(eager_backend(lambda state, batch: (state, torch.ones(2)))((), ())[1], torch.ones(2))
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
@@ -198,18 +169,6 @@ def test_no_tensor_of_a_call_is_kept(donate: bool) -> None:
     assert all(storage.expired() for storage in last)
 
 
-def test_a_constant_that_changes_drops_the_oldest_program(caplog: pytest.LogCaptureFixture) -> None:
-    run, state = eager_backend(add, max_signatures=2), start()
-    for times in (1, 0, 2, 1, 3):
-        expected = state["total"] + 2 * times
-        state, _ = run(state, {"x": torch.ones(2), "times": times})
-        assert state["total"] == expected
-        assert run.programs <= 2
-    assert state["rest"][1] is None
-    (dropped,) = [record.getMessage() for record in caplog.records if "at most 2 programs" in record.getMessage()]
-    assert "batch['times'] changed from 0 to 2" in dropped
-
-
 # When a further signature is compiled
 
 
@@ -226,31 +185,18 @@ def backends(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-@pytest.mark.parametrize(("donate", "unroll"), [(True, None), (False, 2)])
+@pytest.mark.parametrize(("donate", "unroll", "compile_after"), [(True, None, 2), (False, 2, 2), (True, None, 0)])
 def test_a_further_signature_is_compiled_when_it_has_come_often(
-    backends: list[str], donate: bool, unroll: int | None
+    backends: list[str], caplog: pytest.LogCaptureFixture, donate: bool, unroll: int | None, compile_after: int
 ) -> None:
-    run = jit(add, backend="inductor", compile_after=2, donate=donate, unroll=unroll)
+    run = jit(add, backend="inductor", compile_after=compile_after, donate=donate, unroll=unroll)
     state: Any = {"total": torch.zeros(())}
     expected, lead = 0.0, () if unroll is None else (unroll,)
+    caplog.set_level("INFO", "funcamp")
     for size in (4, 4, 3, 3, 3, 3, 4, 5):
         state, metrics = run(state, {"x": torch.ones(*lead, size)})
         expected += (unroll or 1) * size
         assert state["total"] == expected == metrics["total"].flatten()[-1]
-    assert backends == ["inductor", "eager", "inductor", "eager"]
+    assert backends == (["inductor", "eager", "inductor", "eager"] if compile_after else ["inductor"] * 3)
+    assert caplog.text.count("for its first 2 calls; it is compiled at the next one") == bool(compile_after) * 2
     assert run.programs == 3
-
-
-@pytest.mark.parametrize("compile_after", [3, 0])
-def test_a_program_that_is_not_compiled_yet_says_so(
-    backends: list[str], caplog: pytest.LogCaptureFixture, compile_after: int
-) -> None:
-    run, state = jit(add, backend="inductor", compile_after=compile_after), start()
-    with caplog.at_level("INFO", "funcamp"):
-        for size in (2, 3):
-            state, _ = run(state, {"x": torch.ones(size)})
-    lines = [text for record in caplog.records if "one by one" in (text := record.getMessage())]
-    assert state["total"] == 5
-    assert backends == ["inductor", "eager" if compile_after else "inductor"]
-    assert len(lines) == bool(compile_after)
-    assert all("for its first 3 calls; it is compiled at the next one" in line for line in lines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import re
+import sys
 import threading
 from typing import Any
 
@@ -14,8 +15,6 @@ from torch import Tensor
 
 from funcamp import jit
 from funcamp._jit import progress
-
-DONE = r"done after \d+ s \(tracing \d+ s, compiling \d+ s, running \d+ s\)"
 
 
 class Stream(io.StringIO):
@@ -36,7 +35,13 @@ def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "PATIENCE", 0.0)
 
 
-def compiled(stream: Stream, *batches: Tensor) -> str:
+def stderr(monkeypatch: pytest.MonkeyPatch) -> Stream:
+    stream = Stream()
+    monkeypatch.setattr(sys, "stderr", stream)
+    return stream
+
+
+def compiled(stream: Stream, *batches: Tensor, fails: bool = False) -> str:
     """What a jitted step says whose trace goes on until something is said."""
 
     spoken = stream.spoken  # of a stream that it holds `jit` would not know whether a run has changed it
@@ -44,6 +49,8 @@ def compiled(stream: Stream, *batches: Tensor) -> str:
     def take(state: Tensor, batch: Tensor) -> Any:
         assert spoken.wait(60)
         spoken.clear()
+        if fails:
+            raise ValueError("mine")
         return state + batch.sum(), {}
 
     run, state = jit(take, backend="eager"), torch.zeros(())
@@ -53,52 +60,35 @@ def compiled(stream: Stream, *batches: Tensor) -> str:
 
 
 def test_it_is_two_lines_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Stream()
-    monkeypatch.setattr("sys.stderr", stream)
+    stream = stderr(monkeypatch)
     lines = compiled(stream, torch.ones(3, 2), torch.ones(2)).splitlines()
+    done = r"done after \d+ s \(tracing \d+ s, compiling \d+ s, running \d+ s\)"
     assert lines[0] == "funcamp.jit: tracing take for a batch of float32[3, 2]; once for each batch signature"
-    assert re.fullmatch(rf"funcamp.jit: {DONE}: take for a batch of float32\[3, 2\]", lines[1])
+    assert re.fullmatch(rf"funcamp.jit: {done}: take for a batch of float32\[3, 2\]", lines[1])
     assert "float32[2]; batch changed from a torch.float32 tensor of shape (3, 2) on cpu to a" in lines[2]
+    with pytest.raises(ValueError, match="mine"):
+        compiled(stream, torch.ones(3), fails=True)
+    assert re.search(r"jit: failed after \d+ s \(tracing \d+ s\): take for a batch", stream.getvalue())
 
 
 def test_a_logger_that_is_enabled_gets_it_instead(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stream, stderr = Stream(), io.StringIO()
-    monkeypatch.setattr("sys.stderr", stderr)
+    other, stream = stderr(monkeypatch), Stream()
     monkeypatch.setattr(caplog.handler, "stream", stream)
     with caplog.at_level(logging.INFO, "funcamp"):
         lines = compiled(stream, torch.ones(3)).splitlines()
     assert ["jit: tracing take" in lines[0], "jit: done after" in lines[1], len(lines)] == [True, True, 2]
-    assert stderr.getvalue() == ""
+    assert other.getvalue() == ""
 
 
-def test_it_is_silent_if_asked(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    stream = Stream()
-    monkeypatch.setattr("sys.stderr", stream)
+def test_nothing_is_said_if_that_is_asked_or_cannot_be(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stream, other = stderr(monkeypatch), Stream()
     stream.spoken.set()
+    other.spoken.set()
     with caplog.at_level(logging.WARNING, "funcamp"):
         assert compiled(stream, torch.ones(3)) == ""
-    assert not [thread for thread in threading.enumerate() if thread.name == "funcamp-progress"]
-
-
-def test_a_closed_stream_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    closed = io.StringIO()
-    closed.close()
-    monkeypatch.setattr("sys.stderr", closed)
-    stream = Stream()
-    stream.spoken.set()
-    assert compiled(stream, torch.ones(3)) == ""
-
-
-def test_a_failure_is_told_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    stream = Stream()
-    monkeypatch.setattr("sys.stderr", stream)
-
-    def fails(state: Tensor, batch: Tensor) -> Any:
-        assert stream.spoken.wait(60)
-        raise ValueError("mine")
-
-    with pytest.raises(ValueError, match="mine"):
-        jit(fails, backend="eager")(torch.zeros(()), torch.ones(3))
-    assert re.search(r"jit: failed after \d+ s \(tracing \d+ s\): fails for a batch", stream.getvalue())
+    stream.close()
+    assert compiled(other, torch.ones(3)) == ""

@@ -16,44 +16,30 @@ pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("one_thread")]
 ROWS, CHANNELS, WIDTH = 4, 6, 16
 
 
-def _largest_of_groups(x: Tensor) -> Tensor:
-    groups = torch.arange(WIDTH).remainder(3).expand(x.shape)
-    return x.new_zeros(x.shape[0], 3).scatter_reduce(1, groups, x, "amax", include_self=False)
-
-
 def _within_the_largest(x: Tensor) -> Tensor:
     ratio = x / x.abs().amax(1, keepdim=True)
     return ratio.where(ratio.abs() <= 1, torch.nan)
 
 
-Reader = Callable[[Tensor], Tensor]
-
 #: Functions of shape (rows, WIDTH) that compare elements. What they return differs much from eager code, or is NaN, if
 #: two of their operations read different values of the input.
-READERS: dict[str, Reader] = {
+READERS: dict[str, Callable[[Tensor], Tensor]] = {
     "amax": lambda x: x.amax(1),
     "largest norm": lambda x: torch.linalg.vector_norm(x, torch.inf, dim=1),
-    "amax of groups": _largest_of_groups,
     "ties": lambda x: (x == x.amax(1, keepdim=True)) * x,
     "within the largest": _within_the_largest,
 }
 
-Layer = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def _linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Shapes (ROWS, CHANNELS), (CHANNELS, WIDTH), (WIDTH,) to (ROWS, WIDTH)."""
-    return F.linear(x, weight.t(), bias)
-
 
 def _convolution(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """Return the same by a convolution over the rows."""
+    """Return what a linear layer does, by a convolution over the rows."""
     return F.conv1d(x.t()[None], weight.t()[:, :, None], bias)[0].t()
 
 
-LAYERS: dict[str, Layer] = {
-    "linear": _linear,
-    "linear, gelu": lambda *args: F.gelu(_linear(*args)),
+#: Of shapes (ROWS, CHANNELS), (CHANNELS, WIDTH), (WIDTH,) to (ROWS, WIDTH).
+LAYERS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "linear": lambda x, weight, bias: F.linear(x, weight.t(), bias),
+    "linear, gelu": lambda x, weight, bias: F.gelu(F.linear(x, weight.t(), bias)),
     "convolution": _convolution,
     "convolution, silu": lambda *args: F.silu(_convolution(*args)),
 }

@@ -1,8 +1,8 @@
 """How long is a second start: of `jit`, of `jit` with torch's cache artifacts, and of a step from a file?
 
 A GPT of width 64, bfloat16, AdamW. A first process compiles the step, saves it and the artifacts. Each number is from a
-further process (that of the artifacts from one only), and begins when torch, funcamp and torch's compiler are imported
-and the model is built, if one is needed. It ends with the first step. The cache of Inductor is that of the first process
+further process (for the artifacts from one only). It begins when torch, funcamp and torch's compiler are imported and
+the model is built, if one is needed, and ends with the first step. The cache of Inductor is that of the first process
 for `jit`, otherwise empty.
 
     python benchmarks/second_start.py [--sizes "12 blocks;48 blocks"] [--times 5] [--out DIR]

@@ -36,7 +36,7 @@ def save(saved: StateDict, path: str | os.PathLike[str]) -> None:
         ...     load(f"{folder}/checkpoint.pt")
         {'w': tensor([1., 1.]), 'epoch': 3}
     """
-    name = _name_of_file("save", path)
+    name = name_of_file("save", path)
     if not isinstance(saved, dict):
         raise TypeError(f"save: saved must be a dict, as state_dict gives it; got {_tree.brief(saved)}")
     # The name is random, because several ranks or threads may save to the same path at the same time.
@@ -78,10 +78,10 @@ def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cp
         Traceback (most recent call last):
         FileNotFoundError: [Errno 2] No such file or directory: '/home/me/missing.pt'
     """
-    return cast(StateDict, torch.load(_name_of_file("load", path), map_location=map_location, weights_only=True))
+    return cast(StateDict, torch.load(name_of_file("load", path), map_location=map_location, weights_only=True))
 
 
-def _name_of_file(call: str, path: str | os.PathLike[str]) -> str:
+def name_of_file(call: str, path: str | os.PathLike[str]) -> str:
     """Return the path as a str; raise for what is no path and for the format of another package."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"{call}: path must be a str or an os.PathLike; got {_tree.brief(path)}")

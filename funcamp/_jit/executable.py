@@ -77,8 +77,10 @@ class Executable(NamedTuple):
         return self._replace(run=run)
 
     def compiled_program(self) -> CompiledProgram | None:
-        """Return what the compiler made; None if it has not yet."""
+        """Compile the program if that was put off, and return what the compiler made; None without a compiler."""
         run = self.run
+        if isinstance(run, CompiledLater):
+            run.compile()
         while isinstance(run, (Captured, CompiledLater)):
             run = run.inner
         return run if isinstance(run, CompiledProgram) else None
@@ -105,12 +107,17 @@ class CompiledLater:
         """Return the results of the step."""
         if self._calls_left:
             self._calls_left -= 1
-        elif self._compile_traced is not None:
+        else:
+            self.compile()
+        return self.inner(values)
+
+    def compile(self) -> None:
+        """Compile the operations, if they are not."""
+        if self._compile_traced is not None:
             with CompileSession(self._task) as session:
                 session.progress.phase("compiling")
                 self.inner = self._compile_traced()
             self._compile_traced = None
-        return self.inner(values)
 
 
 def make_executable(

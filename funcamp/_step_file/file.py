@@ -23,6 +23,8 @@ import os
 import pickle
 import sys
 import tempfile
+import threading
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -33,7 +35,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
-from funcamp._io.checkpoint import load, save
+from funcamp._io.checkpoint import load, name_of_file, save
 from funcamp._jit.compiled_program import Code, CompiledProgram, Surroundings
 from funcamp._jit.donation import Layouts
 from funcamp._jit.executable import Executable, Options
@@ -119,17 +121,30 @@ def read(path: str | os.PathLike[str]) -> Description:
     Raises:
         TypeError: path is not a path.
         ValueError: it is not a file of a step, or this machine cannot run its code.
-        Exception: it is not a file of torch.save.
+        FileNotFoundError: there is no file.
     """
+    _check_file(path)
     saved = load(path)
     found_format = saved.get("format") if isinstance(saved, dict) else None
     if found_format != FORMAT:
-        raise ValueError(
-            f"load_step: path must be a file that run.save(path) wrote, in format {FORMAT}; got format {found_format}"
-        )
+        raise ValueError(f"load_step: {_RULE}, in format {FORMAT}; got {str(path)!r} in format {found_format}")
     check_machine(saved["made_for"])
     description: Description = _Unpickler(_as_bytes(saved["description"]), saved["tensors"]).load()
     return description
+
+
+_RULE = "path must be a file that run.save(path) wrote"
+
+
+def _check_file(path: str | os.PathLike[str]) -> None:
+    """Raise ValueError if a file is not one of torch.save, or is damaged: torch.load looks at no checksum."""
+    with open(name_of_file("load_step", path), "rb") as file:
+        if not zipfile.is_zipfile(file):
+            raise ValueError(f"load_step: {_RULE}; got {str(path)!r}, which is another file, or incomplete")
+    with zipfile.ZipFile(path) as archive:
+        damaged = archive.testzip()
+    if damaged is not None:
+        raise ValueError(f"load_step: {_RULE}; got {str(path)!r}, of which {damaged} is damaged: copy it again")
 
 
 # A program.
@@ -145,7 +160,7 @@ def _saved(key: Key, executable: Executable) -> SavedProgram:
     if program is None or program.code is None:
         raise RuntimeError(
             "save: step must be compiled by Inductor, for every batch; got a program whose operations run one by one: "
-            "call jit with backend='inductor' and compile_after=0, on a step whose shapes do not follow from values"
+            "call jit with backend='inductor', on a step whose shapes do not follow from values"
         )
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise RuntimeError("save: step must run in one process; got one of several ranks")
@@ -154,11 +169,19 @@ def _saved(key: Key, executable: Executable) -> SavedProgram:
             "save: step must read parameters from the state; got one that reads a module in the memory of the state"
         )
     module = program.code.module
+    try:
+        python = Path(str(module.__file__)).read_text()
+        libraries = [_as_tensor(library.read_bytes()) for library in _libraries(module)]
+    except FileNotFoundError as error:
+        raise RuntimeError(
+            f"save: step's code must still be in Inductor's cache folder; {error.filename} is gone: set "
+            "TORCHINDUCTOR_CACHE_DIR to a folder that stays, and compile again"
+        ) from None
     return SavedProgram(
         key,
         executable.layouts,
-        Path(str(module.__file__)).read_text(),
-        [_as_tensor(library.read_bytes()) for library in _libraries(module)],
+        python,
+        libraries,
         {name: value for name, value in vars(module).items() if isinstance(value, Tensor)},
         program.code.constants,
         program.surroundings,
@@ -205,8 +228,11 @@ def runnable(saved: SavedProgram) -> Executable:
 def _loaded_instead(libraries: Sequence[Path]) -> Iterator[None]:
     """Context manager: where Python of Inductor's compiles C++, it gets the functions of these libraries, in order."""
     remaining = iter(libraries)
+    thread = threading.get_ident()
 
-    def load_pybinding_async(cls: Any, /, *_: object, **__: object) -> Any:
+    def load_pybinding_async(cls: Any, /, *args: object, **options: object) -> Any:
+        if threading.get_ident() != thread:  # torch.compile of another one
+            return compile_async(cls, *args, **options)
         library = next(remaining)
         name = f"{library.parent.name}_{library.stem}"
         cls._load_library_inner(str(library), name)
@@ -214,6 +240,7 @@ def _loaded_instead(libraries: Sequence[Path]) -> Iterator[None]:
         return lambda: function
 
     compiler = _upstream.find("torch._inductor.codecache.CppPythonBindingsCodeCache")
+    compile_async = compiler.load_pybinding_async.__func__
     with patch.object(compiler, "load_pybinding_async", classmethod(load_pybinding_async)):
         yield
 
@@ -276,6 +303,7 @@ _BUILTINS = (bool, bytes, complex, dict, float, frozenset, int, list, set, str, 
 #: What a pickle may name, besides NamedTuples of funcamp and torch's dtypes and layouts.
 _NAMES = {
     *(f"builtins.{kind.__name__}" for kind in _BUILTINS),
+    *("collections.OrderedDict", "collections.defaultdict", "collections.deque"),
     *("torch.Size", "torch.device", "torch.Tensor", "torch.serialization._get_layout"),
     *("funcamp._storage.layout._restore", "funcamp._storage.params.Params", "funcamp._jit.kinds.Kind"),
     "funcamp._trace.interface.outputs_of",

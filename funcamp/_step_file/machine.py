@@ -44,13 +44,13 @@ def check_machine(needs: Mapping[str, Any]) -> None:
     for name, needed in needs.items():
         if name == "processor":
             missing = sorted({*needed} - {*here[name]})
-            is_right, found, needed = not missing, f"one without {', '.join(missing)}", "one that has them"
+            difference = f"it uses instructions that this processor lacks: {', '.join(missing)}" if missing else ""
         else:
-            is_right, found = needed == here[name], here[name]
-        if not is_right:
+            difference = "" if needed == here[name] else f"it needs {name} {needed}, and here is {here[name]}"
+        if difference:
             raise ValueError(
-                f"load_step: path must be a file for this machine; it needs the {name} {needed}, and here is {found}: "
-                "make the file again on a machine like this one, with jit(step) and run.save(path)"
+                f"load_step: path must be a file for this machine; {difference}: make the file again on a machine like "
+                "this one, with jit(step) and run.save(path)"
             )
 
 

@@ -114,7 +114,7 @@ def test_tensors_besides_the_arguments_two_signatures_and_an_evaluation_on_the_s
     model = Table()
     step = make_train_step(lambda params, batch: torch.func.functional_call(model, params, batch).square().mean(), SGD)
     state = step.init(dict(model.named_parameters()))
-    run = jit(step, compile_after=0)
+    run = jit(step)  # save compiles the second signature
     evaluate = run.also(lambda state, batch: (state, state.params["layer.weight"].sum() * batch.sum()))
     batches = [torch.ones(2, 4), torch.ones(3, 4), torch.ones(2, 4)]
     with one_thread():
@@ -247,14 +247,20 @@ def test_another_machine_and_another_file_are_refused(tmp_path: Path, monkeypatc
     here = machine.this_machine(has_gpu=False)
     machine.check_machine(here)
     for name, other in (("torch", "2.0"), ("Python", "3.1"), ("system", "Plan9"), ("GPU", "sm_90")):
-        with pytest.raises(ValueError, match=f"load_step: path must be .* needs the {name} {other}"):
+        with pytest.raises(ValueError, match=f"load_step: path must be .* needs {name} {other}"):
             machine.check_machine({**here, name: other})
     monkeypatch.setattr(machine, "_instructions", lambda: {"sse"})
-    with pytest.raises(ValueError, match="without avx, fma: make the file again"):
+    with pytest.raises(ValueError, match="lacks: avx, fma: make the file again"):
         machine.check_machine({**machine.this_machine(has_gpu=False), "processor": ["avx", "fma", "sse"]})
-    torch.save({"w": torch.ones(2)}, tmp_path / "checkpoint.pt")
-    with pytest.raises(ValueError, match=r"load_step: path must be a file that run\.save"):
-        load_step(tmp_path / "checkpoint.pt")
+    checkpoint, text, damaged = (tmp_path / name for name in ("checkpoint.pt", "text.pt", "damaged.pt"))
+    torch.save({"w": torch.ones(2)}, checkpoint)
+    text.write_text("no step")
+    content = bytearray(checkpoint.read_bytes())
+    content[content.index(torch.ones(2).numpy().tobytes())] ^= 1
+    damaged.write_bytes(content)
+    for path, words in ((checkpoint, "in format None"), (text, "another file"), (damaged, "is damaged")):
+        with pytest.raises(ValueError, match=rf"load_step: path must be a file that run\.save.*{path.name}.*{words}"):
+            load_step(path)
     with pytest.raises(FileNotFoundError):
         load_step(tmp_path / "missing.pt")
     with pytest.raises(TypeError, match="load_step: also must be a step of jit"):

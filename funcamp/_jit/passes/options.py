@@ -66,7 +66,21 @@ def _is_small(program: Program) -> bool:
     return all(value.numel() < LARGE for value in values if isinstance(value, Tensor))
 
 
+def _with_present_threads(program: Program) -> Program:
+    return program._replace(options={**program.options, "cpp.threads": torch.get_num_threads()})
+
+
 OPTIONS: tuple[Pass, ...] = (
+    # Inductor writes arrays of as many parts as there are threads now; without the option, more threads later write
+    # beyond their end.
+    Pass(
+        name="cpp.threads",
+        why="a program for a CPU uses the number of threads for which it was compiled, also if there are more later",
+        evidence="tests/jit/test_threads.py",
+        where=lambda target: target.by_inductor,
+        run=_with_present_threads,
+        defect=True,
+    ),
     option(
         {"triton.cudagraphs": False},
         why="jit captures the whole step itself",

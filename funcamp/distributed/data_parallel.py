@@ -141,9 +141,10 @@ class DataParallel(Parallel):
         """Return whether a group is a DTensor on this step's ranks."""
         if not is_distributed(group):
             return False
-        # Not by the names of the process groups: DTensors may have those of any mesh that is equal to theirs.
-        mesh = self.mesh or mesh_of(self.dims[0], group.device.type)
-        return bool(group.device_mesh == mesh)
+        if self.mesh is not None:  # the groups of a DTensor may be those of any mesh that is equal to its own
+            return bool(group.device_mesh == self.mesh)
+        names = [str(process_group.group_name) for process_group in group.device_mesh.get_all_groups()]
+        return names == [ranks.name for ranks in self.dims]
 
     def agree(self, described: list[str]) -> None:
         """Raise ValueError on all ranks if a rank's step differs from the first rank's; reads the host."""

@@ -29,7 +29,7 @@ MODELS_TESTS := $(addprefix tests/, $(addprefix examples/, test_tutorials.py tes
 	autograd/test_peft.py optim/test_transformers_schedules.py report/test_clients.py)
 PART := $(addprefix tests/,scaler rules optim step trace jit cpu upstream float8/test_product.py)
 PART_PROGRAMS := $(addprefix tests/,upstream/test_upstream.py gpu_program/test_counted.py \
-	$(addprefix jit/test_,captured_tensors.py whole_operations.py permutations.py results.py))
+	$(addprefix jit/test_,captured_tensors.py whole_operations.py permutations.py memory.py))
 SELECT := not cuda and not peers and not models$(if $(CXX_FOUND),, and not inductor)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1

@@ -42,13 +42,15 @@ def in_fresh_processes(script: str, arguments: list[str], times: int, limit: flo
     limit: the seconds after which one is stopped by TimeoutExpired.
     """
     with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": cache}
-        command = [sys.executable, script, *arguments]
-        outs = [
-            subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=limit)
-            for _ in range(times)
-        ]
-    return [json.loads(out.stdout.splitlines()[-1]) for out in outs]
+        return [in_fresh_process(script, arguments, cache, limit) for _ in range(times)]
+
+
+def in_fresh_process(script: str, arguments: list[str], cache: str, limit: float | None = None) -> Any:
+    """The JSON that a benchmark prints last, in a process with this folder as cache."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "TMPDIR": cache}
+    command = [sys.executable, script, *arguments]
+    out = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True, timeout=limit)
+    return json.loads(out.stdout.splitlines()[-1])
 
 
 def nothing() -> None:

@@ -11,10 +11,7 @@ for `jit`, otherwise empty.
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,7 +20,7 @@ from typing import Any
 import torch
 import torch._inductor.compile_fx
 from _models import Size, build, cross_entropy
-from _timing import about, arguments, chosen, save, table
+from _timing import about, arguments, chosen, in_fresh_process, save, table
 from torch import Tensor
 
 import funcamp
@@ -79,11 +76,9 @@ def later(variant: str, blocks: int, folder: Path) -> float:
 
 
 def spawned(cache: Path, *given: str) -> Any:
-    """Return the JSON that a further process prints last."""
-    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(cache)}
-    command = [sys.executable, __file__, "--child", *given]
-    out = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True).stdout
-    return json.loads(out.splitlines()[-1])
+    """Return what a further process prints last."""
+    cache.mkdir(exist_ok=True)
+    return in_fresh_process(__file__, ["--child", *given], str(cache))
 
 
 def main() -> None:

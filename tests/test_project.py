@@ -119,7 +119,7 @@ def test_changelog_of_the_release_is_short() -> None:
 #: The tokens of code that a room may have. A figure may only be lowered, or raised in a commit that names the users who
 #: need it, and why nothing simpler serves them.
 MOST_TOKENS: dict[str, int] = {
-    "_jit": 23_365,
+    "_jit": 23_369,
     "report": 27_993,
     "_optim": 20_912,
     "_trace": 15_578,
@@ -134,7 +134,7 @@ MOST_TOKENS: dict[str, int] = {
     "_storage": 4_503,
     "_scaler": 4_546,
     "rules": 4_401,
-    "_step_file": 2_842,
+    "_step_file": 2_837,
     "distributed": 3_707,
     "float8": 2_316,
     "command line": 1_032,

@@ -107,7 +107,7 @@ class CompiledLater:
         """Return the results of the step."""
         if self._calls_left:
             self._calls_left -= 1
-        else:
+        elif self._compile_traced is not None:
             self.compile()
         return self.inner(values)
 

@@ -287,7 +287,6 @@ class JitStep(Fixed):
             Exception: any error of the step, of the compiler or of the first run.
         """
         self._check_count(batch, key)
-        alike = self._programs_of_other_values(key)
         try:
             with CompileSession(self._task(batch, key)) as session:
                 executable = self._make(key, memory, batch, tensors, session)
@@ -298,7 +297,7 @@ class JitStep(Fixed):
             advise("jit", error)
             raise
         # By identity: two programs would be compared field by field.
-        if any(executable is known for known in alike):
+        if any(executable is known for known in self._executables.values()):
             self._note_trace_in_vain(key)
         else:
             self._captured.add(executable.captured, executable.outside_state)

@@ -141,8 +141,7 @@ def _check_file(path: str | os.PathLike[str]) -> None:
     with open(name_of_file("load_step", path), "rb") as file:
         if not zipfile.is_zipfile(file):
             raise ValueError(f"load_step: {_RULE}; got {str(path)!r}, which is another file, or incomplete")
-    with zipfile.ZipFile(path) as archive:
-        damaged = archive.testzip()
+        damaged = zipfile.ZipFile(file).testzip()
     if damaged is not None:
         raise ValueError(f"load_step: {_RULE}; got {str(path)!r}, of which {damaged} is damaged: copy it again")
 

@@ -53,7 +53,7 @@ class LoadedStep(JitStep):
         self._state_kinds = description.state_kinds
         number = self._python_values.number()
         self._in_file: dict[Key, Executable] = {}
-        # The other of two threads that compile would get these libraries.
+        # Loading replaces a method of torch's, so threads take turns.
         with CompileSession(f"a step of {path}") as session:
             session.progress.phase("loading")
             for program in description.programs:

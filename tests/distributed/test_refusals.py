@@ -16,6 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import funcamp
 from funcamp import distributed
 from funcamp.distributed import load_sharded_state_dict, max_over, sharded_state_dict
+from tests.support.helpers import assert_refused
 from tests.support.steps import SGD
 
 pytestmark = pytest.mark.usefixtures("rank_0_of_4")
@@ -81,9 +82,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_argument_is_named_with_the_rule_and_the_value(name: str) -> None:
-    call, error, words = REFUSED[name]
-    with pytest.raises(error, match=f"(?s){words}"):
-        call()
+    assert_refused(*REFUSED[name])
 
 
 def test_one_count_for_all_parameters_is_loaded_into_a_sharded_state() -> None:

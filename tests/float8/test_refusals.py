@@ -12,6 +12,7 @@ from torch import nn
 from funcamp import _upstream, float8
 from funcamp.float8 import product
 from tests.float8.models import net
+from tests.support.helpers import assert_refused
 
 X, W = torch.ones(4, 16), torch.ones(32, 16)
 NET, CONVOLUTION = net(), nn.Sequential(nn.Conv1d(16, 16, 1))
@@ -53,9 +54,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_argument_is_named_with_the_rule_and_the_value(name: str) -> None:
-    call, error, words = REFUSED[name]
-    with pytest.raises(error, match=f"(?s){words}"):
-        call()
+    assert_refused(*REFUSED[name])
     assert not any(isinstance(module, float8.Float8Linear) for module in NET.modules())
 
 

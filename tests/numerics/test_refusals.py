@@ -13,6 +13,7 @@ from torch import nn
 
 from funcamp import loss, module_loss
 from funcamp.numerics import Records, probe, stats, tap, track_scales
+from tests.support.helpers import assert_refused
 
 RECORD = stats(torch.ones(2))
 RECORDS: Any = Records.of({"a": probe()})
@@ -55,6 +56,4 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_the_argument_is_named_with_the_rule_and_the_value(name: str) -> None:
-    call, error, words = REFUSED[name]
-    with pytest.raises(error, match=f"(?s){words}"):
-        call()
+    assert_refused(*REFUSED[name])

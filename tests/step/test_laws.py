@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from funcamp import ScalerConfig, clone, jit, make_train_step, stateless
+from funcamp import ScalerConfig, clone, jit, stateless
 from tests.support.helpers import assert_close, assert_same, one_thread
+from tests.support.torch_loop import linear_step
 
 CONFIG = ScalerConfig(2.0**6, growth_interval=2)
 OPTIMIZERS: dict[str, Callable[[], Any]] = {
@@ -36,12 +37,7 @@ class Case(NamedTuple):
     batches: list[dict[str, Tensor]]
 
     def step(self, **more: Any) -> Any:
-        return make_train_step(linear, OPTIMIZERS[self.optimizer](), CONFIG, policy=None, **self.options, **more)
-
-
-def linear(params: Any, batch: Any) -> Tensor:
-    """A loss whose gradients are the batch."""
-    return torch.stack([(params[name] * batch[name]).sum() for name in batch]).sum()
+        return linear_step(OPTIMIZERS[self.optimizer](), CONFIG, **self.options, **more)
 
 
 @st.composite

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree
@@ -91,6 +92,12 @@ def together(work: Callable[[int], None], threads: int) -> None:
         thread.join()
     if errors:
         raise errors[0]
+
+
+def assert_refused(call: Callable[[], object], error: type[Exception], words: str) -> None:
+    """A row of a table of refusals: the call raises this error, whose text has these words, a pattern."""
+    with pytest.raises(error, match=f"(?s){words}"):
+        call()
 
 
 @contextlib.contextmanager

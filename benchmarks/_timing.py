@@ -331,10 +331,6 @@ class Report:
         """The lines after the table."""
         return ["", *self._summary(self.rows)] if self._summary else []
 
-    def points(self, key: str) -> list[tuple[str, str, float]]:
-        """Size, variant and a number of every row that has it."""
-        return [(row["size"], row["variant"], row[key]) for row in self.rows if key in row]
-
     def _cells(self, row: Row) -> list[str]:
         values = [row.get(key, "") for key in self._columns.values()]
         cells = [" to ".join(map(str, value)) if isinstance(value, list) else str(value) for value in values]

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from _models import CPU_SIZES, Size, build, cross_entropy
-from _plots import dots
 from _timing import about, arguments, chosen, in_fresh_processes, kilobytes, save, table, write
 from _variants import funcamp_step, torch_loop
 from torch.utils import _pytree
@@ -151,7 +150,7 @@ def main() -> None:
     held: dict[str, dict[str, float]] = {}
     peaks: dict[str, list[float]] = {}
 
-    def write_results(keep: Callable[..., Path | None] = save) -> Path | None:
+    def write_results(keep: Callable[..., Path | None] = save) -> None:
         """Write all that is known by now; `keep` prints it too, or does not."""
         body = [
             *table(
@@ -169,7 +168,7 @@ def main() -> None:
             ),
         ]
         numbers = {"first_call_s": first, "bytes_a_parameter": held, "peak_bytes_a_parameter": peaks}
-        return keep(args.out, "footprint-cpu", "Compile time and memory of a training step", facts, body, numbers)
+        keep(args.out, "footprint-cpu", "Compile time and memory of a training step", facts, body, numbers)
 
     facts = about("cpu")
     for size, blocks in chosen(parser, args, SIZES).items():
@@ -185,8 +184,7 @@ def main() -> None:
         found = [*spawn("memory", name, "0"), *spawn("resident", name, "0")]
         peaks[name] = [round(value / count, 2) for value in found]
         write_results()
-    points = [(f"{blocks} blocks", name, over) for blocks, name, _, over, _ in rows]
-    dots(write_results(write), points, "first call, over torch.compile(model)", "funcamp.jit")
+    write_results(write)
 
 
 if __name__ == "__main__":

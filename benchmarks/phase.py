@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from _plots import dots
 from _timing import Report, Row, Variant, about, arguments, chosen, measured, named, torch_variant
 from torch import Tensor
 
@@ -175,7 +174,6 @@ def main() -> None:
             if "ratio" in row:
                 row["share_of_copy"] = round(1 / row["ratio"], 2)
             report.add([row])
-    dots(report.stem, report.points("share_of_copy"), "bandwidth over a copy's", "funcamp")
 
 
 if __name__ == "__main__":

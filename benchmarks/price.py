@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from _models import CPU_SIZES, GPU_SIZES, Size, build, cross_entropy
-from _plots import dots
 from _timing import Report, Variant, about, arguments, chosen, measured, torch_variant
 from _variants import LR, funcamp_step
 from torch import Tensor
@@ -87,7 +86,6 @@ def main() -> None:
     for name, size in chosen(parser, args, GPU_SIZES if args.device == "cuda" else CPU_SIZES).items():
         makers = {label: functools.partial(made, make, size) for label, make in VARIANTS.items()}
         report.add(measured(name, makers, size.steps, args.rounds, args.device))
-    dots(report.stem, report.points("ratio"), "time over no scaling", "dynamic")
 
 
 if __name__ == "__main__":

@@ -29,7 +29,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-from _plots import dots
 from _rl_learners import SIZES, UPDATES, Size, minibatches, stacked
 from _rl_updates import Learner, funcamp_learner, torch_learner
 from _timing import Report, Row, Variant, about, arguments, check_on_cpu, chosen, measured, named, nothing, table
@@ -198,8 +197,6 @@ def main() -> None:
     for name, size in sizes.items():
         report.add(measure(name, size, [known[way] for way in names], args.rounds))
     print(*report.summary(), sep="\n")
-    if not args.tricks:
-        dots(report.stem, report.points("over_jax"), "time of an update over JAX's", JITTED)
 
 
 if __name__ == "__main__":

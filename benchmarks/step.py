@@ -34,7 +34,6 @@ from typing import Any
 
 import torch
 from _models import CPU_SIZES, GPU_SIZES, Size
-from _plots import dots
 from _public import PACKAGES, PUBLIC_SIZES
 from _timing import (
     Report,
@@ -245,7 +244,6 @@ def main() -> None:
             report.add(alone(name, args.device, args.rounds, list(makers), ["--forms"] * args.forms))
         else:
             report.add(measure(name, size, args.device, args.rounds, makers))
-    dots(report.stem, report.points("ratio"), "time of a step over torch's eager loop", "funcamp")
 
 
 if __name__ == "__main__":

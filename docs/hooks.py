@@ -10,7 +10,7 @@ script, and a test fails if it is out of date.
     <!-- file: examples/tutorials/timm.py#train -->     one function or class of it
     <!-- about: step-cpu -->                            date, device and versions of the newest file *-step-cpu.json
     <!-- table: step-cpu -->                            the tables of the newest *-step-cpu.md
-    <!-- table: step-cpu | model; host ms -->           some columns of its first table
+    <!-- table: step-cpu | model; host ms -->           some columns of the first table that has them
     <!-- pivot: step-cpu | model | variant | time over eager -->    its first table with a row for each model, a column
                                                         for each variant, and these values; `| a; b` chooses columns
     <!-- best: ... -->                                  the same, and each row's smallest value in bold
@@ -97,13 +97,16 @@ def render_about(kind: str) -> str:
 
 
 def render_table(argument: str) -> str:
-    """Render every table of a result file, or some columns of its first one."""
+    """Render every table of a result file, or some columns of the first that has them."""
     kind, *chosen = (part.strip() for part in argument.split("|"))
     if not chosen:
         return "\n\n".join(map(render_rows, tables(kind)))
-    header, *rows = tables(kind)[0]
-    columns = [header.index(name.strip()) for name in chosen[0].split(";")]
-    return render_rows([[row[column] for column in columns] for row in [header, *rows]])
+    names = [name.strip() for name in chosen[0].split(";")]
+    for rows in tables(kind):
+        if {*names} <= {*rows[0]}:
+            columns = [rows[0].index(name) for name in names]
+            return render_rows([[row[column] for column in columns] for row in rows])
+    raise ValueError(f"no table of {newest(kind, '.md').name} has the columns {names}")
 
 
 def render_picture(argument: str) -> str:

@@ -144,6 +144,7 @@ def test_a_link_to_a_file_outside_of_the_pages_leads_to_its_copy_on_the_site() -
     [
         ("file: examples/recipes/typical.py#missing", "no function or class 'missing'"),
         ("table: no-such-result", "no file benchmarks/results/DATE-no-such-result.md"),
+        ("table: step-cpu | model; colour", "no table of .*step-cpu.md has the columns"),
         ("pivot: step-cpu | model | variant | time over eager | optax", "has no variant"),
     ],
 )

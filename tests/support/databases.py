@@ -431,16 +431,16 @@ def expected_of(name: str, setting: Setting | None = None) -> Expected | str:
     return Expected(case, results, reference, is_random)
 
 
-def worst_error(found: object, expected: Expected, *, random_too: bool) -> float:
+def worst_error(found: object, expected: Expected) -> float:
     """Return the largest error of a result in a step."""
     leaves, spec = _pytree.tree_flatten(found)
     right, right_spec = _pytree.tree_flatten(expected.results)
     if spec != right_spec:
         return math.inf
-    if expected.is_random and not random_too:
+    if expected.is_random:
         return 0.0 if all(map(is_same_kind, leaves, right)) else math.inf
     exact, exact_spec = _pytree.tree_flatten(expected.reference)
-    if exact_spec != spec or expected.is_random:
+    if exact_spec != spec:
         exact = [None] * len(leaves)
     return max(map(error_in_roundings, leaves, right, exact), default=0.0)
 

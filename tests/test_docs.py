@@ -94,6 +94,26 @@ def test_first_line_of_a_docstring_is_short(name: str) -> None:
     assert first.endswith(".")
 
 
+#: A comment above a row or a test, with words of the contract that it shows.
+QUOTE = re.compile(r'^ *# contract: "(.+)"\n(?= *(?:["(@#]|def test_))', re.MULTILINE)
+
+
+def promised_errors() -> list[str]:
+    """Return the contract's sentences of an error, a refusal or a warning, and what its table refuses."""
+    before, _, after = (DOCS / "contract.md").read_text().partition("| refused | write instead |")
+    table, _, rare = after.partition("\n\n")
+    sentences = [" ".join(sentence.split()) for sentence in re.split(r"(?<=\.)\s", f"{before} {rare}")]
+    promises = [sentence for sentence in sentences if re.search(r"\b(an error|is refused|warns)\b", sentence)]
+    return promises + re.findall(r"^\| (\S.*?) \|", table, re.MULTILINE)
+
+
+def test_each_error_of_the_contract_is_quoted_by_a_test_that_shows_it() -> None:
+    promises = promised_errors()
+    quotes = [words for file in (DOCS.parent / "tests").rglob("*.py") for words in QUOTE.findall(file.read_text())]
+    assert [promise for promise in promises if not any(words in promise for words in quotes)] == []
+    assert [words for words in quotes if not any(words in promise for promise in promises)] == []
+
+
 def test_recipes_page_has_every_recipe() -> None:
     shown = re.findall(
         r"^\| \[\w+\]\(\.\./examples/recipes/(\w+\.py)\)", (DOCS / "recipes.md").read_text(), re.MULTILINE

@@ -70,6 +70,7 @@ def scaled_once(optimizer: Any) -> None:
 #: What is called, the error, and its words.
 CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # float16 parameters
+    # contract: "float16 is refused"
     "half module": (lambda: make_train_step(module_loss(HALF, mse_loss), SGD, policy="float16").init(), TypeError, r"init: params\['0.weight'\] must not be float16, .*; got a torch.float16 tensor of shape \(8, 4\) on cpu: keep it in float32, model.float\(\).*autocast casts"),
     "half dict": (lambda: PLAIN.init({"w": WEIGHTS["w"].half()}), TypeError, r"init: params\['w'\] must not be float16"),
     "half state": (lambda: PLAIN(PLAIN.init(WEIGHTS, flat=False)._replace(params={"w": WEIGHTS["w"].half()}), X), TypeError, r"step: params\['w'\] must not be float16"),

@@ -317,6 +317,7 @@ def test_a_closure_that_scales_is_warned_of_if_nothing_unscales_it(name: str, wa
     loop.scaler.scale(torch.zeros(()))
 
 
+# contract: "the drop-in `GradScaler` inside a graph of Dynamo (`fullgraph=True`)"
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
 @pytest.mark.parametrize("skip", ["select", "host"])
@@ -333,3 +334,5 @@ def test_a_compiled_loop_breaks_its_graph_at_the_scaler_and_follows_the_eager_on
         iterate(eager, size)
         torch.compile(iterate, backend="eager")(compiled, size)
         assert_same((compiled.params(), compiled.scaler.state_dict()), (eager.params(), eager.scaler.state_dict()))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="GradScaler"):
+        torch.compile(lambda loss: scaler.scale(loss), backend="eager", fullgraph=True)(torch.ones(()))

@@ -50,6 +50,7 @@ READS: dict[str, Callable[[Any], object]] = {
 }
 
 
+# contract: "A module that stays behind its state warns"
 @pytest.mark.compiled
 @pytest.mark.parametrize(("wrap", "options"), [(eager, {}), (traced, {}), (eager, {"consume": True, "steps": 1})])
 @pytest.mark.parametrize("read", READS)

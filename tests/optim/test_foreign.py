@@ -258,6 +258,7 @@ def test_a_schedule_changes_the_group() -> None:
     assert_follows(optimizer, loop, params, scheduler=make(loop.optimizer))
 
 
+# contract: "`to_torch` and `from_torch` with optimizers of other packages"
 @pytest.mark.parametrize("cls", [CountsInState, KeepsOtherKinds], ids=name_of)
 def test_a_state_is_saved_by_the_step_and_not_in_torchs_format(cls: Any) -> None:
     step, grads = linear_step(stateless(cls)), randn_like(example())

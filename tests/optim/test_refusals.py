@@ -50,7 +50,12 @@ GROUPED = by_group({"matrix": SGD, "vector": SGD})
 OPTIMIZERS: dict[str, Row] = {
     "bool": (lambda: stateless(optim.SGD, nesterov=HALF), TypeError, "nesterov must be a bool, because it chooses"),
     "foreach": (lambda: stateless(optim.Adam, foreach=HALF), ValueError, "foreach must be False or None"),
-    "constant": (lambda: stateless(optim.Muon, ns_steps=lambda applied: 5), TypeError, "ns_steps must be a constant"),
+    # contract: "a schedule or a tensor for Muon's `ns_coefficients`"
+    "constant": (
+        lambda: stateless(optim.Muon, ns_coefficients=(HALF, 1.0, 2.0)),  # type: ignore[arg-type]
+        TypeError,
+        "ns_coefficients must be a constant",
+    ),
     "no float": (
         lambda: stateless(optim.AdamW, betas=(torch.tensor(1), 0.9)),
         TypeError,
@@ -345,12 +350,16 @@ class UsesLists(Base):
         (SortsIntoGroups, "it sorts its parameters into groups"),
         (KeepsElsewhere, "comes to other numbers than in its own loop"),
         (Hooked, "hooks on its step"),
+        # contract: "Anything else that it asks of such a number is refused by name"
         (Reads, r"reads a number that changes in training \(test_refusals.py"),
+        # contract: "optimizers of other packages that draw random numbers"
         (Draws, "draws random numbers"),
         (Grows, "must have the same entries"),
+        # contract: "or keep state under a text"
         (KeepsByText, "parameters as keys of"),
         (ChangesText, "its step changes 'phase'|must be a tensor or a number"),
         (AsksTooMuch, "in more than 16 ways"),
+        # contract: "need more than one parameter at a time"
         (DependsAndAsks, "depends on another one|more than 16 ways|changes lr"),
         (UsesLists, "pass foreach=False"),
         (optim.SparseAdam, "does not support dense gradients"),

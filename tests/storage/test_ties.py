@@ -58,6 +58,7 @@ REFUSED: dict[str, tuple[Callable[[Any], dict[str, Tensor]], str]] = {
 }
 
 
+# contract: "that share memory without being one tensor are an error"
 @pytest.mark.parametrize("name", REFUSED)
 def test_memory_that_two_share_is_refused_by_name(name: str) -> None:
     model, (tie, text) = Pair(), REFUSED[name]
@@ -195,6 +196,8 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
+# contract: "Later is an error"
+# contract: "A frozen parameter, or one that is added by a layer, is an error"
 @pytest.mark.compiled
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_module_that_changed_after_its_loss_was_made(change: str) -> None:

@@ -52,7 +52,7 @@ OPTIMIZERS: dict[str, Row] = {
     "foreach": (lambda: stateless(optim.Adam, foreach=HALF), ValueError, "foreach must be False or None"),
     # contract: "a schedule or a tensor for Muon's `ns_coefficients`"
     "constant": (
-        lambda: stateless(optim.Muon, ns_coefficients=(HALF, 1.0, 2.0)),  # type: ignore[arg-type]
+        lambda: stateless(optim.Muon, ns_coefficients=(HALF, 1.0, 2.0)),
         TypeError,
         "ns_coefficients must be a constant",
     ),

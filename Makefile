@@ -9,7 +9,7 @@
 # make peers   the rules of jmp, flax, Keras, DeepSpeed and torchao against the packages themselves
 # make package build the wheel and the source archive, and check what is in them and that the wheel works
 # make gpu     the CUDA tests and benchmarks, with the Python at hand: it installs nothing. In parts of at most 8 minutes:
-#              make gpu-tests gpu-step gpu-phase gpu-price gpu-rest; and gpu-parity gpu-roofline gpu-sanitize
+#              make gpu-tests gpu-step gpu-phase gpu-price gpu-rest; and gpu-parity gpu-roofline gpu-sanitize gpu-float8 gpu-verify
 
 PYTHON ?= python3
 PINNED := 2.13.0
@@ -38,7 +38,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 BY_FILE := --dist loadfile --no-loadscope-reorder
 
-GPU := gpu $(addprefix gpu-,tests step phase price rest parity roofline sanitize)
+GPU := gpu $(addprefix gpu-,tests step phase price rest parity roofline sanitize float8 verify)
 .PHONY: help demo check test test-all test-newest part lint docs bench fuzz peers package $(GPU) clean
 
 help:
@@ -96,6 +96,7 @@ bench: $(VENV)/installed $(VENV)/models/installed
 	$(BIN)/python benchmarks/footprint.py --out $(RESULTS)
 	$(BIN)/python benchmarks/track.py --out $(RESULTS)
 	$(BIN)/python benchmarks/ranks.py --out $(RESULTS)
+	$(BIN)/python benchmarks/scaling_model.py --out $(RESULTS)
 	$(BIN)/python benchmarks/gpu_program.py --out $(RESULTS)
 	$(BIN)/python benchmarks/overhead.py --out $(RESULTS)
 	$(BIN)/python benchmarks/grad_scaler.py --out $(RESULTS)

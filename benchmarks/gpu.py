@@ -2,10 +2,10 @@
 
     python benchmarks/gpu.py [PART ...] [--out DIR] [--device cpu] [--sizes "..."] [--rounds 9]
 
-Parts: tests, step, phase, price and rest, half an hour together and what runs if no part is named; parity, roofline
-and sanitize. It needs torch, numpy, pytest and what torch.compile needs, installs nothing, and takes JAX and optax if
-they are there; sanitize needs CUDA's compute-sanitizer. A part goes on past a line that fails or takes too long, says
-at the end which did, and fails then. What was measured is in the result files.
+Parts: tests, step, phase, price and rest, half an hour together and what runs if no part is named; parity, roofline,
+sanitize, float8 and verify. It needs torch, numpy, pytest and what torch.compile needs, installs nothing, and takes
+JAX and optax if they are there; sanitize needs CUDA's compute-sanitizer. A part goes on past a line that
+fails or takes too long, says at the end which did, and fails then. What was measured is in the result files.
 --device, --sizes and --rounds replace those of every line of a part: with `--device cpu` and a small size they
 rehearse it, in four times the time.
 """
@@ -68,6 +68,14 @@ PARTS: dict[str, list[Line]] = {
     "parity": [Line("parity", 300, ())],
     "roofline": [Line("roofline", 300, ("GPT 124 M, 16,384 tokens", "MLP 0.14 M", "MLP 134 M"))],
     "sanitize": [],
+    "verify": [Line("gpu_verify", 300, ())],
+    "float8": [
+        Line(
+            "float8_speed",
+            420,
+            ("8,192 x 4,096 x 16,384", "2 blocks of width 4,096, 8,192 tokens", "8,192 x 4,096 x 4,096"),
+        )
+    ],
 }
 HALF_AN_HOUR = ("tests", "step", "phase", "price", "rest")
 TESTS = 400  # seconds

@@ -11,45 +11,31 @@ one. The compiled step is `jit` without a compiler, which runs the traced operat
 from __future__ import annotations
 
 import importlib.metadata
-import re
-import time
 import warnings
+from functools import partial
+from typing import Any
 
-import torch
 from _public import PACKAGES
 from _timing import Report, Row, about, arguments, chosen
+from _verified import verified
 from _zoo import ZOO, task
 from coverage import ALSO, DTYPES, batches, describe_error
-
-import funcamp
-from funcamp._verify.report import Comparison
 
 STEPS = 3
 
 
+def made(name: str) -> tuple[Any, Any, list[Any]]:
+    """A model, its criterion and its batches."""
+    given = task(name)
+    return given.model, given.criterion, batches(given, STEPS)
+
+
 def row_of(name: str, dtype: str) -> Row:
-    """The three comparisons of a model in a dtype, or what it failed with."""
+    """The row of a model in a dtype."""
     warnings.simplefilter("ignore")
     row: Row = {"size": name, "variant": dtype}
-    start = time.perf_counter()
-    try:
-        given = task(name)
-        loss_fn = funcamp.module_loss(given.model, given.criterion)
-        adamw = funcamp.stateless(torch.optim.AdamW, lr=1e-3)
-        step = funcamp.make_train_step(loss_fn, adamw, policy=dtype, max_norm=1.0)
-        found = funcamp.verify(funcamp.jit(step, backend="eager"), batches(given, STEPS), steps=STEPS)
-    except Exception as error:
-        return row | {"failed": describe_error(error)}
-    for column, comparison in zip(("eager", "traced", "saved"), found.comparisons):
-        row[column] = shown(comparison)
-    return row | {"ok": "yes" if found.ok else "no", "seconds": round(time.perf_counter() - start, 1)}
-
-
-def shown(comparison: Comparison) -> str:
-    """A comparison in a cell; paths begin at the folder of their package."""
-    detail = comparison.detail().replace("|", "/")
-    detail = re.sub(rf"/[^ ]*/(?=(?:{'|'.join((*PACKAGES, *ALSO))})/)", "", detail)
-    return f"{comparison.outcome.value}: {detail}" if detail else comparison.outcome.value
+    columns, packages = ("eager", "traced", "saved"), (*PACKAGES, *ALSO)
+    return verified(row, partial(made, name), STEPS, columns, describe_error, packages, backend="eager")
 
 
 def main() -> None:

@@ -57,6 +57,10 @@ class Aliases:
 
         return nodes_behind([*nodes], sources_of)
 
+    def writers_of_inputs(self) -> set[fx.Node]:
+        """Return the nodes that write to memory that the graph does not make."""
+        return {writer for root, writers in self.writers.items() if root.op != "call_function" for writer in writers}
+
     def follows(self, node: fx.Node, inputs: Set[fx.Node]) -> bool:
         """Return whether the values of a node depend on those of one of these inputs."""
 

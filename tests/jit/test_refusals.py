@@ -181,7 +181,7 @@ PYTHON: dict[str, tuple[Callable[[Tensor, Tensor], Any], str, str]] = {
     "a sparse tensor": (lambda w, x: SPARSE @ x, "read strided tensors only, .*make it dense", ""),
     "nested tensors": (lambda w, x: torch.nested.nested_tensor([x], layout=torch.jagged), "not make nested", "nested"),
     "packed sequences": (packed, "must not pack sequences, whose lengths are values", "pack_padded"),
-    "a CTC loss": (ctc, "what a CTC loss keeps .* call the step without jit", ""),
+    "a CTC loss": (ctc, "take a shape from values .*ctc_loss.* call the step without jit", ""),
     "a size in a branch": (lambda w, x: x if x[x > 0].numel() > 2 else -x, OPEN, "numel"),
     "dropout of such a size": (lambda w, x: F.dropout(x[x > 0]), OPEN, "dropout"),
     "a seed": (seeds, SEED, r"torch.rand\(2\)"),

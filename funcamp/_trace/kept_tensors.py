@@ -78,9 +78,8 @@ def give_values_to_kept(
     replacements: dict[int, Tensor] = {}
     for tensor_id, tensor in kept.items():
         if tensor_id not in constant:
-            sizes = [
-                size if isinstance(size, int) else 0 for size in tensor.shape
-            ]  # 0 for one that follows from values
+            # 0 for a size that follows from values.
+            sizes = [size if isinstance(size, int) else 0 for size in tensor.shape]
             replacements[tensor_id] = torch.empty(sizes, dtype=tensor.dtype, device="meta")
             continue
         node = constant[tensor_id]

@@ -97,8 +97,8 @@ def refuse_capture(func: Operation, tensor: Tensor, home: Set[str], *, in_cuda_g
     if tensor.is_meta and not reads_no_value(func):
         raise HostError(
             f"read tensors with values only, besides its arguments; {line_in_stack()} reads "
-            f"{_tree.describe(tensor)}: give it values (to_empty, load_state_dict) before the first call. What the step "
-            "itself keeps of a call has none: keep it in a buffer of the model (register_buffer). "
+            f"{_tree.describe(tensor)}: give it values (to_empty, load_state_dict) before the first call. What the "
+            "step itself keeps of a call has none: keep it in a buffer of the model (register_buffer). "
             "torch itself makes such a tensor for vmap(hessian(f)): take vmap(jacrev(jacrev(f)))"
         )
 

@@ -34,8 +34,9 @@ class HostValues:
 
     def has(self, value: object) -> bool:
         """Return whether a value is one of these tensors, or a view of one."""
-        is_plain = type(value) is Tensor and value.device.type == "cpu" and value.layout == torch.strided
-        return is_plain and self._memory.meets(value)
+        if type(value) is not Tensor or value.device.type != "cpu" or value.layout != torch.strided:
+            return False
+        return self._memory.meets(value)
 
     def follows(self, func: Operation, args: Args, kwargs: Kwargs) -> bool:
         """Return whether an operation has its results on the host, from these tensors or from none."""

@@ -67,10 +67,7 @@ def refuse_move(func: Operation, result: FakeTensor, args: Args, kwargs: Kwargs,
         return
     tensors = _tree.tensors_in((args, kwargs))
     if any(tensor.device.type in home for tensor in tensors):
-        hint = ""
-        if device.type == "meta":
-            hint = ", as torch does for vmap(hessian(f)): take vmap(jacrev(jacrev(f)))"
-        raise HostError(f"stay on one type of device; {line_in_stack()} moves a tensor to {device.type}{hint}")
+        raise HostError(f"stay on one type of device; {line_in_stack()} moves a tensor to {device.type}")
 
 
 def refuse_capture(func: Operation, tensor: Tensor, home: Set[str], *, in_cuda_graph: bool) -> None:

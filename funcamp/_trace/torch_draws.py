@@ -83,9 +83,8 @@ class TraceDraws:
         written = [leaf for leaf in aliased(func, args, kwargs, written=True) if isinstance(leaf, Tensor)]
         # As `tensor.normal_()` does. Eager mode fills memory in its order; functionalized, the call would fill a
         # contiguous tensor.
-        fills = len(written) == 1 and written[0] is args[0]
-        filled: Any = args[0] if fills else None
-        if fills:
+        filled = written[0] if len(written) == 1 and written[0] is args[0] else None
+        if filled is not None:
             written = [_in_memory_order(filled)]
             args = (written[0], *args[1:])
 
@@ -98,7 +97,7 @@ class TraceDraws:
             self._next_position = position + 1
             result = _call(func, args, kwargs)
             self._drawn[key] = _Drawn(_copies(result), _copies(written))  # removed from the graph if not drawn again
-        return filled if fills else result
+        return result if filled is None else filled
 
     def _drawn_in_forward_pass(self, key: _DrawKey) -> _Drawn:
         """Return what an equal call has drawn at this position, to which the backward pass has set the generator back.

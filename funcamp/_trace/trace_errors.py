@@ -39,14 +39,6 @@ _FUNCTIONS_INSTEAD = {
 }
 
 
-def nested_tensor_error(line: str) -> HostError:
-    """Return the error for a line that makes a nested tensor."""
-    return HostError(
-        f"not make nested tensors, whose lengths are values; {line} does: pad to a fixed length, and mask what is "
-        "beyond each sequence"
-    )
-
-
 def read_error(line: str) -> HostError:
     """Return the error for a line that reads the value of a tensor."""
     return HostError(f"{_READS}; {line} does: {_instead(line) or _METRICS_INSTEAD}")
@@ -72,7 +64,10 @@ def explain(error: Exception, *, in_cuda_graph: bool) -> HostError | None:
             instead += ", or pass capture=False"
         return HostError(f"not take a shape from values {where}; {line} does: {instead}")
     if in_nested_tensor(error):
-        return nested_tensor_error(line)
+        return HostError(
+            f"not make nested tensors, whose lengths are values; {line} does: pad to a fixed length, and mask what is "
+            "beyond each sequence"
+        )
     if isinstance(error, _NUMBER_FROM_VALUES) or _reads_values(error):
         return read_error(line)
     return None

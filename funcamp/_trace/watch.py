@@ -21,7 +21,7 @@ from funcamp._trace.refusals import (
     refuse_python_branches,
 )
 from funcamp._trace.torch_draws import TraceDraws
-from funcamp._trace.trace_errors import nested_tensor_error, read_error
+from funcamp._trace.trace_errors import read_error
 from funcamp._trace.tracing import current
 from funcamp._trace.user_line import line_in_stack
 from funcamp._types import Args, Kwargs, Operation
@@ -100,8 +100,6 @@ class TraceWatch(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         kwargs = kwargs or {}
-        if any(kind.__module__.startswith("torch.nested.") for kind in types):
-            raise nested_tensor_error(line_in_stack())
         refuse_python_branches(func, args)
         refuse_packing(func)
         tags = getattr(func, "tags", ())

@@ -69,6 +69,7 @@ class TraceWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._home = home
         self._in_cuda_graph = in_cuda_graph
+        self._computes_host_values = in_cuda_graph and "cpu" not in home
         self._host_values = HostValues()
         self._fake_mode = fake_mode
         self._tracer: Any = None
@@ -104,7 +105,7 @@ class TraceWatch(TorchDispatchMode):
         refuse_packing(func)
         tags = getattr(func, "tags", ())
         draws = torch.Tag.nondeterministic_seeded in tags
-        if self._in_cuda_graph and not draws and self._host_values.follows(func, args, kwargs):
+        if self._computes_host_values and not draws and self._host_values.follows(func, args, kwargs):
             return self._host_values.compute(func, args, kwargs)
         args, kwargs = self._with_fakes(func, args, kwargs)
         if func is _ITEM and (answer := answer_to_read()) is not None:

@@ -122,7 +122,7 @@ MOST_TOKENS: dict[str, int] = {
     "_jit": 23_369,
     "report": 27_993,
     "_optim": 20_912,
-    "_trace": 13_510,
+    "_trace": 13_499,
     "_autograd": 9_745,
     "_step": 10_208,
     "_cpu": 7_077,

@@ -44,7 +44,7 @@ class HostValues:
         if getattr(func, "namespace", None) != "aten" or (device is not None and device.type != "cpu"):
             return False
         if func is _aten.lift_fresh.default and type(args[0]) is Tensor:  # what torch.tensor has made
-            return bool(args[0].device.type == "cpu")
+            return args[0].device.type == "cpu"
         return all(map(self.has, _tree.tensors_in((args, kwargs))))
 
     def compute(self, func: Operation, args: Args, kwargs: Kwargs) -> Any:

@@ -48,6 +48,8 @@ CONSTANTS: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
     "written in between": (written, [1.5, 6]),
     "an index that was written": (written_index, [3, 3]),
     "parts": (lambda x: x * torch.tensor([[1.0], [2.0]]).unbind()[1].to(x.device), [2, 6]),
+    "a choice": (lambda x: torch.where(x > 1, x, torch.tensor(0.5)), [0.5, 3]),
+    "in derivatives": (torch.func.vmap(torch.func.grad(lambda v: (v * torch.tensor(2.0)).square())), [8, 24]),
     "read": (read, [6, 18]),
     "an array": (lambda x: x * torch.from_numpy(ARRAY).to(x.device), [1, 6]),
 }

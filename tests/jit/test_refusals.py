@@ -141,6 +141,13 @@ def set_back(w: Tensor, x: Tensor) -> Any:
     return one, torch.randn_like(x)
 
 
+def set_back_for_others(w: Tensor, x: Tensor) -> Any:
+    before = torch.get_rng_state()
+    one = torch.bernoulli(x.abs())
+    torch.set_rng_state(before)
+    return one, torch.bernoulli(1 - x.abs())
+
+
 def assigns(w: Tensor, x: Tensor) -> None:
     """Torch does not dispatch this."""
     OWN.data = OWN.data * 2
@@ -187,6 +194,7 @@ PYTHON: dict[str, tuple[Callable[[Tensor, Tensor], Any], str, str]] = {
     "a seed": (seeds, SEED, r"torch.rand\(2\)"),
     "its own generator": (lambda w, x: torch.rand(2, generator=GENERATOR), "default generator", "GENERATOR"),
     "set back for another kind": (set_back, BACK, ""),
+    "set back for other probabilities": (set_back_for_others, BACK, ""),
     "data of what it reads": (assigns, DATA, "OWN.data = "),
     "a write into the batch": (lambda w, x: x.add_(1), BATCH, ""),
     "a write into what it reads": (lambda w, x: OWN.add_(x), "must write into nothing but its state.*OWN", ""),

@@ -83,6 +83,13 @@ def test_constant_has_the_value_of_eager_code(name: str, monkeypatch: pytest.Mon
     assert graph.module(x)[0].tolist() == expected
 
 
+def test_a_graph_for_the_host_itself_computes_in_each_call() -> None:
+    x = torch.tensor([1.0, 3.0])
+    graph = trace(lambda values: ([], into_the_host(values[0])), [x], {"cpu"}, in_cuda_graph=True)
+    graph.module.recompile()
+    assert graph.module(x)[0].tolist() == [1, 0]
+
+
 def test_a_result_on_the_host_stays_there() -> None:
     graph = traced(lambda x: [torch.tensor(0.25), torch.zeros(2), x + 1])
     assert not graph.captured

@@ -73,6 +73,15 @@ def test_a_cache_has_the_values_of_eager_code(name: str) -> None:
     assert type(lazy.held) is type(expected)
 
 
+def test_what_is_kept_of_a_write_that_is_refused_is_not_computed() -> None:
+    own = torch.ones(3)
+    lazy = Lazy(lambda: own.add_(1) * 2)
+    with pytest.raises(RuntimeError, match="write into nothing but its state"):
+        jit(lambda state, batch: (state + batch.sum(), lazy().sum()), backend="eager")(torch.zeros(()), X)
+    assert_same(own, torch.ones(3))
+    assert lazy.held is None
+
+
 class KeepsItsBatch(nn.Module):
     def __init__(self) -> None:
         super().__init__()

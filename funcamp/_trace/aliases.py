@@ -57,6 +57,10 @@ class Aliases:
 
         return nodes_behind([*nodes], sources_of)
 
+    def writers_of_inputs(self) -> set[fx.Node]:
+        """Return the nodes that write to memory that the graph does not make."""
+        return {writer for root, writers in self.writers.items() if root.op != "call_function" for writer in writers}
+
     def follows(self, node: fx.Node, inputs: Set[fx.Node]) -> bool:
         """Return whether the values of a node depend on those of one of these inputs."""
 
@@ -91,20 +95,12 @@ class Aliases:
 
     def _values_of(self, node: fx.Node) -> fx.Node:
         """Return the node whose values this one repeats: through copies, and a choice between two that are equal."""
-        while node.target in _REPEATS and not self._is_made_and_written(node):
+        while node.target in _REPEATS and not self._writers_of_made(node):
             node = node.all_input_nodes[0]
-        if node.target is _aten.where.self and not self._is_written(node):
+        if node.target is _aten.where.self and not self._writers_of_made(node):
             if_true, if_false = [self._values_of(choice) for choice in _nodes_in(list(node.args[1:]))]
             return if_true if if_true is if_false else node
         return node
-
-    def _is_made_and_written(self, node: fx.Node) -> bool:
-        """Return whether the graph makes the memory of a node, and writes to it."""
-        return self.root[node].op == "call_function" and self._is_written(node)
-
-    def _is_written(self, node: fx.Node) -> bool:
-        """Return whether the graph writes to the memory of a node."""
-        return bool(self.writers.get(self.root[node]))
 
     def _writers_of_made(self, node: fx.Node) -> list[fx.Node]:
         """Return the nodes that write to the memory of a node, if the graph makes it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
@@ -41,8 +40,7 @@ def live_nodes(graph: Graph) -> dict[fx.Node, None]:
     """Return the nodes that a result or a written input depends on, in their order."""
     nodes = graph.module.graph
     aliases = Aliases(nodes)
-    writers_of_inputs = [writers for memory, writers in aliases.writers.items() if memory.op != "call_function"]
-    live = aliases.nodes_behind(nodes.output_node(), *itertools.chain.from_iterable(writers_of_inputs))
+    live = aliases.nodes_behind(nodes.output_node(), *aliases.writers_of_inputs())
     return dict.fromkeys(node for node in nodes.nodes if node in live)
 
 

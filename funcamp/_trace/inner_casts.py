@@ -25,7 +25,6 @@ _OUTER_OPERATIONS = {
     "nn.Bilinear": _aten._trilinear.default,
     "torch.linalg.pinv": _aten.linalg_pinv.atol_rtol_tensor,
     "affine_grid": _aten.affine_grid_generator.default,
-    "torch._euclidean_dist": _aten._euclidean_dist.default,
 }
 
 

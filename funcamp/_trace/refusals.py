@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterable, Iterator, Sequence, Set
+from collections.abc import Iterable, Iterator, Set
 from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
@@ -67,21 +67,15 @@ def refuse_move(func: Operation, result: FakeTensor, args: Args, kwargs: Kwargs,
         return
     tensors = _tree.tensors_in((args, kwargs))
     if any(tensor.device.type in home for tensor in tensors):
-        hint = ""
-        if device.type == "meta":
-            hint = ", as torch does for vmap(hessian(f)): take vmap(jacrev(jacrev(f)))"
-        raise HostError(f"stay on one type of device; {line_in_stack()} moves a tensor to {device.type}{hint}")
+        raise HostError(f"stay on one type of device; {line_in_stack()} moves a tensor to {device.type}")
 
 
-def refuse_capture(
-    func: Operation, tensor: Tensor, leaves: Sequence[object], home: Set[str], *, in_cuda_graph: bool
-) -> None:
+def refuse_capture(func: Operation, tensor: Tensor, home: Set[str], *, in_cuda_graph: bool) -> None:
     """Raise HostError if a program cannot read a tensor besides its arguments.
 
     Args:
         func: the operation that reads it.
         tensor: the tensor.
-        leaves: the arguments of the operation.
         home: the types of device that the step must not leave.
         in_cuda_graph: whether the trace becomes a CUDA graph.
     """
@@ -97,26 +91,13 @@ def refuse_capture(
             f"that the host had when it was captured; {line_in_stack()} reads {_tree.describe(tensor)}: "
             "move it before the first call, pass it in the batch, or jit with capture=False"
         )
-    if tensor.is_meta and _needs_values(func, leaves, home):
+    if tensor.is_meta and not reads_no_value(func):
         raise HostError(
             f"read tensors with values only, besides its arguments; {line_in_stack()} reads "
-            f"{_tree.describe(tensor)}: give it values (to_empty, load_state_dict) before the first call. "
+            f"{_tree.describe(tensor)}: give it values (to_empty, load_state_dict) before the first call. What the "
+            "step itself keeps of a call has none: keep it in a buffer of the model (register_buffer). "
             "torch itself makes such a tensor for vmap(hessian(f)): take vmap(jacrev(jacrev(f)))"
         )
-
-
-def _needs_values(func: Operation, leaves: Sequence[object], home: Set[str]) -> bool:
-    """Return whether an operation that reads a tensor on meta has a result with values.
-
-    torch.func computes shapes on the meta device, and zeros_like takes no more than a shape from there.
-    """
-    copies = func is _aten._to_copy.default
-    for leaf in leaves:
-        if isinstance(leaf, Tensor) and leaf.device.type in home:
-            return True
-        if copies and isinstance(leaf, torch.device) and leaf.type in home:
-            return True
-    return False
 
 
 def refuse_python_branches(func: Operation, args: Args) -> None:

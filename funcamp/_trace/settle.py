@@ -70,7 +70,7 @@ def settle(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_know
             changes = _changes(before, after)
             has_changed_nothing = not changes and not has_drawn and not survey.has_hidden_state
             _refuse_writes(graph, before)
-            _refuse_replaced(graph, former, before, changes)
+            _refuse_replaced(graph, changes)
             is_like_former = former is not None and _is_same(former, graph)
             if has_changed_nothing or is_known(graph) or is_like_former:
                 _log_notes(graph, changes)
@@ -155,22 +155,14 @@ def _refuse_writes(graph: Graph, values: _Values) -> None:
             )
 
 
-def _refuse_replaced(graph: Graph, former: Graph | None, before: _Values, changes: Collection[_Change]) -> None:
-    """Raise HostError if a run has replaced a tensor that it reads, or reads one that the run before has kept."""
-    if not changes and former is None:
-        return
-    read_ids = _ids_of_read(graph)
+def _refuse_replaced(graph: Graph, changes: Collection[_Change]) -> None:
+    """Raise HostError if a run has replaced a tensor that it reads."""
+    read_ids = _ids_of_read(graph) if changes else []
     for change in changes:
         if id(change.before) in read_ids:
             raise HostError(
                 f"not replace a tensor that it reads, as a program does not; {change.place.path} is another one after "
                 f"the call: {_FIX}"
-            )
-    for tensor in [] if former is None else former.kept_tensors:
-        if id(tensor) in read_ids:
-            raise HostError(
-                f"not keep a tensor in Python from call to call that follows from its arguments; "
-                f"{_path_of(tensor, before)} is {_tree.describe(tensor)} after the first call: {_FIX}"
             )
 
 
@@ -200,15 +192,17 @@ def _described(changes: Collection[_Change]) -> str:
 
 def _log_notes(graph: Graph, changes: Iterable[_Change]) -> None:
     """Log what is that of the first call in later ones, and what else there is to say of a trace."""
-    kept_ids = set(map(id, graph.kept_tensors))
     left: list[_Change] = []
     for change in changes:
-        is_table = isinstance(change.after, Tensor) and id(change.after) not in kept_ids
+        is_table = isinstance(change.after, Tensor) and not change.after.is_meta
         if change.after is not MISSING and not is_table:
             left.append(change)
     notes = sorted(graph.notes)
     if left:
-        notes.append(f"what the step's Python keeps stays that of the first call: {_described(left)}")
+        notes.append(
+            "what the step's Python keeps stays that of the first call, and tensors have no values (they are on meta): "
+            f"return them in the metrics; {_described(left)}"
+        )
     for note in notes:
         _log.warning("jit: %s", note)
 

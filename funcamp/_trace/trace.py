@@ -21,9 +21,10 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from funcamp import _tree, _upstream
 from funcamp._trace.as_compiled import as_compiled
-from funcamp._trace.host_constants import compute_host
+from funcamp._trace.host_values import move_constants
 from funcamp._trace.inner_casts import watch_autocast
 from funcamp._trace.interface import Input, Outputs, outputs_of
+from funcamp._trace.kept_tensors import give_values_to_kept
 from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.places import Identity, Survey
 from funcamp._trace.refusals import assignments_to_data_refused
@@ -68,8 +69,6 @@ class Graph(NamedTuple):
     """The mode of the examples."""
     captured: list[Tensor]
     """The tensors that it reads besides its arguments."""
-    kept_tensors: list[Tensor]
-    """Tensors that Python has kept of this run, and that follow from arguments that change from call to call."""
     wrappers: list[Wrapper | None]
     """The wrappers of its results."""
     outputs: Outputs
@@ -177,51 +176,41 @@ def _trace_once(
         ):
             module = _record_operations(plain_function, examples)
     except Exception as error:
-        explanation = explain(error, in_cuda_graph=in_cuda_graph, operations=watch.operations())
+        explanation = explain(error, in_cuda_graph=in_cuda_graph)
         if explanation is None:
             raise
         raise explanation from None
-    results = plain_function.results
     _name_dtypes(module.graph)
-    captured_by_fake_id = watch.captured_by_fake_id()
-    _refuse_gradients(captured_by_fake_id.values())
-    places = Survey(roots).places.values()
-    kept_tensors = watch.give_values_to_kept(places, arguments, inputs, results.plain_state_count)
-    captured = _lift_captured(module, captured_by_fake_id)
+    _refuse_gradients(watch.captured.values())
+    captured = _lift_captured(module, watch.captured)
+    inputs += [Input("captured", number) for number in range(len(captured))]
     if any(isinstance(tensor, FakeTensor) for tensor in captured):
         raise RuntimeError(
             "jit: step must not read a tensor that its Python has kept of an earlier run, in a function's cache or "
             "an object of a package: make it before the first call, or keep it in a buffer"
         )
+    places = Survey(roots).places.values()
+    give_values_to_kept(
+        places, watch.node_of, module, inputs, [*arguments, *captured], plain_function.plain_state_count
+    )
+    _erase_unused_copies(module.graph)
     _delete_fake_constants(module)
     if in_cuda_graph:
-        placeholders = module.graph.find_nodes(op="placeholder")
-        compute_host(module, home, fake_mode, dict(zip(placeholders[len(placeholders) - len(captured) :], captured)))
+        move_constants(module, arguments[0].device, fake_mode)
     with fake_mode:  # with a ShapeEnv, torch makes symbols of sizes if they are not said to be static
         examples += [fake_mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in captured]
-    captured_inputs = [Input("captured", number) for number in range(len(captured))]
     return Graph(
         module=module,
-        inputs=inputs + captured_inputs,
+        inputs=inputs,
         examples=examples,
         mode=fake_mode,
         captured=captured,
-        kept_tensors=kept_tensors,
-        wrappers=results.wrappers,
-        outputs=results.outputs,
-        has_subclasses=any(plain_function.argument_wrappers) or any(results.wrappers),
+        wrappers=plain_function.wrappers,
+        outputs=plain_function.outputs,
+        has_subclasses=any(plain_function.argument_wrappers) or any(plain_function.wrappers),
         is_open=any(map(is_open_node, module.graph.nodes)),
         notes=watch.notes,
     )
-
-
-class _Results(NamedTuple):
-    """What the results of one run of a function are, besides their plain tensors."""
-
-    wrappers: list[Wrapper | None]
-    outputs: Outputs
-    plain_state_count: int
-    """The number of plain tensors, the first ones, that are the next state."""
 
 
 class _PlainFunction:
@@ -233,8 +222,12 @@ class _PlainFunction:
         watch: what watches it.
     """
 
-    results: _Results
-    """Of the last run."""
+    wrappers: list[Wrapper | None]
+    """Those of the results of its run."""
+    outputs: Outputs
+    """What each of the results is."""
+    plain_state_count: int
+    """The number of plain tensors, the first results, that are the next state."""
 
     def __init__(
         self,
@@ -252,12 +245,10 @@ class _PlainFunction:
             plain_tensors = iter(tensors)
             next_state, metrics = self._fn([wrap(wrapper, plain_tensors) for wrapper in self.argument_wrappers])
             _refuse_open_numbers(metrics)
-            results = [*next_state, *_tree.tensors_in(metrics)]
-            self.results = _Results(
-                wrappers=[wrapper_of(result) for result in results],
-                outputs=outputs_of(len(next_state), metrics),
-                plain_state_count=len(unwrap_all(next_state)),
-            )
+            results = [self._watch.with_constant(result) for result in (*next_state, *_tree.tensors_in(metrics))]
+            self.wrappers = [wrapper_of(result) for result in results]
+            self.outputs = outputs_of(len(next_state), metrics)
+            self.plain_state_count = len(unwrap_all(next_state))
         return unwrap_all(results)
 
 
@@ -388,16 +379,19 @@ def _lift_captured(module: fx.GraphModule, captured_by_fake_id: Mapping[int, Ten
         lifted_nodes.append(node)
     for node in lifted_nodes:
         graph.erase_node(node)
-    # Copies of random numbers that nothing draws again.
-    for node in reversed(graph.nodes):
-        if node.target is _aten.clone.default and not node.users:
-            graph.erase_node(node)
     return captured
 
 
 def _is_copied_constant(node: fx.Node) -> bool:
     """Return whether a graph does nothing with a constant but copy it, as that of `torch.tensor(2.0)`."""
     return bool(node.users) and all(user.target is _aten.lift_fresh_copy.default for user in node.users)
+
+
+def _erase_unused_copies(graph: fx.Graph) -> None:
+    """Erase the copies of random numbers that nothing draws again."""
+    for node in reversed(graph.nodes):
+        if node.target is _aten.clone.default and not node.users:
+            graph.erase_node(node)
 
 
 def _delete_fake_constants(module: fx.GraphModule) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from funcamp import _upstream
@@ -29,14 +27,11 @@ _READ_TEXTS = (
     "unsupported format string passed to FakeTensor",
 )
 _READS = "not read a tensor's value on the host (no .item(), no branch on a tensor or a size that follows from values)"
-_FIXED_SHAPE_INSTEAD = "take torch.where or a mask of fixed shape instead"
+_FIXED_SHAPE_INSTEAD = "call the step without jit, or take torch.where or a mask of fixed shape instead"
 _METRICS_INSTEAD = f"{_FIXED_SHAPE_INSTEAD}, and return in the metrics what you want to read"
 #: What to write instead of functions of torch whose result has a size that follows from values.
 _FUNCTIONS_INSTEAD = {
     "one_hot": "pass num_classes to one_hot, which reads the largest index otherwise",
-    "_ctc_loss": (
-        "what a CTC loss keeps for its backward pass has a size that follows from lengths: call the step without jit"
-    ),
     "bincount": (
         "bincount's result has a size that follows from values: count in n bins with "
         "torch.zeros(n, dtype=x.dtype, device=x.device).index_add(0, x, torch.ones_like(x))"
@@ -44,47 +39,37 @@ _FUNCTIONS_INSTEAD = {
 }
 
 
-def nested_tensor_error(line: str) -> HostError:
-    """Return the error for a line that makes a nested tensor."""
-    return HostError(
-        f"not make nested tensors, whose lengths are values; {line} does: pad to a fixed length, and mask what is "
-        "beyond each sequence"
-    )
+def read_error(line: str) -> HostError:
+    """Return the error for a line that reads the value of a tensor."""
+    return HostError(f"{_READS}; {line} does: {_instead(line) or _METRICS_INSTEAD}")
 
 
-def read_error(line: str, operations: Collection[str] = ()) -> HostError:
-    """Return the error for a line that reads the value of a tensor.
-
-    operations: names of those that were traced before it.
-    """
-    return HostError(f"{_READS}; {line} does: {_instead(line, operations) or _METRICS_INSTEAD}")
+def _instead(line: str) -> str:
+    """Return what to write instead of a function that the line names; "" if none is."""
+    return next((fix for name, fix in _FUNCTIONS_INSTEAD.items() if f"{name}(" in line), "")
 
 
-def _instead(line: str, operations: Collection[str]) -> str:
-    """Return what to write instead of a function that the line names or that was traced before it; "" if none is."""
-    fixes = [fix for name, fix in _FUNCTIONS_INSTEAD.items() if f"{name}(" in line or name in operations]
-    return fixes[0] if fixes else ""
-
-
-def explain(error: Exception, *, in_cuda_graph: bool, operations: Collection[str] = ()) -> HostError | None:
+def explain(error: Exception, *, in_cuda_graph: bool) -> HostError | None:
     """Return an error that explains what a trace raised; None if its own text explains it.
 
     Args:
         error: what the trace raised.
         in_cuda_graph: whether the trace becomes a CUDA graph.
-        operations: names of the operations that were traced.
     """
     line = line_in_traceback(error)
     if isinstance(error, _SHAPE_FROM_VALUES):
         where = "in a CUDA graph" if in_cuda_graph else f"by {error.func}"
-        instead = _instead(line, str(error.func).split(".")) or _FIXED_SHAPE_INSTEAD
+        instead = _instead(line) or _FIXED_SHAPE_INSTEAD
         if in_cuda_graph:
             instead += ", or pass capture=False"
         return HostError(f"not take a shape from values {where}; {line} does: {instead}")
     if in_nested_tensor(error):
-        return nested_tensor_error(line)
+        return HostError(
+            f"not make nested tensors, whose lengths are values; {line} does: pad to a fixed length, and mask what is "
+            "beyond each sequence"
+        )
     if isinstance(error, _NUMBER_FROM_VALUES) or _reads_values(error):
-        return read_error(line, operations)
+        return read_error(line)
     return None
 
 

@@ -2,20 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias
 
 import torch
-from torch import Tensor, fx
-
-from funcamp import _upstream
-
-#: Returns the node of a tensor in a graph that is traced; None for any other tensor.
-NodeOf: TypeAlias = Callable[[Tensor], fx.Node | None]
-#: For every view the number of its part, and its shape of at most as many elements.
-RequestedViews: TypeAlias = Sequence[tuple[int, tuple[int, ...]]]
 
 
 class HostError(Exception):
@@ -25,39 +14,15 @@ class HostError(Exception):
     """
 
 
-#: Whether torch.cond or a relative of it calls Dynamo in this thread.
-_in_higher_order_call = _upstream.find("torch._higher_order_ops.utils._in_hop_compile", lambda: False)
-
-
-class LetsDynamoIn:
-    """Base class of the dispatch modes of a trace: Dynamo may trace a call in spite of them, for torch.cond."""
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return whether Dynamo may trace a call in spite of this mode.
-
-        torch.cond and while_loop let Dynamo find the tensors that their branches read. Nothing else: a part of a
-        model that torch.compile compiled runs as the Python that it was.
-        """
-        return bool(_in_higher_order_call())
-
-
-class Recorder(Protocol):
-    """A trace that is running."""
-
-    def slices(self, tensor: Tensor, sizes: Sequence[int], requested: RequestedViews) -> list[Tensor] | None:
-        """Record views; None for a tensor of no or another trace, and where derivatives have to pass."""
-
-
 class _Current(threading.local):
-    recorder: Recorder | None = None
+    recorder: object | None = None
 
 
 current = _Current()
 """The trace of this thread."""
 
 
-def running() -> Recorder | None:
+def running() -> object | None:
     """Return the trace of this thread; None if there is none, or if Dynamo compiles."""
     return None if torch.compiler.is_dynamo_compiling() else current.recorder
 
@@ -65,29 +30,3 @@ def running() -> Recorder | None:
 def compiling() -> bool:
     """Return whether Dynamo or a trace of this thread records what is called, also if the model does not know it."""
     return torch.compiler.is_dynamo_compiling() or current.recorder is not None
-
-
-def slices(tensor: Tensor, sizes: Sequence[int], requested: RequestedViews) -> list[Tensor]:
-    """Return views of consecutive parts of a one-dimensional tensor.
-
-    In a trace they have an offset of zero, because torch computes what an operation returns once for every offset of
-    its arguments, and so once for every block of a model.
-
-    Args:
-        tensor: the tensor.
-        sizes: the sizes of its parts.
-        requested: the views.
-    """
-    recorder = running()
-    recorded = None if recorder is None else recorder.slices(tensor, sizes, requested)
-    if recorded is not None:
-        return recorded
-    parts = torch.split(tensor, list(sizes))
-    views: list[Tensor] = []
-    for number, shape in requested:
-        part = parts[number]
-        count = math.prod(shape)
-        if count != sizes[number]:  # the rest is padding
-            part = part[:count]
-        views.append(part.view(shape))
-    return views

@@ -79,7 +79,7 @@ PRIVATE = {
     "torch._C._are_functorch_transforms_active": "losses inside torch.func transforms do not work",
     "torch._C._cuda_endAllocateToPool": "after a capture that failed no other step can be captured in this process",
     "torch._C._cuda_releasePool": "the memory of a capture that failed is not given back",
-    "torch._C._current_graph_task_id": "jit refuses torch.utils.checkpoint around dropout on a GPU",
+    "torch._C._current_graph_task_id": "jit refuses torch.utils.checkpoint around dropout",
     "torch._C.DispatchKey": "jit computes nn.Bilinear and affine_grid under autocast in float32",
     "torch._C._dispatch_keyset_full_after": "jit computes nn.Bilinear and affine_grid under autocast in float32",
     "torch._C._dynamo.guards.TensorGuards": "a call of a jitted step takes some microseconds more",
@@ -123,7 +123,9 @@ PRIVATE = {
     "torch.optim.optimizer._global_optimizer_post_hooks": "GradScaler.step reads found_inf on the host",
     "torch.optim.optimizer._global_optimizer_pre_hooks": "GradScaler.step reads found_inf on the host",
     "torch.utils._python_dispatch.TorchDispatchMode": "jit does not work",
-    "torch.utils._python_dispatch._disable_current_modes": "stateless is not made under FakeTensorMode, torch.compile",
+    "torch.utils._python_dispatch._disable_current_modes": (
+        "stateless is not made under FakeTensorMode, torch.compile, and a captured step makes no tensor on the host"
+    ),
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "jit does not work",
     "torch.utils._pytree.GetAttrKey": "leaves have no names: no state_dict",
     "torch.utils._pytree.TreeSpec": "nothing",

@@ -452,7 +452,7 @@ REFUSED: dict[str, tuple[Make, str]] = {
     ),
     "the first batch": (
         unchanged(keeps_the_first_batch, first=None),
-        r"not keep a tensor in Python .* model\.first",
+        r"read tensors with values only, .*register_buffer",
     ),
     "a criterion's center": (lambda: Program(linear(), Center()), r"writes into criterion\.center"),
     "a memory bank": (memory_bank, r"criterion\.bank\.(next|rows)"),

@@ -141,6 +141,13 @@ def set_back(w: Tensor, x: Tensor) -> Any:
     return one, torch.randn_like(x)
 
 
+def set_back_for_others(w: Tensor, x: Tensor) -> Any:
+    before = torch.get_rng_state()
+    one = torch.bernoulli(x.abs())
+    torch.set_rng_state(before)
+    return one, torch.bernoulli(1 - x.abs())
+
+
 def assigns(w: Tensor, x: Tensor) -> None:
     """Torch does not dispatch this."""
     OWN.data = OWN.data * 2
@@ -182,14 +189,15 @@ PYTHON: dict[str, tuple[Callable[[Tensor, Tensor], Any], str, str]] = {
     "nested tensors": (lambda w, x: torch.nested.nested_tensor([x], layout=torch.jagged), "not make nested", "nested"),
     "packed sequences": (packed, "must not pack sequences, whose lengths are values", "pack_padded"),
     # contract: "`jit` of a CTC loss"
-    "a CTC loss": (ctc, "what a CTC loss keeps .* call the step without jit", ""),
+    "a CTC loss": (ctc, "take a shape from values .*ctc_loss.* call the step without jit", ""),
     "a size in a branch": (lambda w, x: x if x[x > 0].numel() > 2 else -x, OPEN, "numel"),
     "dropout of such a size": (lambda w, x: F.dropout(x[x > 0]), OPEN, "dropout"),
     "a seed": (seeds, SEED, r"torch.rand\(2\)"),
     # contract: "`jit` of draws with `generator=torch.default_generator`"
     "its own generator": (lambda w, x: torch.rand(2, generator=GENERATOR), "default generator", "GENERATOR"),
-    # contract: "of equal draws from tensors that are computed twice"
+    # contract: "of draws after the generator was set back, except in a backward pass"
     "set back for another kind": (set_back, BACK, ""),
+    "set back for other probabilities": (set_back_for_others, BACK, ""),
     # contract: "`jit` of a step that assigns to `tensor.data`"
     "data of what it reads": (assigns, DATA, "OWN.data = "),
     # contract: "for a jitted one that is an error"

@@ -17,7 +17,6 @@ from tests.support.helpers import assert_same
 from tests.support.steps import assert_as_eager
 
 X = torch.linspace(-1, 1, 6)
-OFTEN = torch.full((6,), 0.9)
 
 
 def written(x: Tensor) -> Tensor:
@@ -54,13 +53,6 @@ def test_generated_code_with_exact_draws_the_eager_steps_numbers() -> None:
     assert_same(list(found), drawn(X))
 
 
-def again(first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Tensor:
-    before = torch.get_rng_state()
-    one = first()
-    torch.set_rng_state(before)
-    return torch.stack([one, second()])
-
-
 def checkpointed(draw: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     """The gradient of a function that draws, and that the backward pass computes again."""
 
@@ -72,12 +64,12 @@ def checkpointed(draw: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]
     return gradient
 
 
-#: With a generator that is set back.
+#: With a generator that the backward pass sets back.
 SET_BACK: dict[str, Callable[[Tensor], Tensor]] = {
-    "dropout again": lambda x: again(lambda: F.dropout(x), lambda: F.dropout(x * 2)),
+    "dropout, computed again": checkpointed(F.dropout),
     "probabilities, computed again": checkpointed(lambda x: torch.bernoulli(x.detach().abs())),
     "rrelu, computed again": checkpointed(lambda x: F.rrelu(x, training=True)),
-    "a captured tensor": lambda x: again(lambda: torch.bernoulli(OFTEN), lambda: torch.bernoulli(OFTEN)),
+    "filled in place, computed again": checkpointed(lambda x: torch.empty_like(x).normal_()),
 }
 
 

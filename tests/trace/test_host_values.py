@@ -10,12 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcamp._trace.host_constants import _Host
+from funcamp._trace import trace as trace_module
 from funcamp._trace.trace import Graph, trace
 from funcamp._trace.tracing import HostError
 
 META = torch.device("meta")
 ON_HOST = torch.tensor([3.0, 4.0])
+ARRAY = np.array([1.0, 2.0], dtype=np.float32)
 
 
 def written(x: Tensor) -> Tensor:
@@ -32,15 +33,25 @@ def written_index(x: Tensor) -> Tensor:
     return x[index]
 
 
+def read(x: Tensor) -> Tensor:
+    numbers = torch.arange(3.0) * 2
+    return x * numbers.sum().item() if numbers[1] > 1 else x
+
+
 #: With what each returns for [1, 3].
 CONSTANTS: dict[str, tuple[Callable[[Tensor], Tensor], list[float]]] = {
     "moved": (lambda x: x * torch.tensor([1.0, 2.0]).to(x.device), [1, 6]),
     "cast and moved": (lambda x: x * torch.tensor([1, 2]).float().to(x.device), [1, 6]),
     "an index": (lambda x: x[torch.tensor([1, 0])], [3, 1]),
+    "a scalar": (lambda x: x * torch.tensor(2.0), [2, 6]),
     "copied": (lambda x: torch.empty_like(x).copy_(torch.tensor([5.0, 6.0])) + x, [6, 9]),
     "written in between": (written, [1.5, 6]),
     "an index that was written": (written_index, [3, 3]),
     "parts": (lambda x: x * torch.tensor([[1.0], [2.0]]).unbind()[1].to(x.device), [2, 6]),
+    "a choice": (lambda x: torch.where(x > 1, x, torch.tensor(0.5)), [0.5, 3]),
+    "in derivatives": (torch.func.vmap(torch.func.grad(lambda v: (v * torch.tensor(2.0)).square())), [8, 24]),
+    "read": (read, [6, 18]),
+    "an array": (lambda x: x * torch.from_numpy(ARRAY).to(x.device), [1, 6]),
 }
 
 
@@ -63,7 +74,7 @@ def test_constant_has_the_value_of_eager_code(name: str, monkeypatch: pytest.Mon
     x = torch.tensor([1.0, 3.0])
     assert change(x).tolist() == expected
     assert places(traced(change)) == {"meta"}
-    monkeypatch.setattr(_Host, "_device_of", lambda *_: x.device)
+    monkeypatch.setattr(trace_module, "move_constants", lambda *_: None)
     graph = traced(change)
     assert not graph.captured
     for node in graph.module.graph.nodes:
@@ -72,17 +83,40 @@ def test_constant_has_the_value_of_eager_code(name: str, monkeypatch: pytest.Mon
     assert graph.module(x)[0].tolist() == expected
 
 
-ARRAY = np.array([1.0, 2.0], dtype=np.float32)
+def test_a_graph_for_the_host_itself_computes_in_each_call() -> None:
+    x = torch.tensor([1.0, 3.0])
+    graph = trace(lambda values: ([], into_the_host(values[0])), [x], {"cpu"}, in_cuda_graph=True)
+    graph.module.recompile()
+    assert graph.module(x)[0].tolist() == [1, 0]
+
+
+def test_a_result_on_the_host_stays_there() -> None:
+    graph = traced(lambda x: [torch.tensor(0.25), torch.zeros(2), x + 1])
+    assert not graph.captured
+    results: Any = graph.module.graph.output_node().args[0]
+    assert [result.meta["val"].device.type for result in results] == ["cpu", "cpu", "meta"]
+
+
+def into_the_host(x: Tensor) -> Tensor:
+    found = torch.zeros(2)
+    found[0] = x[0]
+    return found
+
+
 CHANGING: dict[str, tuple[Callable[[Tensor], Any], str]] = {
     "captured": (lambda x: x * ON_HOST.to(META), r"reads a torch.float32 tensor of shape \(2,\) on cpu: move it"),
-    "an array": (lambda x: x * torch.from_numpy(ARRAY).to(META), "read no array of numpy, .*on the device before the"),
     "drawn": (lambda x: x * torch.rand(()), "draws on cpu: pass device="),
+    "written": (into_the_host, "stay on one type of device"),
 }
 
 
 @pytest.mark.parametrize("name", CHANGING)
-def test_what_could_change_on_the_host_is_refused_in_a_cuda_graph_alone(name: str) -> None:
+def test_what_could_change_on_the_host_is_refused_in_a_cuda_graph(name: str) -> None:
     change, text = CHANGING[name]
     with pytest.raises(HostError, match=text):
         traced(change)
-    assert "cpu" in places(traced(change, in_cuda_graph=False))
+
+
+@pytest.mark.parametrize("name", ["captured", "drawn"])
+def test_without_a_graph_the_host_computes_in_each_call(name: str) -> None:
+    assert "cpu" in places(traced(CHANGING[name][0], in_cuda_graph=False))

@@ -66,14 +66,7 @@ def _structure(node: Tree, leaves: list[object]) -> Hashable:
 
 def _structures(nodes: Collection[object], leaves: list[object]) -> tuple[Hashable, ...]:
     """Return the structures of several nodes; append their leaves to the list."""
-    structures: list[Hashable] = []
-    for node in nodes:
-        if type(node) in _LEAVES:  # as in `_structure`, without a call for each leaf
-            leaves.append(node)
-            structures.append(None)
-        else:
-            structures.append(_structure(node, leaves))
-    return tuple(structures)
+    return tuple([_structure(node, leaves) for node in nodes])
 
 
 def frame_of(structure: Hashable, leaves: list[object], tensors: list[Tensor], python_values: int) -> Frame:

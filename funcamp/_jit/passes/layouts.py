@@ -60,7 +60,7 @@ def _laid_out_otherwise(node: fx.Node, decomposition: Operation) -> Iterator[fx.
 
 def _has_order(result: fx.Node) -> bool:
     """Return whether a result is a tensor whose dimensions have an order in memory."""
-    value = result.meta["val"]
+    value = result.meta.get("val")  # a result that is not computed has none
     return isinstance(value, Tensor) and value.dim() > 1
 
 

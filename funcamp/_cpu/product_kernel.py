@@ -230,7 +230,7 @@ def _share_of(split: Split, kernel: _Kernel, buffer: _Buffer) -> _Buffer:
     return kernel.slice_nd(buffer, [("row_start", "row_end"), ()]) if split.is_shared else buffer
 
 
-def _define_local(sizes: list[int], kernel: _Kernel) -> str:
+def _define_local(sizes: list[int], kernel: _Kernel) -> object:
     """Return the C++ of memory for a thread's share."""
     rows, columns = sizes
     fits_on_stack = rows * columns <= _MAX_ON_STACK

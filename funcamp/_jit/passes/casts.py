@@ -93,7 +93,7 @@ def _is_cast(node: fx.Node) -> bool:
         return False
     source: Any = node.args[0]
     before, after = source.meta["val"], node.meta["val"]
-    return before.device == after.device and before.stride() == after.stride()
+    return bool(before.device == after.device and before.stride() == after.stride())
 
 
 def _is_mostly_cast(group: _Group, parts: list[_CastOfPart]) -> bool:

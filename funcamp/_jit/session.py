@@ -37,23 +37,13 @@ def compile_session(task: str) -> Iterator[Progress]:
 
 @contextlib.contextmanager
 def _few_collections() -> Iterator[None]:
-    """Context manager: collect garbage rarely, and among new objects only.
-
-    A collection takes 0.2 s for torch's objects, and Inductor makes millions of objects that live long.
-    """
-    thresholds = gc.get_threshold()
-    # If the process collects this rarely, the user has set up the collector. Asking whether objects were frozen takes
-    # 0.1 s for a million of them, because Python counts them one by one.
-    free = thresholds[0] < _SELDOM and gc.get_freeze_count() == 0
-    if free:
-        gc.freeze()
-    gc.set_threshold(max(thresholds[0], _SELDOM) if thresholds[0] else 0, *thresholds[1:])
+    """Context manager: look for garbage rarely, because Inductor makes millions of objects that live long."""
+    first, *others = gc.get_threshold()
+    gc.set_threshold(max(first, _SELDOM) if first else 0, *others)
     try:
         yield
     finally:
-        gc.set_threshold(*thresholds)
-        if free:
-            gc.unfreeze()
+        gc.set_threshold(first, *others)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +26,8 @@ def one_by_one(module: fx.GraphModule) -> Callable[..., Any]:
         traced = node.meta.get("val")
         if node.op != "call_function" or not isinstance(traced, Tensor) or has_open_layout(traced):
             continue
-        if not any(map(is_view, node.users)):
+        has_memory = not is_view(node) or node.target is operator.getitem  # the layout of a view follows
+        if not has_memory or not any(map(is_view, node.users)):
             continue
         with graph.inserting_after(node):
             laid_out = graph.call_function(_layout_of(traced), (node,))

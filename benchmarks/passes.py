@@ -37,14 +37,12 @@ from funcamp._jit.passes.program import Target
 KNOWN = PUBLIC_SIZES | CPU_SIZES
 EAGER = "torch's eager loop"
 ALL = "funcamp.jit"
-#: An option that is no trick: a program that is captured needs it.
-NEEDED = "triton.cudagraphs"
 
 
 def tricks() -> list[str]:
     """Return the names of what a program on a CPU gets for its time."""
     target = Target("inductor", frozenset({"cpu"}))
-    return [one.name for one in pipeline() if one.where(target) and not one.defect and one.name != NEEDED]
+    return [one.name for one in pipeline() if one.where(target) and not one.defect]
 
 
 def makers() -> dict[str, Any]:

@@ -119,13 +119,13 @@ def test_changelog_of_the_release_is_short() -> None:
 #: The tokens of code that a room may have. A figure may only be lowered, or raised in a commit that names the users who
 #: need it, and why nothing simpler serves them.
 MOST_TOKENS: dict[str, int] = {
-    "_jit": 23_369,
+    "_jit": 21_635,
     "report": 27_993,
     "_optim": 20_912,
     "_trace": 13_499,
     "_autograd": 9_745,
     "_step": 10_208,
-    "_cpu": 7_077,
+    "_cpu": 6_848,
     "numerics": 6_742,
     "_verify": 4_571,
     "_upstream": 3_980,
@@ -134,7 +134,7 @@ MOST_TOKENS: dict[str, int] = {
     "_storage": 4_548,
     "_scaler": 4_546,
     "rules": 4_401,
-    "_step_file": 2_837,
+    "_step_file": 2_772,
     "distributed": 3_707,
     "float8": 2_316,
     "command line": 1_032,

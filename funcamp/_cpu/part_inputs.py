@@ -10,13 +10,13 @@ written the flat tensor.
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
 from funcamp._jit.passes.program import Flat, Pass, Program
+from funcamp._jit.passes.writes import written_early
 from funcamp._trace.aliases import Aliases
 
 _aten = torch.ops.aten
@@ -64,7 +64,7 @@ def part_inputs(program: Program) -> Program:
     """Return a program with parts of copies of small flat inputs as inputs, after all others."""
     graph = program.module.graph
     aliases = Aliases(graph)
-    last_writes = _last_writes(graph)
+    roots_written = written_early(graph, aliases)
     # Offsets of as_strided count from the flat tensor.
     strided = {aliases.root[node] for node in graph.nodes if node.target in _STRIDED}
     flats: list[_Flat] = []
@@ -74,11 +74,10 @@ def part_inputs(program: Program) -> Program:
         all_sizes = {tuple(split.args[1]) for split in splits}
         if len(all_sizes) != 1 or not _is_small_vector(examples[input_number]):
             continue
-        # A part would show an earlier write.
-        is_written_early = any(writer not in last_writes for writer in aliases.writers.get(node, ()))
         part_nodes = [part for split in splits for part in split.users if _is_vector(part)]
         part_numbers = sorted({_part_number(part) for part in part_nodes})
-        if is_written_early or node in strided or len(part_numbers) < MANY:
+        # A part would show an earlier write.
+        if node in roots_written or node in strided or len(part_numbers) < MANY:
             continue
         flat = _Flat(input_number, list(all_sizes.pop()), part_numbers)
         with program.mode:
@@ -109,16 +108,6 @@ def _is_vector(part: fx.Node) -> bool:
     """Return whether generated kernels may read a part; matrices are read by a library, which gets their address."""
     shapes: list[Any] = [user.args[1] for user in part.users if user.target is _aten.view.default]
     return all(len(shape) < 2 for shape in shapes)
-
-
-def _last_writes(graph: fx.Graph) -> set[fx.Node]:
-    """Return the copies to inputs with which the graph ends."""
-    nodes_before_output = itertools.islice(reversed(graph.nodes), 1, None)
-    return set(itertools.takewhile(_writes_input, nodes_before_output))
-
-
-def _writes_input(node: fx.Node) -> bool:
-    return node.target is _aten.copy_.default and node.all_input_nodes[0].op == "placeholder" and not node.users
 
 
 def _append_placeholders(graph: fx.Graph, name: str, examples: list[Tensor]) -> list[fx.Node]:

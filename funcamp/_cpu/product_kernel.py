@@ -10,9 +10,9 @@ dispatch and no oneDNN primitive between two kernels, and pointwise operations o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol, SupportsInt
+from typing import Any, NamedTuple, TypeAlias
 from unittest.mock import patch
 
 import torch
@@ -91,26 +91,9 @@ def split_of(m: int, n: int, k: int, threads: int) -> Split:
     return Split(threads, rows_rounded_up)
 
 
-class _Buffer(Protocol):
-    """What the kernel needs of a buffer of Inductor."""
-
-    layout: object
-
-    def get_name(self) -> str: ...
-    def get_size(self) -> Sequence[SupportsInt]: ...
-    def get_stride(self) -> Sequence[SupportsInt]: ...
-    def get_dtype(self) -> torch.dtype: ...
-    def get_device(self) -> torch.device: ...
-
-
-class _Kernel(Protocol):
-    """What the template needs of Inductor's kernel for C++."""
-
-    local_buffers: Mapping[str, _Buffer]
-
-    def slice_nd(self, buffer: _Buffer, ranges: Sequence[object]) -> _Buffer: ...
-    def define_buffer(self, name: str, sizes: Sequence[int]) -> str: ...
-    def define_stack_allocated_buffer(self, name: str, sizes: Sequence[int]) -> str: ...
+#: A buffer and a kernel of Inductor, which has no types for them.
+_Buffer: TypeAlias = Any
+_Kernel: TypeAlias = Any
 
 
 class _Epilogue(NamedTuple):
@@ -247,7 +230,7 @@ def _share_of(split: Split, kernel: _Kernel, buffer: _Buffer) -> _Buffer:
     return kernel.slice_nd(buffer, [("row_start", "row_end"), ()]) if split.is_shared else buffer
 
 
-def _define_local(sizes: list[int], kernel: _Kernel) -> str:
+def _define_local(sizes: list[int], kernel: _Kernel) -> object:
     """Return the C++ of memory for a thread's share."""
     rows, columns = sizes
     fits_on_stack = rows * columns <= _MAX_ON_STACK

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import types
 from typing import Any
 
@@ -37,73 +36,54 @@ def _fault(leaf: Tensor) -> str | None:
         return (
             f"a plain tensor; got a {type(leaf).__name__}: pass the tensors it holds, or its .as_subclass(torch.Tensor)"
         )
-    if leaf.layout != torch.strided or leaf.is_nested:
-        return f"strided; got {'a nested tensor' if leaf.is_nested else f'layout {leaf.layout}'}"
-    if leaf.is_quantized or leaf.is_meta:
-        return f"a tensor of numbers; got a {'quantized' if leaf.is_quantized else 'meta'} one"
+    if leaf.is_nested or leaf.layout != torch.strided or leaf.is_quantized or leaf.is_meta:
+        return f"a strided tensor of numbers; got {'a nested one' if leaf.is_nested else _tree.describe(leaf)}"
     return None
 
 
 def check_batch(batch: Tree) -> None:
-    """Raise TypeError for a leaf of a batch that is neither a plain tensor nor a possible constant."""
+    """Raise TypeError for a leaf of a batch that is neither a plain tensor nor a constant."""
     one_batch("jit", batch)
     for index, leaf in enumerate(_tree.leaves(batch)):
-        where = f"jit: batch{_tree.path_of(batch, index)} must be"
         if isinstance(leaf, Tensor):
-            _check_tensor(where, leaf)
+            fault = _fault(leaf) or _fault_of_attributes(leaf)
         else:
-            _check_constant(where, leaf)
+            fault = _fault_of_constant(leaf)
+        if fault:
+            raise TypeError(f"jit: batch{_tree.path_of(batch, index)} must be {fault}")
 
 
-def _check_tensor(where: str, leaf: Tensor) -> None:
-    """Raise TypeError for a tensor of a batch that no program takes; `where` begins the text of the error."""
-    if fault := _fault(leaf):
-        raise TypeError(f"{where} {fault}")
+def _fault_of_attributes(leaf: Tensor) -> str | None:
+    """Return what is wrong with a tensor of a batch that has attributes of a user's."""
     attribute = next((name for name in vars(leaf) if not name.startswith("_")), None)
-    if attribute:
-        raise TypeError(
-            f"{where} a tensor without attributes of its own, which a program would not see; got "
-            f"{_tree.describe(leaf)} with .{attribute}: pass {attribute} as a part of the batch"
-        )
+    if attribute is None:
+        return None
+    return (
+        "a tensor without attributes of its own, which a program would not see; got "
+        f"{_tree.describe(leaf)} with .{attribute}: pass {attribute} as a part of the batch"
+    )
 
 
-def _check_constant(where: str, leaf: object) -> None:
-    """Raise TypeError for a leaf that cannot be a constant; `where` begins the text of the error."""
-    fix = "pass a dict of its tensors, or register its class with torch.utils._pytree.register_pytree_node"
-    if isinstance(leaf, torch.Generator):
-        raise TypeError(
-            f"{where} a tensor or a constant; got a torch.Generator, whose state cannot be part of a program: draw "
-            "from torch's default generator, or pass the numbers, as tensors"
-        )
-    if _holds_tensors(leaf):
-        raise TypeError(f"{where} a tensor or a pytree of tensors; got a {type(leaf).__name__} with some in it: {fix}")
+def _fault_of_constant(leaf: object) -> str | None:
+    """Return what a leaf that is not a tensor must be and is not: a value, of which a program has a copy."""
+    if isinstance(leaf, _CONSTANT_OBJECTS):
+        return None
+    members = [*leaf] if isinstance(leaf, (set, frozenset)) else []
+    has_tensors = _tree.tensors_in((members, getattr(leaf, "__dict__", {})))
+    hash_of_class: Any = type(leaf).__hash__
+    if not has_tensors and hash_of_class is not object.__hash__ and _can_be_hashed(leaf):
+        return None
+    return (
+        "a tensor, or a constant with a hash that follows from its value and without tensors in it; got "
+        f"{_tree.brief_kind(leaf)}: pass a dict of its tensors (torch.as_tensor makes one of an array), make it "
+        "@dataclass(frozen=True), or register its class with torch.utils._pytree.register_pytree_node"
+    )
+
+
+def _can_be_hashed(leaf: object) -> bool:
+    """Return whether an object can be hashed; a tuple with a list in it cannot."""
     try:
         hash(leaf)
     except TypeError:
-        instead = _hashable_fix(leaf, fix)
-        raise TypeError(
-            f"{where} a tensor, or a constant that can be hashed; got {_tree.describe(leaf)}: {instead}"
-        ) from None
-    hashing: Any = type(leaf).__hash__
-    if hashing is object.__hash__ and not isinstance(leaf, _CONSTANT_OBJECTS):
-        raise TypeError(
-            f"{where} a tensor, or a constant that is equal to another of its value; got a {type(leaf).__name__}, "
-            f"equal only to itself, so that a program would not see later changes in it: {fix}"
-        )
-
-
-def _hashable_fix(leaf: object, fix: str) -> str:
-    """Return what to do about a leaf that cannot be hashed."""
-    if hasattr(leaf, "__array__"):
-        return "torch.as_tensor makes a tensor of an array"
-    if dataclasses.is_dataclass(leaf):
-        return f"make it immutable, @dataclass(frozen=True), or {fix}"
-    return f"give it a __hash__ that follows from its value, or {fix}"
-
-
-def _holds_tensors(leaf: object) -> bool:
-    """Return whether an object that is not a pytree has tensors in its attributes or among its members."""
-    if isinstance(leaf, _CONSTANT_OBJECTS):
         return False
-    members = [*leaf] if isinstance(leaf, (set, frozenset)) else []
-    return bool(_tree.tensors_in((members, getattr(leaf, "__dict__", {}))))
+    return True

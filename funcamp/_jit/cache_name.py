@@ -19,12 +19,10 @@ def cache_name(*, exact: bool, without: frozenset[str], steps: Steps | None) -> 
         without: the names of what is left out, for the same reason.
         steps: those of a call, for the same reason.
     """
-    left_out = "".join(f"-without-{name}" for name in sorted(without))
-    in_a_call = b"" if steps is None else b"-steps-%d-%d-%d-%d" % steps
-    return b"funcamp-" + _sources() + b"-exact" * exact + left_out.encode() + in_a_call
+    return repr(("funcamp", _sources(), exact, sorted(without), steps)).encode()
 
 
 @functools.cache
-def _sources() -> bytes:
+def _sources() -> str:
     files = sorted(_PACKAGE.rglob("*.py"))
-    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest().encode()
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from funcamp._jit.kinds import Kind, kind_of
-
-_dtype: Any = torch.Tensor.dtype
-_read_dtype: Callable[[Tensor], object] = _dtype.__get__
 
 
 class CapturedTensors:
@@ -47,12 +42,11 @@ class CapturedTensors:
         """Return whether they are what they were at the last call."""
         tensors = self.tensors
         # In C, because every call does this. Strides and the number of elements are compared instead of the shape:
-        # reading a shape takes five times as long.
+        # reading a shape takes five times as long. Another dtype comes with other memory.
         return (
             list(map(Tensor.data_ptr, tensors)) == self._addresses
             and list(map(Tensor.stride, tensors)) == self._strides
             and list(map(Tensor.numel, tensors)) == self._sizes
-            and list(map(_read_dtype, tensors)) == self._dtypes
         )
 
     def follow(self, *, may_move: bool) -> None:
@@ -66,18 +60,14 @@ class CapturedTensors:
         """
         for tensor, kind, address in zip(self.tensors, self._kinds, self._addresses):
             now = kind_of(tensor)
-            if now != kind:
-                strides = f" with strides {now.stride} instead of {kind.stride}" * (now.shape == kind.shape)
+            has_moved = tensor.data_ptr() != address
+            if now != kind or (has_moved and not may_move):
+                place = "" if may_move else ", in the same memory, where a CUDA graph reads"
                 raise RuntimeError(
                     "jit: step must find the tensors that it reads besides its arguments as they were when it was "
-                    f"compiled; got {now}{strides} for {kind} (changed by module.to, .data, set_ or t_): make another "
-                    "jit, or make it a leaf of the state or of the batch"
-                )
-            if not may_move and tensor.data_ptr() != address:
-                raise RuntimeError(
-                    "jit: step must find the tensors that it reads besides its arguments in place, as a CUDA graph "
-                    f"reads there; {now} was given other memory (by .data or set_): write into it with copy_, make it "
-                    "a leaf of the state or of the batch, or make another jit"
+                    f"compiled{place}; got {now} with strides {now.stride} for {kind} with strides {kind.stride} "
+                    "(changed by module.to, .data, set_ or t_): write into it with copy_, make it a leaf of the state "
+                    "or of the batch, or make another jit"
                 )
         self._note()
 
@@ -85,4 +75,3 @@ class CapturedTensors:
         self._addresses = [tensor.data_ptr() for tensor in self.tensors]
         self._strides = [tensor.stride() for tensor in self.tensors]
         self._sizes = [tensor.numel() for tensor in self.tensors]
-        self._dtypes: list[object] = [tensor.dtype for tensor in self.tensors]

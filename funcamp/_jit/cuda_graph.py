@@ -103,7 +103,7 @@ class Captured:
         self.inner = run
         """The compiled function. A graph keeps no memory that it reads, such as a program's constants."""
         # Not clone(), which makes a column of a matrix dense: the program reads these strides.
-        self._batch = [copy_in_layout(leaf, leaf.stride()) for leaf in batch]
+        self._batch = [copy_in_layout(leaf.to(state[0].device), leaf.stride()) for leaf in batch]
         state = [leaf.detach() for leaf in state]  # separate references to the static storage
         self._state = state
 

@@ -118,7 +118,7 @@ def take_over(
             own_leaves.append(None)
             continue
         stride = _stride_for(leaf, kind)
-        must_copy = copy or overlaps_itself(leaf) or not _is_readable(leaf, stride)
+        must_copy = copy or not _is_readable(leaf, stride)
         if not must_copy and is_written:
             must_copy = not is_private(leaf) or memory_so_far.meets(leaf) or avoid.meets(leaf)
         own_leaf = copy_in_layout(leaf.detach(), stride) if must_copy else leaf

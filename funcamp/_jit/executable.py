@@ -6,24 +6,24 @@ import logging
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._jit.compile import check_compiler, compile_graph, one_by_one_instead, target_of
 from funcamp._jit.compiled_program import CompiledProgram
-from funcamp._jit.compiler_error import reason_of
 from funcamp._jit.constants import constant_key, structure_key
 from funcamp._jit.cuda_graph import Captured
-from funcamp._jit.donation import Layouts, OwnedState, arranged, layouts_for
+from funcamp._jit.donation import Layouts, arranged, layouts_for
 from funcamp._jit.kinds import check_like
 from funcamp._jit.passes.program import Flat, Steps, Target
+from funcamp._jit.progress import Progress
 from funcamp._jit.python_values import PythonValues
-from funcamp._jit.session import CompileSession, keeping_generators
+from funcamp._jit.session import compile_session
 from funcamp._jit.state_memory import StateMemory
 from funcamp._jit.unroll import check_steps
 from funcamp._trace.description import description_of, written_inputs
 from funcamp._trace.interface import Outputs
-from funcamp._trace.open_shapes import is_open
 from funcamp._trace.trace import Graph, trace
 from funcamp._trace.tracing import HostError
 from funcamp._types import Step, Tree
@@ -61,16 +61,16 @@ class Executable(NamedTuple):
     """What it computes: an equal one is the same program."""
 
     def captured_in(self, memory: StateMemory, inputs: list[Tensor]) -> Executable:
-        """Return the executable as a CUDA graph on the state, which stays where it is now; without graphs, itself.
+        """Return the executable as a CUDA graph on the state, which then stays where it is; itself if it needs none.
 
         Args:
             memory: where the state is.
-            inputs: tensors like those of every later call, on the state's device.
+            inputs: tensors like those of every later call.
 
         Raises:
             RuntimeError: the capture failed.
         """
-        if memory.graphs is None:
+        if memory.graphs is None or isinstance(self.run, Captured):
             return self
         run = Captured(memory.graphs, self.run, memory.current.leaves, inputs)
         memory.pin()
@@ -114,8 +114,8 @@ class CompiledLater:
     def compile(self) -> None:
         """Compile the operations, if they are not."""
         if self._compile_traced is not None:
-            with CompileSession(self._task) as session:
-                session.progress.phase("compiling")
+            with compile_session(self._task) as progress:
+                progress.phase("compiling")
                 self.inner = self._compile_traced()
             self._compile_traced = None
 
@@ -125,14 +125,13 @@ def make_executable(
     options: Options,
     memory: StateMemory,
     batch: Tree,
-    tensors: list[Tensor],
     values: PythonValues,
-    session: CompileSession,
+    progress: Progress,
     *,
     known: Sequence[Executable],
     compile_at_once: bool,
 ) -> Executable:
-    """Trace a step and compile it; with CUDA graphs, capture it. The program does not run.
+    """Trace a step and compile it. The program does not run.
 
     If the trace is that of a known program, return that.
 
@@ -141,20 +140,20 @@ def make_executable(
         options: those of `jit`.
         memory: where the state is.
         batch: that of the call that it is made for.
-        tensors: the batch's.
         values: what is looked at in Python at every call.
-        session: the surroundings.
+        progress: reports what is done.
         known: the programs for the same batch and other values in Python.
         compile_at_once: whether not to wait for `compile_after` calls.
 
     Raises:
-        Exception: any error of the step, of the compiler or of the capture.
+        Exception: any error of the step or of the compiler.
     """
     owned = memory.current
 
     # The batch's tensors as the program will read them.
     if options.unroll is not None:
         check_steps(batch, options.unroll)
+    tensors = _tree.tensors_in(batch)
     if memory.graphs is not None:
         tensors = [tensor.to(owned.leaves[0].device) for tensor in tensors]
     check_compiler(options.backend, owned.leaves + tensors)
@@ -166,13 +165,11 @@ def make_executable(
     graph = trace_step(
         step,
         options,
-        owned,
-        memory.kinds,
+        memory,
         batch,
         inputs if options.unroll is None else [tensor[0] for tensor in inputs],
         values.roots,
         lambda graph: _description_of(graph) in known_by_description,
-        in_cuda_graph=memory.graphs is not None,
     )
     values.follow_trace(graph.changed_places, graph.captured)
     description = _description_of(graph)
@@ -187,11 +184,9 @@ def make_executable(
     else:
         outside_state = [tensor for tensor in graph.captured if not memory.meets(tensor)]
 
-    # The program, and on a GPU its capture, in which the state stays where it is now.
     compile_at_once = compile_at_once or memory.graphs is not None
-    run = _compiled(graph, options, memory.current, session, compile_at_once=compile_at_once)
-    executable = Executable(run, graph.outputs, layouts, graph.captured, outside_state, description)
-    return executable.captured_in(memory, inputs)
+    run = _compiled(graph, options, memory.current.leaves, progress, compile_at_once=compile_at_once)
+    return Executable(run, graph.outputs, layouts, graph.captured, outside_state, description)
 
 
 def _description_of(graph: Graph) -> Hashable:
@@ -208,27 +203,22 @@ def _description_of(graph: Graph) -> Hashable:
 def trace_step(
     step: Step,
     options: Options,
-    owned: OwnedState,
-    state_kinds: Tree,
+    memory: StateMemory,
     batch: Tree,
     tensors: list[Tensor],
     roots: Mapping[str, object],
     is_known: Callable[[Graph], bool],
-    *,
-    in_cuda_graph: bool = False,
 ) -> Graph:
     """Run a step without values, and return its operations.
 
     Args:
         step: the step.
         options: those of `jit`.
-        owned: the state.
-        state_kinds: the kinds of its leaves, which the next state must have too.
+        memory: where the state is.
         batch: the batch.
         tensors: its tensors, of one step.
         roots: the objects that the step's Python reaches, by name.
         is_known: whether a program of an earlier call computes the same.
-        in_cuda_graph: whether it becomes a CUDA graph.
 
     Raises:
         TypeError: the step returns no pair.
@@ -236,6 +226,7 @@ def trace_step(
         RuntimeError: the step reads a value on the host, or keeps state in Python that a program cannot.
         Exception: any error of the step.
     """
+    owned = memory.current
     state_count = len(owned.leaves)
     batch_of = _tensor_replacer(batch)
 
@@ -243,10 +234,8 @@ def trace_step(
         """Return the leaves of the next state, or none if they are written into the state; and the metrics."""
         state_values = values[:state_count]
         state = owned.filled(state_values)
-        next_leaves, metrics = _take_step(step, state, batch_of(values[state_count:]), state_kinds)
+        next_leaves, metrics = _take_step(step, state, batch_of(values[state_count:]), memory.kinds)
         metric_leaves, metric_spec = _tree.flatten(metrics)
-        if options.unroll is not None:
-            _check_stackable(metric_leaves)
         metric_leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in metric_leaves]
         metrics = _tree.unflatten(metric_leaves, metric_spec)
         if options.donate:
@@ -260,7 +249,7 @@ def trace_step(
             on_tensors,
             [*owned.leaves, *tensors],
             {leaf.device.type for leaf in owned.leaves},
-            in_cuda_graph=in_cuda_graph,
+            in_cuda_graph=memory.graphs is not None,
             roots=roots,
             is_known=is_known,
             state_count=state_count,
@@ -310,42 +299,33 @@ def _take_step(step: Step, state: Tree, batch: Tree, state_kinds: Tree) -> tuple
     return [leaf for leaf in _tree.leaves(next_state) if leaf is not None], metrics
 
 
-def _check_stackable(metric_leaves: Sequence[object]) -> None:
-    """Raise HostError if the shape of a metric may differ from step to step."""
-    for leaf in metric_leaves:
-        if is_open(leaf):
-            raise HostError(
-                "return metrics of fixed shapes with unroll, which stacks those of several steps; got "
-                f"{_tree.describe(leaf)}"
-            )
-
-
 def _compiled(
-    graph: Graph, options: Options, owned: OwnedState, session: CompileSession, *, compile_at_once: bool
+    graph: Graph, options: Options, leaves: list[Tensor], progress: Progress, *, compile_at_once: bool
 ) -> Flat:
     """Return a function from the leaves of the state and the batch's tensors to the results."""
-    # What is compiled later must not keep this state alive, so no function below refers to `owned`.
+    # What is compiled later must not keep this state alive, so no function below refers to `leaves`.
     steps: Steps | None = None
     if options.unroll is not None:
         batch_tensors = [graph_input for graph_input in graph.inputs if graph_input.kind == "batch"]
-        steps = Steps(options.unroll, len(owned.leaves), len(batch_tensors), options.donate)
-    gpus = frozenset(leaf.device for leaf in owned.leaves if leaf.device.type == "cuda")
-    devices = frozenset(leaf.device.type for leaf in owned.leaves)
+        steps = Steps(options.unroll, len(leaves), len(batch_tensors), options.donate)
+    gpus = frozenset(leaf.device for leaf in leaves if leaf.device.type == "cuda")
+    devices = frozenset(leaf.device.type for leaf in leaves)
     target = target_of(graph, options.backend, devices, exact=options.exact)
 
     def compiled_for(target: Target) -> Flat:
-        with keeping_generators(gpus):
+        # Inductor draws the operands of the products that it times on a GPU.
+        with torch.random.fork_rng(gpus, enabled=bool(gpus)):
             return compile_traced(graph, target, options, steps)
 
     if compile_at_once or not options.compile_after or target.backend == "eager":
-        session.progress.phase("compiling")
+        progress.phase("compiling")
         run = compiled_for(target)
-        session.progress.phase("running")
+        progress.phase("running")
         return run
-    session.progress.phase("running operation by operation")
+    progress.phase("running operation by operation")
     one_by_one = compiled_for(target._replace(backend="eager"))
     calls = options.compile_after
-    task = session.progress.task
+    task = progress.task
     _log.info(
         "jit: this program's operations run one by one, as in eager mode, for its first %d calls; it is compiled at "
         "the next one. jit(step, compile_after=0) compiles each program at its first call: %s",
@@ -368,12 +348,13 @@ def compile_traced(graph: Graph, target: Target, options: Options, steps: Steps 
     except Exception as error:
         if target.backend == "eager":  # nothing is compiled
             raise
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if target.by_inductor and target.is_open:
-            one_by_one_instead(f"Inductor raises {reason_of(error)}")
+            one_by_one_instead(f"Inductor raises {reason}")
             return compile_traced(graph, target._replace(backend="eager"), options, steps)
         advise("jit", error)
         raise RuntimeError(
-            f"jit: step was traced, but cannot be compiled: {reason_of(error)}. backend='eager' runs its operations "
+            f"jit: step was traced, but cannot be compiled: {reason}. backend='eager' runs its operations "
             "without a compiler; explain=True names the passes and options, and without=(...) leaves out those it is "
             "given"
         ) from error

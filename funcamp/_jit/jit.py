@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
@@ -70,8 +69,7 @@ def jit(
             of a constant in the batch or of what the step reads in Python, the oldest program of a value is dropped,
             with a log line that names the place, and made again when it is needed.
         without: names of passes, of Inductor's options, and of corrections of torch to leave out, to find the one that
-            makes a number wrong or a step slow. The environment variable FUNCAMP_WITHOUT has further ones, separated by
-            commas. Without a correction numbers may be wrong where torch is.
+            makes a number wrong or a step slow. Without a correction numbers may be wrong where torch is.
         explain: print each of them that a program gets to stderr, with its reason, when it is compiled.
 
     Returns:
@@ -124,16 +122,9 @@ def check_step(call: str, step: object) -> None:
     if not callable(step):
         raise TypeError(f"{call}: step must be callable; got {_tree.brief(step)}")
     if isinstance(step, (nn.Module, Loss, type)):
-        name = type(step).__name__
-        if isinstance(step, type):
-            kind = "class"
-            name = step.__name__
-        elif isinstance(step, Loss):
-            kind = "loss"
-        else:
-            kind = "module"
+        given = f"the class {step.__name__}" if isinstance(step, type) else _tree.brief_kind(step)
         raise TypeError(
-            f"{call}: step must be a function (state, batch) -> (state, metrics); got the {kind} {name}: write "
+            f"{call}: step must be a function (state, batch) -> (state, metrics); got {given}: write "
             "jit(make_train_step(module_loss(model, criterion), optimizer)); a forward pass is for torch.compile"
         )
     if isinstance(step, JitStep):
@@ -141,7 +132,7 @@ def check_step(call: str, step: object) -> None:
 
 
 def _names_left_out(without: Collection[str]) -> frozenset[str]:
-    """Return the names to leave out, with those of the environment variable.
+    """Return the names to leave out.
 
     Raises:
         TypeError: they are not a collection.
@@ -151,12 +142,9 @@ def _names_left_out(without: Collection[str]) -> frozenset[str]:
 
     if isinstance(without, str) or not isinstance(without, Collection):
         raise TypeError(f'jit: without must be a collection of names, such as ("part_inputs",); got {without!r}')
-    variable = os.environ.get("FUNCAMP_WITHOUT", "")
-    names_in_variable = [name.strip() for name in variable.split(",") if name.strip()]
-    left_out = frozenset([*without, *names_in_variable])
+    left_out = frozenset(without)
     if unknown := sorted(left_out - names(), key=str):
         raise ValueError(
-            f"jit: without must have names of {', '.join(sorted(names()))}; got {', '.join(map(repr, unknown))} "
-            "(FUNCAMP_WITHOUT counts too)"
+            f"jit: without must have names of {', '.join(sorted(names()))}; got {', '.join(map(repr, unknown))}"
         )
     return left_out

@@ -21,8 +21,9 @@ from funcamp._jit.donation import arranged
 from funcamp._jit.executable import Executable, Options, make_executable
 from funcamp._jit.jit import check_step
 from funcamp._jit.known_calls import KnownCalls
-from funcamp._jit.python_values import MOST_COMBINATIONS, PythonValues
-from funcamp._jit.session import CompileSession
+from funcamp._jit.progress import Progress
+from funcamp._jit.python_values import PythonValues
+from funcamp._jit.session import compile_session
 from funcamp._jit.signature import Key, difference, flattened, frame_of, key_of, shapes, without_values
 from funcamp._jit.state_memory import StateMemory
 from funcamp._layers import layer
@@ -288,10 +289,11 @@ class JitStep(Fixed):
         """
         self._check_count(batch, key)
         try:
-            with CompileSession(self._task(batch, key)) as session:
-                executable = self._make(key, memory, batch, tensors, session)
+            with compile_session(self._task(batch, key)) as progress:
+                executable = self._make(key, memory, batch, progress)
                 owned = memory.current  # where it is now: it may have been moved
                 inputs = arranged(tensors, executable.layouts, owned.memory)
+                executable = executable.captured_in(memory, inputs)
                 results = executable.run([*owned.leaves, *inputs])
         except RuntimeError as error:
             advise("jit", error)
@@ -308,19 +310,16 @@ class JitStep(Fixed):
         self._executables[key] = executable
         return executable, inputs, results
 
-    def _make(
-        self, key: Key, memory: StateMemory, batch: Tree, tensors: list[Tensor], session: CompileSession
-    ) -> Executable:
-        """Return a program for a new signature: compiled, or one of those for other values in Python."""
+    def _make(self, key: Key, memory: StateMemory, batch: Tree, progress: Progress) -> Executable:
+        """Return a program for a new signature: compiled, or one of those that differ in values of Python only."""
         return make_executable(
             self._step,
             self._options,
             memory,
             batch,
-            tensors,
             self._python_values,
-            session,
-            known=self._programs_of_other_values(key),
+            progress,
+            known=[executable for other_key, executable in self._executables.items() if other_key[:-1] == key[:-1]],
             compile_at_once=not self._executables,
         )
 
@@ -339,10 +338,6 @@ class JitStep(Fixed):
         self._executables = {known: kept for known, kept in self._executables.items() if kept is not oldest}
         self._known_calls = KnownCalls()
 
-    def _programs_of_other_values(self, key: Key) -> list[Executable]:
-        """Return the programs for a signature that differs in nothing but values in Python."""
-        return [executable for known_key, executable in self._executables.items() if known_key[:-1] == key[:-1]]
-
     def _check_count(self, batch: Tree, key: Key) -> None:
         """Raise ValueError if there are too many signatures, not counting the values of constants and of Python."""
         if len({*map(without_values, self._executables), without_values(key)}) > self._options.max_signatures:
@@ -357,7 +352,7 @@ class JitStep(Fixed):
         return text or self._python_values.change(self._last_key[-1], key[-1])
 
     def _note_trace_in_vain(self, key: Key) -> None:
-        """Count a change of a value in Python that changes nothing; log that there are many; forget old values."""
+        """Count a change of a value in Python that changes nothing; log that there are many."""
         self._traces_in_vain += 1
         if self._traces_in_vain == self._options.max_signatures:
             _log.warning(
@@ -366,10 +361,6 @@ class JitStep(Fixed):
                 self._traces_in_vain,
                 self._python_values.change(self._last_key[-1], key[-1]),
             )
-        if len(self._executables) > MOST_COMBINATIONS:
-            newest_keys = {id(executable): key for key, executable in self._executables.items()}
-            self._executables = {key: self._executables[key] for key in newest_keys.values()}
-            self._known_calls = KnownCalls()
 
     def _task(self, batch: Tree, key: Key) -> str:
         """Return what is compiled, for the report of the progress: for a later signature, with what changed."""

@@ -7,7 +7,7 @@ import logging
 import sys
 import threading
 import time
-from types import TracebackType
+from collections.abc import Iterator
 
 import torch
 
@@ -18,56 +18,62 @@ PATIENCE = 2.0
 
 
 class Progress:
-    """Context manager: report a long task after two seconds, and at its end how long it took.
-
-    If the logger "funcamp" is enabled for INFO, the two messages are logged; otherwise they go to stderr. Silent if
-    that logger's own level is above INFO, and on every rank of torch.distributed except the first.
+    """The phases of a task, the first of which is tracing.
 
     Args:
-        task: the object of "compiling" in the message.
+        task: the object of "compiling" in a message.
     """
 
     def __init__(self, task: str) -> None:
         self.task = task
-        self._phase = "tracing"
-        self._past_phases: list[tuple[str, float]] = []
-        """With the seconds that each took."""
-        self._task_start = time.monotonic()
-        self._phase_start = self._task_start
+        self._phases: list[tuple[str, float]] = []
+        """With the time at which each began."""
         self._has_spoken = False
-        self._timer = threading.Timer(PATIENCE, self._report_start)
-        self._timer.name = "funcamp-progress"
-        self._timer.daemon = True
+        self.phase("tracing")
 
     def phase(self, name: str) -> None:
         """Start the next phase of the task."""
-        now = time.monotonic()
-        self._past_phases.append((self._phase, now - self._phase_start))
-        self._phase = name
-        self._phase_start = now
+        self._phases.append((name, time.monotonic()))
 
-    def __enter__(self) -> Progress:
-        """Start watching."""
-        if not _is_silent():
-            self._timer.start()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Report the end, if the start was reported."""
-        if self._timer.ident is None:  # it was never started
-            return
-        self._timer.cancel()
-        self._timer.join()
-        if self._has_spoken:
-            self.phase("")  # ends the last one
-            phases = ", ".join(f"{name} {seconds:.0f} s" for name, seconds in self._past_phases)
-            how = "failed" if error is not None else "done"
-            _say(f"jit: {how} after {time.monotonic() - self._task_start:.0f} s ({phases}): {self.task}")
-
-    def _report_start(self) -> None:
+    def report_start(self) -> None:
         """Report a task that takes long; runs in the timer's thread."""
         self._has_spoken = True
-        _say(f"jit: {self._phase} {self.task}; once for each batch signature")
+        present_phase, _ = self._phases[-1]
+        _say(f"jit: {present_phase} {self.task}; once for each batch signature")
+
+    def report_end(self, how: str) -> None:
+        """Report the end, if the start was reported."""
+        if not self._has_spoken:
+            return
+        names, starts = zip(*self._phases)
+        ends = [*starts[1:], time.monotonic()]
+        phases = ", ".join(f"{name} {end - start:.0f} s" for name, start, end in zip(names, starts, ends))
+        _say(f"jit: {how} after {ends[-1] - starts[0]:.0f} s ({phases}): {self.task}")
+
+
+@contextlib.contextmanager
+def progress_of(task: str) -> Iterator[Progress]:
+    """Context manager: report a long task after two seconds, and at its end how long it took.
+
+    If the logger "funcamp" is enabled for INFO, the two messages are logged; otherwise they go to stderr. Silent if
+    that logger's own level is above INFO, and on every rank of torch.distributed except the first.
+    """
+    progress = Progress(task)
+    if _is_silent():
+        yield progress
+        return
+    timer = threading.Timer(PATIENCE, progress.report_start)
+    timer.name = "funcamp-progress"
+    timer.daemon = True
+    timer.start()
+    how = "failed"
+    try:
+        yield progress
+        how = "done"
+    finally:
+        timer.cancel()
+        timer.join()
+        progress.report_end(how)
 
 
 def _is_silent() -> bool:

@@ -1,4 +1,4 @@
-"""`CompileSession`: all that is changed in this process while a step is traced and compiled."""
+"""`compile_session`: all that is changed in this process while a step is traced and compiled."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import contextlib
 import gc
 import sys
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 import torch
 
-from funcamp._jit.progress import Progress
+from funcamp._jit.progress import Progress, progress_of
 from funcamp._upstream.noise import without_noise
 
 #: make_fx and Inductor's options are of the process, so one thread at a time compiles.
@@ -22,50 +22,28 @@ _SELDOM = 100_000
 _DEEP = 20_000
 
 
-class CompileSession(contextlib.ExitStack):
-    """Context manager around tracing and compiling one program; exit puts everything back.
+@contextlib.contextmanager
+def compile_session(task: str) -> Iterator[Progress]:
+    """Context manager around tracing and compiling one program.
 
     It takes turns with other threads, collects garbage rarely, leaves inference mode and reports progress.
 
     Args:
         task: what is compiled, for the report.
     """
-
-    def __init__(self, task: str) -> None:
-        super().__init__()
-        self.progress = Progress(task)
-
-    def __enter__(self) -> CompileSession:
-        """Change the process."""
-        with contextlib.ExitStack() as stack:  # if a later step fails, the earlier contexts are exited
-            stack.enter_context(torch.inference_mode(False))
-            stack.enter_context(_lock)
-            stack.enter_context(_few_collections())
-            stack.enter_context(without_noise())
-            stack.enter_context(self.progress)
-            self.push(stack.pop_all())
-        return self
+    with torch.inference_mode(False), _lock, _few_collections(), without_noise(), progress_of(task) as progress:
+        yield progress
 
 
 @contextlib.contextmanager
 def _few_collections() -> Iterator[None]:
-    """Context manager: collect garbage rarely, and among new objects only.
-
-    A collection takes 0.2 s for torch's objects, and Inductor makes millions of objects that live long.
-    """
-    thresholds = gc.get_threshold()
-    # If the process collects this rarely, the user has set up the collector. Asking whether objects were frozen takes
-    # 0.1 s for a million of them, because Python counts them one by one.
-    free = thresholds[0] < _SELDOM and gc.get_freeze_count() == 0
-    if free:
-        gc.freeze()
-    gc.set_threshold(max(thresholds[0], _SELDOM) if thresholds[0] else 0, *thresholds[1:])
+    """Context manager: look for garbage rarely, because Inductor makes millions of objects that live long."""
+    first, *others = gc.get_threshold()
+    gc.set_threshold(max(first, _SELDOM) if first else 0, *others)
     try:
         yield
     finally:
-        gc.set_threshold(*thresholds)
-        if free:
-            gc.unfreeze()
+        gc.set_threshold(first, *others)
 
 
 @contextlib.contextmanager
@@ -77,10 +55,3 @@ def deep_recursion() -> Iterator[None]:
         yield
     finally:
         sys.setrecursionlimit(before)
-
-
-@contextlib.contextmanager
-def keeping_generators(gpus: Collection[torch.device]) -> Iterator[None]:
-    """Context manager: the default generators are as before, though Inductor times random products on GPUs."""
-    with torch.random.fork_rng(gpus) if gpus else contextlib.nullcontext():
-        yield

@@ -8,10 +8,10 @@ from typing import NoReturn
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._jit.donation import arranged
 from funcamp._jit.executable import Executable
 from funcamp._jit.jit_step import JitStep
-from funcamp._jit.session import CompileSession
+from funcamp._jit.progress import Progress
+from funcamp._jit.session import compile_session
 from funcamp._jit.signature import Key, difference, shapes, shown
 from funcamp._jit.state_memory import StateMemory
 from funcamp._step.parallel import Parallel
@@ -54,8 +54,8 @@ class LoadedStep(JitStep):
         number = self._python_values.number()
         self._in_file: dict[Key, Executable] = {}
         # Loading replaces a method of torch's, so threads take turns.
-        with CompileSession(f"a step of {path}") as session:
-            session.progress.phase("loading")
+        with compile_session(f"a step of {path}") as progress:
+            progress.phase("loading")
             for program in description.programs:
                 *fields, _ = program.key
                 self._in_file[(*fields, number)] = runnable(program)  # type: ignore[index]
@@ -83,10 +83,8 @@ class LoadedStep(JitStep):
         """
         return restore("load_state_dict", saved, like, Parallel())
 
-    def _make(
-        self, key: Key, memory: StateMemory, batch: Tree, tensors: list[Tensor], session: CompileSession
-    ) -> Executable:
-        """Return the program of a signature from the file, on a GPU captured.
+    def _make(self, key: Key, memory: StateMemory, batch: Tree, progress: Progress) -> Executable:
+        """Return the program of a signature from the file.
 
         Raises:
             ValueError: there is none.
@@ -102,8 +100,5 @@ class LoadedStep(JitStep):
                 f"{self!r}: batch must be like one of those in the file: {signatures}; got {shapes(batch)}, where "
                 f"{difference(batch, next(reversed(self._in_file)), key)}: call the step with such a batch before save"
             )
-        session.progress.phase("running")
-        executable = self._in_file[key]
-        if memory.graphs is not None:
-            tensors = [tensor.to(memory.current.leaves[0].device) for tensor in tensors]
-        return executable.captured_in(memory, arranged(tensors, executable.layouts, memory.current.memory))
+        progress.phase("running")
+        return self._in_file[key]

@@ -40,9 +40,9 @@ def test_schedule_and_scale_compile_once() -> None:
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("sources", [b"", b"after an update"])
+@pytest.mark.parametrize("sources", ["", "after an update"])
 def test_a_second_start_takes_the_program_of_the_same_sources_from_inductors_cache(
-    sources: bytes, monkeypatch: pytest.MonkeyPatch
+    sources: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def compiled() -> Any:
         torch.compiler.reset()

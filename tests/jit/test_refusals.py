@@ -61,12 +61,12 @@ ARGUMENTS: dict[str, tuple[Call, type[Exception], str]] = {
     "half a step": (lambda: jit(add, unroll=1.5), TypeError, "unroll must be an integer; got 1.5"),  # type: ignore[arg-type]
     "backend": (lambda: jit(add, backend=ANY), TypeError, "backend must be a string; got None"),
     "also no function": (lambda: jit(add).also(ANY), TypeError, "step must be callable; got None"),
-    "also a module": (lambda: jit(add).also(nn.Linear(1, 1)), TypeError, "step .*got the mod"),
+    "also a module": (lambda: jit(add).also(nn.Linear(1, 1)), TypeError, "step .*got a Linear: write"),
     "jit of jit": (lambda: jit(jit(add)), TypeError, "compiled already"),
     "without a text": (lambda: jit(add, without="layouts"), TypeError, "without must be a collection of names"),
     "an unknown pass": (lambda: jit(add, without=["layout"]), ValueError, "without must have names of .*; got 'layout'"),
     "an array": (constant([numpy.zeros(2)]), TypeError, r"batch\['x'\]\[0\] must be a tensor, or a constant"),
-    "an object": (constant(Box(torch.ones(2))), TypeError, r"batch\['x'\] must be .* a Box with some in it.* pass a dict"),
+    "an object": (constant(Box(torch.ones(2))), TypeError, r"batch\['x'\] must be .* without tensors in it; got a Box: pass a dict"),
     "a number in the state": (called(add, {"w": 1.0}), TypeError, r"state\['w'\] must be a tensor or None; got 1.0"),
     "no pair": (called(lambda state, _: state), TypeError, r"must return the pair \(state, metrics\); got dict"),
     "another dtype": (
@@ -94,11 +94,11 @@ class Named(Tensor):
 
 
 KINDS: dict[str, tuple[Callable[[], Tensor], str]] = {
-    "sparse": (lambda: torch.eye(2).to_sparse(), "must be strided; got layout torch.sparse_coo"),
+    "sparse": (lambda: torch.eye(2).to_sparse(), "must be a strided tensor .* got .* in layout torch.sparse_coo"),
     "masked": (lambda: masked_tensor(torch.eye(2), torch.eye(2) > 0), "must be a plain tensor; got a MaskedTensor"),
-    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]), "must be .*; got a nested tensor"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(1)]), "must be .*; got a nested one"),
     "subclass": (lambda: torch.eye(2).as_subclass(Named), "must be a plain tensor; got a Named: pass .*as_subclass"),
-    "meta": (lambda: torch.ones(2, 2, device="meta"), "must be a tensor of numbers; got a meta one"),
+    "meta": (lambda: torch.ones(2, 2, device="meta"), "must be a strided tensor of numbers; got .* on meta"),
 }
 
 

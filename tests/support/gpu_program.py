@@ -146,10 +146,11 @@ def program_of(step: Callable[[Any, Any], Any], state: object, batch: object, **
     def stop(code: str) -> None:
         raise _Written(code)
 
-    owned: object = types.SimpleNamespace(leaves=[flat[place] for place in places], filled=filled)
+    owned = types.SimpleNamespace(leaves=[flat[place] for place in places], filled=filled)
+    memory: Any = types.SimpleNamespace(current=owned, kinds=None, graphs=None)
     given = [leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     with on_gpu(stop):
-        graph = executable.trace_step(step, run._options, owned, None, batch, given, {}, lambda _: False)
+        graph = executable.trace_step(step, run._options, memory, batch, given, {}, lambda _: False)
         with pretended(), graph.mode, torch.no_grad(), FlopCounterMode(display=False) as counter:
             graph.module(*graph.examples)
         try:

@@ -2,8 +2,8 @@
 
 Here are those that make programs right, and those that every program needs. Layers register others: `_cpu` those that
 make programs faster on a CPU, `distributed` those for several ranks. Each pass is a file with its reason, its condition
-and its evidence. `jit(step, without=("name",))`, or the environment variable FUNCAMP_WITHOUT, leaves some out;
-`jit(step, explain=True)` prints those that a program gets.
+and its evidence. `jit(step, without=("name",))` leaves some out; `jit(step, explain=True)` prints those that a
+program gets.
 """
 
 from __future__ import annotations

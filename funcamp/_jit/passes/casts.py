@@ -11,6 +11,7 @@ A group that is gathered from slices is cast part by part, and so are parameters
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ import torch
 from torch import fx
 
 from funcamp._jit.passes.program import Pass, Program
+from funcamp._jit.passes.writes import written_early
 from funcamp._trace.aliases import Aliases
 
 _aten = torch.ops.aten
@@ -52,50 +54,32 @@ class _CastOfPart(NamedTuple):
         return int(number)
 
 
-class _Writes:
-    """Where a graph, as it was traced, writes to the memory of its nodes. What a pass has added writes nothing."""
-
-    def __init__(self, graph: fx.Graph) -> None:
-        self._aliases = Aliases(graph)
-        self._positions = {node: position for position, node in enumerate(graph.nodes)}
-
-    def of(self, node: fx.Node) -> list[fx.Node]:
-        """Return the nodes that write to the memory of a node."""
-        root = self._aliases.root.get(node)
-        return [] if root is None else self._aliases.writers.get(root, [])
-
-    def are_before(self, node: fx.Node, last: fx.Node) -> bool:
-        """Return whether the memory of a node is written before another node, if at all."""
-        return all(self._positions[writer] < self._positions[last] for writer in self.of(node))
-
-    def are_after(self, node: fx.Node, first: fx.Node) -> bool:
-        """Return whether the memory of a node is written after another node, if at all."""
-        return all(self._positions[writer] > self._positions[first] for writer in self.of(node))
-
-
 def casts(program: Program) -> Program:
     """Return the program with casts of whole groups."""
     graph = program.module.graph
-    writes = _Writes(graph)
-    casts_by_group: dict[_Group, list[_CastOfPart]] = {}
+    aliases = Aliases(graph)
+    roots_written = written_early(graph, aliases)
+    # What is written is cast where it is.
+    written = {node for node, root in aliases.root.items() if root in roots_written}
+    casts_by_group: defaultdict[_Group, list[_CastOfPart]] = defaultdict(list)
     for group, cast in _casts_of_parts(graph):
-        if not writes.of(cast.node):  # else another cast of the part would have the new values
-            casts_by_group.setdefault(group, []).append(cast)
+        if written.isdisjoint((group.flat, cast.node)):
+            casts_by_group[group].append(cast)
     with program.mode:
         for group, parts in casts_by_group.items():
-            if _is_mostly_cast(group, parts) and writes.are_after(group.flat, parts[-1].node):
+            if _is_mostly_cast(group, parts):
                 _cast_before_split(graph, group, parts)
         for node in graph.find_nodes(op="call_function", target=_CAT):
-            _cast_after_join(graph, node, writes)
+            _cast_after_join(graph, node, written)
     return program
 
 
 def _casts_of_parts(graph: fx.Graph) -> Iterator[tuple[_Group, _CastOfPart]]:
     """Yield the casts of parts of inputs to a low precision, in the order of the program."""
     for node in graph.find_nodes(op="call_function", target=_CAST):
-        dtype = _new_dtype(node)
+        dtype = node.meta["val"].dtype
         views = _views_above(node.args[0], (*_VIEWS, operator.getitem))
-        if dtype not in _LOW or not views or views[-1].target is not operator.getitem:
+        if dtype not in _LOW or not _is_cast(node) or not views or views[-1].target is not operator.getitem:
             continue
         split: Any = views[-1].args[0]
         if split.target is _SPLIT and split.args[0].op == "placeholder":
@@ -103,19 +87,13 @@ def _casts_of_parts(graph: fx.Graph) -> Iterator[tuple[_Group, _CastOfPart]]:
             yield _Group(flat, tuple(sizes), dtype), _CastOfPart(node, views)
 
 
-def _new_dtype(cast: fx.Node) -> torch.dtype | None:
-    """Return the dtype to which a cast goes; None if it changes anything else."""
-    source: Any = cast.args[0]
-    example = source.meta["val"]
-    unchanged = {"layout": example.layout, "device": example.device}
-    dtype: torch.dtype | None = None
-    for name, argument in cast.kwargs.items():
-        if name == "dtype":
-            assert isinstance(argument, torch.dtype)
-            dtype = argument
-        elif argument != unchanged.get(name):
-            return None
-    return dtype
+def _is_cast(node: fx.Node) -> bool:
+    """Return whether a node changes the dtype of a tensor, and nothing else."""
+    if node.target is not _CAST:
+        return False
+    source: Any = node.args[0]
+    before, after = source.meta["val"], node.meta["val"]
+    return bool(before.device == after.device and before.stride() == after.stride())
 
 
 def _is_mostly_cast(group: _Group, parts: list[_CastOfPart]) -> bool:
@@ -136,23 +114,16 @@ def _cast_before_split(graph: fx.Graph, group: _Group, parts: list[_CastOfPart])
         graph.erase_node(cast.node)
 
 
-def _cast_after_join(graph: fx.Graph, join: fx.Node, writes: _Writes) -> None:
-    """Cast a concatenation of tensors that are all cast from one dtype, instead of the tensors."""
+def _cast_after_join(graph: fx.Graph, join: fx.Node, written: set[fx.Node]) -> None:
+    """Cast a concatenation of tensors that are all cast from one dtype to float32, instead of the tensors."""
     parts: Any = join.args[0]
-    views_of_parts: list[list[fx.Node]] = []
-    sources: list[fx.Node] = []
-    for part in parts:
-        views = _views_above(part, _VIEWS)
-        cast: Any = views[-1].args[0] if views else part
-        if cast.target is not _CAST or _new_dtype(cast) != torch.float32:
-            return
-        source = cast.args[0]
-        if writes.of(cast) or not writes.are_before(source, cast):
-            return
-        views_of_parts.append(views)
-        sources.append(source)
+    views_of_parts = [_views_above(part, _VIEWS) for part in parts]
+    joined_casts: list[Any] = [views[-1].args[0] if views else part for part, views in zip(parts, views_of_parts)]
+    if not all(_is_cast(cast) and cast.meta["val"].dtype == torch.float32 for cast in joined_casts):
+        return
+    sources = [cast.args[0] for cast in joined_casts]
     dtypes = {source.meta["val"].dtype for source in sources}
-    if len(dtypes) != 1 or not dtypes <= set(_LOW):
+    if len(dtypes) != 1 or not dtypes <= set(_LOW) or not written.isdisjoint([*joined_casts, *sources]):
         return
     with graph.inserting_before(join):
         low_parts = [_emit_views(graph, views, source) for views, source in zip(views_of_parts, sources)]

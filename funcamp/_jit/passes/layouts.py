@@ -8,6 +8,8 @@ the tensor's own order. A batch norm of a transposed tensor is contiguous on a C
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -16,27 +18,16 @@ from funcamp._jit.passes.program import Pass, Program
 from funcamp._trace.open_shapes import is_open_node
 from funcamp._types import Operation
 
-#: An index among several results, and the dimensions from the outermost in memory to the innermost.
-_Order = tuple[int | None, list[int]]
-
 
 def keep_layouts(program: Program) -> Program:
     """Give the results of decomposed operations the layout of the trace, except those of open operations."""
     graph = program.module.graph
     table = program.table
-    # By operation and kinds of arguments, because a model has many equal layers.
-    orders_by_call: dict[str, list[_Order]] = {}
     with program.mode, torch.no_grad():
         for node in list(graph.nodes):
-            if node.target not in table or _returns_view(node) or is_open_node(node):
-                continue
-            kinds_of_arguments = fx.map_arg((node.args, node.kwargs), lambda other: _kinds(other.meta["val"]))
-            call = str((node.target, kinds_of_arguments))
-            if call not in orders_by_call:
-                orders_by_call[call] = _orders(node, table[node.target])
-            for index, order in orders_by_call[call]:
-                for result in _results_at(node, index):
-                    lay_out(result, order)
+            if node.target in table and not _returns_view(node) and not is_open_node(node):
+                for result in _laid_out_otherwise(node, table[node.target]):
+                    lay_out(result)
     return program
 
 
@@ -46,22 +37,43 @@ def _returns_view(node: fx.Node) -> bool:
     return any(result.alias_info for result in results)
 
 
-def _results_at(node: fx.Node, index: int | None) -> list[fx.Node]:
-    """Return the nodes with the result of a node at an index among several; the node itself if there is one result."""
-    if index is None:
-        return [node]
-    return [user for user in node.users if _picks(user, index)]
+def _laid_out_otherwise(node: fx.Node, decomposition: Operation) -> Iterator[fx.Node]:
+    """Yield the results of an operation that have another layout if it is decomposed."""
+    results = [node]
+    if not isinstance(node.meta["val"], Tensor):
+        results = [user for user in node.users if user.target is operator.getitem]
+    if not any(_has_order(result) for result in results):
+        return
+    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda other: other.meta["val"])
+    try:
+        decomposed = decomposition(*args, **kwargs)
+    except Exception:  # Inductor will raise it
+        return
+    if decomposed is NotImplemented:
+        return
+    for result in results:
+        value: Any = decomposed if result is node else decomposed[result.args[1]]
+        is_tensor = _has_order(result) and isinstance(value, Tensor)
+        if is_tensor and _strides_that_matter(value) != _strides_that_matter(result.meta["val"]):
+            yield result
+
+
+def _has_order(result: fx.Node) -> bool:
+    """Return whether a result is a tensor whose dimensions have an order in memory."""
+    value = result.meta.get("val")  # a result that is not computed has none
+    return isinstance(value, Tensor) and value.dim() > 1
 
 
 def laid_out_as(value: Tensor, like: Tensor) -> Tensor:
     """Return a tensor in the layout of another of its shape; unchanged if it has it, or if the other is not dense."""
     if _strides_that_matter(value) == _strides_that_matter(like):
         return value
-    laid_out = _in_order(value, order_of(like))
+    order = _order_of(like)
+    laid_out = value.permute(order).contiguous().permute(_inverse(order))
     return laid_out if _strides_that_matter(laid_out) == _strides_that_matter(like) else value
 
 
-def order_of(value: Tensor) -> list[int]:
+def _order_of(value: Tensor) -> list[int]:
     """Return the dimensions from the outermost in memory to the innermost."""
     return sorted(range(value.dim()), key=value.stride, reverse=True)
 
@@ -71,63 +83,23 @@ def _inverse(order: list[int]) -> list[int]:
     return sorted(range(len(order)), key=order.__getitem__)
 
 
-def _in_order(value: Tensor, order: list[int]) -> Tensor:
-    """Return a copy with the dimensions in this order in memory."""
-    return value.permute(order).contiguous().permute(_inverse(order))
-
-
-def _kinds(value: object) -> str:
-    """Return the shapes, strides, dtypes and devices of the tensors in an example value, and its numbers."""
-    if isinstance(value, Tensor):
-        return f"{value.shape}, {value.stride()}, {value.dtype}, {value.device}"
-    return f"[{', '.join(map(_kinds, value))}]" if isinstance(value, (list, tuple)) else str(value)
-
-
-def _orders(node: fx.Node, decomposition: Operation) -> list[_Order]:
-    """Return which results of a node would have another layout, and the layout that they need."""
-    traced = node.meta["val"]
-    has_several = isinstance(traced, (list, tuple))
-    traced_results: list[object] = list(traced) if has_several else [traced]
-    if not any(isinstance(value, Tensor) and value.dim() > 1 for value in traced_results):
-        return []
-    args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda other: other.meta["val"])
-    try:
-        decomposed = decomposition(*args, **kwargs)
-    except Exception:  # Inductor will raise it
-        return []
-    if decomposed is NotImplemented:
-        return []
-    decomposed_results: list[object] = list(decomposed) if has_several else [decomposed]
-    orders: list[_Order] = []
-    for index, (value, other) in enumerate(zip(traced_results, decomposed_results)):
-        if not isinstance(value, Tensor) or not isinstance(other, Tensor):
-            continue
-        if _strides_that_matter(value) != _strides_that_matter(other):
-            orders.append((index if has_several else None, order_of(value)))
-    return orders
-
-
 def _strides_that_matter(value: Tensor) -> list[int]:
     """Return the strides of the dimensions with several elements."""
     return [stride for size, stride in zip(value.shape, value.stride()) if size > 1]
 
 
-def _picks(user: fx.Node, index: int) -> bool:
-    """Return whether a node takes one of several results."""
-    return user.target is operator.getitem and user.args[1:] == (index,)
-
-
-def lay_out(result: fx.Node, order: list[int]) -> None:
-    """Make all users of a result read it in another order in memory."""
+def lay_out(result: fx.Node) -> None:
+    """Make all users of a result read it in the layout of the trace."""
     graph = result.graph
     aten = torch.ops.aten
+    value = result.meta["val"]
+    order = _order_of(value)
     with graph.inserting_after(result):
         permuted = graph.call_function(aten.permute.default, (result, order))
     with graph.inserting_after(permuted):
         copied = graph.call_function(aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format})
     with graph.inserting_after(copied):
         laid_out = graph.call_function(aten.permute.default, (copied, _inverse(order)))
-    value = result.meta["val"]
     permuted.meta = {**result.meta, "val": value.permute(order)}
     copied.meta = {**result.meta, "val": value.permute(order)}
     laid_out.meta = {**result.meta, "val": value}

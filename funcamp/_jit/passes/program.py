@@ -89,7 +89,7 @@ class Program(NamedTuple):
     @property
     def table(self) -> Table:
         """Return what Inductor takes instead of some operations."""
-        return Table(self.extensions, draws_as_eager=self.target.exact)
+        return Table(self.extensions, self.target.exact)
 
     def extended(self, extension: Extension) -> Program:
         """Return the program with more entries in the compiler's table."""

@@ -29,7 +29,7 @@ class Table(Decompositions):
         draws_as_eager: leave out the operations that would draw other random numbers than in eager mode.
     """
 
-    def __init__(self, extensions: tuple[Extension, ...] = (), *, draws_as_eager: bool = False) -> None:
+    def __init__(self, extensions: tuple[Extension, ...], draws_as_eager: bool) -> None:
         from torch._inductor import config
 
         with config.patch(fallback_random=draws_as_eager):
@@ -42,8 +42,4 @@ class Table(Decompositions):
         self._draws_as_eager = draws_as_eager
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _make_again, (self._extensions, self._draws_as_eager)
-
-
-def _make_again(extensions: tuple[Extension, ...], draws_as_eager: bool) -> Table:
-    return Table(extensions, draws_as_eager=draws_as_eager)
+        return Table, (self._extensions, self._draws_as_eager)

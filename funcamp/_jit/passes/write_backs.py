@@ -23,6 +23,7 @@ from torch import Tensor
 from funcamp import _upstream
 from funcamp._jit.passes.graph_pass import GraphPass
 from funcamp._jit.passes.program import Pass, Program
+from funcamp._jit.passes.writes import writes_input
 from funcamp._upstream.chains import chain_start, is_view, nodes_behind
 
 _aten = torch.ops.aten
@@ -48,7 +49,7 @@ class SnapshotWriteBacks(GraphPass):
 
     def __call__(self, graph: torch.fx.Graph) -> None:
         """Change the graph in place."""
-        writes = [node for node in graph.nodes if _writes_input(node)]
+        writes = [node for node in graph.nodes if writes_input(node)]
         written_inputs = {write.args[0] for write in writes}
         for target in written_inputs:
             if target.meta["val"].is_complex():
@@ -76,14 +77,6 @@ class SnapshotWriteBacks(GraphPass):
 
         # Each result gets separate memory, also if two of them are equal to one input.
         output.args = (torch.fx.map_arg(output.args[0], copy_if_needed),)
-
-
-def _writes_input(node: torch.fx.Node) -> bool:
-    """Return whether a node gives an input a new value."""
-    if node.target is not _COPY:
-        return False
-    target = node.args[0]
-    return isinstance(target, torch.fx.Node) and target.op == "placeholder"
 
 
 def _needs_snapshot(target: torch.fx.Node, source: torch.fx.Node, written_inputs: set[torch.fx.Node]) -> bool:

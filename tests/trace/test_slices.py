@@ -1,4 +1,4 @@
-"""What a program does with parameters of flat storage, which are views."""
+"""A trace records parameters of flat storage without dispatching views: what a program does with them is unchanged."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcamp import Params, jit, ravel
+from funcamp import Params, jit, loss, make_train_step, ravel, stateless
 from tests.support.steps import assert_as_eager
 
+SGD = stateless(torch.optim.SGD, lr=0.1)
 X = torch.arange(6.0).reshape(2, 3)
 
 
@@ -45,3 +46,20 @@ def strided(params: Any, x: Tensor) -> tuple[Any, Tensor]:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_program_is_that_of_views(step: Any, backend: str) -> None:
     assert_as_eager(step, jit(step, backend=backend), flat(), [X, X], 1e-6)
+
+
+def test_parameters_of_identical_blocks_are_alike_in_a_trace() -> None:
+    offsets: set[int] = set()
+
+    def fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        offsets.update(int(param.storage_offset()) for param in params.values())
+        return sum((x * param).sum() for param in params.values())  # type: ignore[return-value]
+
+    step = make_train_step(loss(fn), SGD)
+    params = {f"{number}": torch.ones(3) for number in range(4)}
+    state = step.init(params)
+    step(state, X)
+    assert offsets == {0, 64, 128, 192}
+    offsets.clear()
+    jit(step, backend="eager")(state, X)
+    assert offsets == {0}

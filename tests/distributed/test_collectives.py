@@ -10,15 +10,14 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
-from torch._functorch.aot_autograd import make_boxed_func  # type: ignore[attr-defined]
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcamp
-from funcamp import _upstream, distributed
+from funcamp import distributed
 from funcamp.distributed import DataParallel
 from tests.support.models import Task, mlp
 from tests.support.steps import build
@@ -26,25 +25,35 @@ from tests.support.steps import build
 pytestmark = pytest.mark.usefixtures("rank_0_of_4")
 
 ADAMW = funcamp.stateless(torch.optim.AdamW)
-SHARDED = [False, True] if _upstream.VERSION >= (2, 13) else [False]  # Dynamo of 2.11 does not trace DTensors in a step
+
+
+#: Operations on a tensor that a collective has made.
+WAITS = ("wait_tensor", "_wrap_tensor_autograd")
+
+
+class Counting(TorchDispatchMode):
+    """Counts collectives, those of DTensors too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(cls, DTensor) for cls in types):
+            return NotImplemented
+        if "c10d" in func.namespace:
+            self.found[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
 
 
 def collectives(fn: Any, *args: Any) -> dict[str, int]:
-    """The collectives in the one graph that torch.compile makes of a function."""
-    found: Counter[str] = Counter()
-
-    def count(graph: torch.fx.GraphModule, _: Any) -> Any:
-        found.update(str(node.target).split(".")[1] for node in graph.graph.nodes if "c10d" in str(node.target))
-        return make_boxed_func(graph.forward)
-
-    torch._dynamo.reset()
-    torch.compile(fn, fullgraph=True, backend=aot_autograd(fw_compiler=count))(*args)
-    del found["wait_tensor"]
-    return found
+    """The collectives of one call."""
+    with Counting() as counted:
+        fn(*args)
+    return {name: count for name, count in counted.found.items() if name not in WAITS}
 
 
-@pytest.mark.compiled
-@pytest.mark.parametrize("shard", SHARDED)
+@pytest.mark.parametrize("shard", [False, True])
 def test_collectives_do_not_grow_with_the_parameters_or_the_micro_batches(shard: bool) -> None:
     x, y = mlp().batch(0)
     for accumulate in (1, 3):
@@ -61,16 +70,13 @@ def test_collectives_do_not_grow_with_the_parameters_or_the_micro_batches(shard:
             assert collectives(step, step.init(flat=False), batch) == {"all_reduce": 1}
 
 
-@pytest.mark.compiled
 def test_a_flag_is_one_collective_for_any_number_of_gradients() -> None:
-    def check(grads: Any, reduce: Any) -> Any:
-        return funcamp.unscale_and_check(funcamp.init(), grads, reduce=reduce)[1]
-
     plain, mesh = [torch.ones(4) for _ in range(30)], init_device_mesh("cpu", (4,))
     of_dtensors = [distribute_tensor(grad, mesh, [Shard(0)]) for grad in plain]
     for grads, reduce in ((plain, distributed.max_over()), (of_dtensors, None)):
+        check = functools.partial(funcamp.unscale_and_check, reduce=reduce)
         for count in (1, 30):
-            assert collectives(check, grads[:count], reduce) == {"all_reduce": 1}
+            assert collectives(check, funcamp.init(), grads[:count]) == {"all_reduce": 1}
 
 
 def test_a_rank_stores_its_part_only() -> None:

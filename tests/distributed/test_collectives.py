@@ -12,14 +12,14 @@ import torch
 from torch import nn
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils import _pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import funcamp
 from funcamp import distributed
 from funcamp.distributed import DataParallel
 from tests.support.models import Task, mlp
+from tests.support.operations import Operations
 from tests.support.steps import build
 
 pytestmark = pytest.mark.usefixtures("rank_0_of_4")
@@ -27,30 +27,15 @@ pytestmark = pytest.mark.usefixtures("rank_0_of_4")
 ADAMW = funcamp.stateless(torch.optim.AdamW)
 
 
-#: Operations on a tensor that a collective has made.
-WAITS = ("wait_tensor", "_wrap_tensor_autograd")
-
-
-class Counting(TorchDispatchMode):
-    """Counts collectives, those of DTensors too."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(cls, DTensor) for cls in types):
-            return NotImplemented
-        if "c10d" in func.namespace:
-            self.found[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
+#: Operations on what a collective has made.
+LATER = {"_c10d_functional.wait_tensor", "_c10d_functional._wrap_tensor_autograd"}
 
 
 def collectives(fn: Any, *args: Any) -> dict[str, int]:
     """The collectives of one call."""
-    with Counting() as counted:
+    with Operations() as ran:
         fn(*args)
-    return {name: count for name, count in counted.found.items() if name not in WAITS}
+    return {name.split(".")[1]: ran.counts[name] for name in ran.counts.keys() - LATER if "c10d" in name}
 
 
 @pytest.mark.parametrize("shard", [False, True])

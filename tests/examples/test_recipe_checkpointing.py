@@ -8,13 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import funcamp
 from tests.recipes import example
 from tests.support.helpers import assert_close, assert_same, clone, values_of
-from tests.support.models import cnn, mlp
+from tests.support.operations import Operations
 from tests.support.steps import eager, traced
 
 RECIPE = example("checkpointing")
@@ -24,10 +23,8 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.compiled]
 WRAPS = pytest.mark.parametrize("wrap", [eager, traced])
 
 
-def step_for(
-    model: nn.Module, criterion: Any = nn.functional.mse_loss, engine: Any = "autograd", **options: Any
-) -> Any:
-    loss_fn = funcamp.module_loss(model, criterion, engine=engine)
+def step_for(model: nn.Module, **options: Any) -> Any:
+    loss_fn = funcamp.module_loss(model, nn.functional.mse_loss)
     sgd = funcamp.stateless(torch.optim.SGD, lr=0.02, momentum=0.9)
     return funcamp.make_train_step(loss_fn, sgd, CONFIG, **{"policy": "float16", **options})
 
@@ -47,17 +44,6 @@ def run(step: Any, wrap: Any, batch: Callable[[int], Any], accumulate: int | Non
 
 def batch_of(index: int) -> Any:
     return RECIPE.batch(index, "cpu")
-
-
-@WRAPS
-@pytest.mark.parametrize(("make", "accumulate"), [(mlp, None), (cnn, 3)])
-def test_engines_give_the_same_bits(make: Any, accumulate: int | None, wrap: Any) -> None:
-    ends = []
-    for engine, how in (("func", eager), ("autograd", wrap)):
-        task = make()
-        step = step_for(task.model, task.criterion, engine, accumulate=accumulate or 1, max_norm=1.0)
-        ends.append(run(step, how, task.batch, accumulate))
-    assert_same(*ends)
 
 
 class Checkpointed(nn.Module):
@@ -86,16 +72,6 @@ def test_checkpointed_step_is_the_step_without(middle: nn.Module, accumulate: in
     assert_same(*ends)  # the running statistics too: torch's loop updates them twice
 
 
-class Calls(TorchDispatchMode):
-    """How often an activation is computed."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "aten.gelu.default" in str(func)
-        return func(*args, **(kwargs or {}))
-
-
 @WRAPS
 def test_checkpointed_blocks_are_computed_twice(wrap: Any) -> None:
     counts = []
@@ -103,9 +79,9 @@ def test_checkpointed_blocks_are_computed_twice(wrap: Any) -> None:
         step = step_for(RECIPE.make_model(checkpointed))
         call = wrap(step)
         state, _ = call(step.init(), batch_of(0))
-        with Calls() as counted:
+        with Operations() as ran:
             call(state, batch_of(1))
-        counts.append(counted.count)
+        counts.append(ran.counts["aten.gelu"])
     assert counts == [3, 6]
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.recipes import Trace, scaler_for
+from tests.recipes import Trace
+from tests.support.torch_loop import scaler_for
 
 TOLERANCE = 2.0**-16
 

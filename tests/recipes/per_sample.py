@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.recipes import Trace, advance, scaler_for, values
+from tests.recipes import Trace, values
+from tests.support.torch_loop import advance, scaler_for
 
 # Under vmap a linear layer is a product and then a sum, each rounded to float16; with the bias added like that here too
 # it is 0 (tests/examples/test_recipes.py). The largest is that of a bias of one element, near 0.

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from tests.recipes import Trace, scaler_for, values
+from tests.recipes import Trace, values
+from tests.support.torch_loop import scaler_for
 
 TOLERANCE = 2.0**-16
 

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.recipes import Trace, advance, scaler_for, values
+from tests.recipes import Trace, values
+from tests.support.torch_loop import advance, scaler_for
 
 TOLERANCE = 0.0
 

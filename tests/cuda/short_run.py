@@ -20,8 +20,8 @@ STEPS = 4
 
 def by_step(task: Task, device: str, *, capture: bool) -> list[float]:
     task.model.to(device)
-    config, options = ScalerConfig(init_scale=2.0**19, growth_interval=3), {"max_norm": 1.0, "ema_decay": 0.9}
-    step = build(task, stateless(torch.optim.AdamW, lr=1e-2), config=config, policy="float16", **options)
+    adamw, config = stateless(torch.optim.AdamW, lr=1e-2), ScalerConfig(init_scale=2.0**19, growth_interval=3)
+    step = build(task, adamw, config=config, policy="float16", max_norm=1.0, ema_decay=0.9)
     run, state, scales = jit(step, capture=capture), step.init(), []
     for index in range(STEPS):
         state, metrics = run(state, to(task.batch(index), device))

@@ -49,8 +49,8 @@ def test_a_step_is_one_graph_of_kernels_alone(name: str, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", kept)
     task = on_gpu(TASKS[name]())
-    config, options = ScalerConfig(init_scale=2.0**24), {"max_norm": 1.0, "ema_decay": 0.9}
-    step = build(task, stateless(torch.optim.AdamW, lr=1e-2), config=config, policy="float16", **options)
+    adamw, config = stateless(torch.optim.AdamW, lr=1e-2), ScalerConfig(init_scale=2.0**24)
+    step = build(task, adamw, config=config, policy="float16", max_norm=1.0, ema_decay=0.9)
     run, state = jit(step), step.init()
     for index in range(2):
         state, metrics = run(state, task.batch(index))

@@ -88,17 +88,6 @@ def test_a_module_that_follows_is_silent(name: str) -> None:
             read(module)
 
 
-def test_a_tensor_that_has_the_address_of_one_that_is_gone_is_another() -> None:
-    for _ in range(20):
-        module = model()
-        step, state = taken(module, steps=0)
-        module.to("meta")
-        state, _ = step(state, (X, Y))
-        with assert_silent():
-            loaded(module.to_empty(device="cpu"), step, state)
-            module.state_dict()
-
-
 @pytest.mark.parametrize("wrap", [eager, traced])
 def test_a_module_that_falls_behind_again_warns_again(wrap: Any) -> None:
     module = model()

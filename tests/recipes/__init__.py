@@ -23,6 +23,8 @@ from tests.support.torch_loop import Scaled
 FOLDER = Path(__file__).parent.parent.parent / "examples" / "recipes"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 Trace = list[tuple[Any, Any]]
+#: What an oracle returns: parameters, and the trace.
+Outcome = tuple[Any, Trace]
 
 
 def example(name: str) -> Any:

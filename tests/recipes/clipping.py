@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.recipes import Trace, amp_loop, values
+from tests.recipes import Outcome, amp_loop, values
 
 TOLERANCE = 2.0**-16  # the norm is summed in float64, in float32 by torch: a last bit of every gradient
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     model = recipe.make_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.LR, momentum=0.9)
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.recipes import Trace, amp_loop, move, values
+from tests.recipes import Outcome, amp_loop, move, values
 
 TOLERANCE = 0.0
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, dict[str, Tensor]], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     model = recipe.make_model().to(device)
     target = copy.deepcopy(model)
     adam = torch.optim.Adam(model.parameters(), lr=3e-3)

@@ -6,17 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.recipes import Trace, amp_loop, row_of, values
+from tests.recipes import Outcome, amp_loop, row_of, values
 
 # Under vmap a linear layer is a batched product and then a sum, each rounded to float16; with the bias added like that
 # here too it is 0 (tests/examples/test_recipes.py).
 TOLERANCE = 2.0**-9
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:
-    def train(seed: int, init_scale: float) -> tuple[dict[str, Tensor], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
+    def train(seed: int, init_scale: float) -> Outcome:
         model = recipe.make_model(seed).to(device)
         optimizer = torch.optim.SGD(model.parameters(), lr=recipe.LR, momentum=0.9)
         config = replace(recipe.CONFIG, init_scale=init_scale)

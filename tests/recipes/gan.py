@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.recipes import Trace, row_of, values
+from tests.recipes import Outcome, row_of, values
 from tests.support.torch_loop import Scaled
 
 TOLERANCE = 2.0**-16
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[list[dict[str, Tensor]], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     generator, discriminator = (model.to(device) for model in recipe.make_models())
     g_loop, d_loop = (
         Scaled(torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.5, 0.9)), recipe.CONFIG, device)

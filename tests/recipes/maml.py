@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import mse_loss
 
-from tests.recipes import Trace, values
+from tests.recipes import Outcome, values
 from tests.support.torch_loop import Scaled
 
 # Under vmap a linear layer is a batched product and then a sum, each rounded to float16; with layers that are so in
@@ -17,7 +16,7 @@ from tests.support.torch_loop import Scaled
 TOLERANCE = 2.0**-9
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     model = recipe.make_model().to(device)
     params = dict(model.named_parameters())
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.LR, momentum=0.9)

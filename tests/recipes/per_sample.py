@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.recipes import Trace, values
+from tests.recipes import Outcome, values
 from tests.support.torch_loop import advance, scaler_for
 
 # Under vmap a linear layer is a product and then a sum, each rounded to float16; with the bias added like that here too
@@ -15,7 +14,7 @@ from tests.support.torch_loop import advance, scaler_for
 TOLERANCE = 2.0**-8
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     model = recipe.make_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.LR)
     scaler, trace = scaler_for(recipe.CONFIG, device), []

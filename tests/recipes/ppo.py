@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.recipes import Trace, row_of, values
+from tests.recipes import Outcome, row_of, values
 from tests.support.torch_loop import Scaled
 
 # The norm is a last bit from torch's, as in clipping, and each rollout follows from the last one. On CPUs that
@@ -15,7 +14,7 @@ from tests.support.torch_loop import Scaled
 TOLERANCE = 2.0**-9
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     agent = recipe.make_model().to(device)
     adam = torch.optim.Adam(agent.parameters(), lr=recipe.LR, eps=1e-5)
     scaled, trace = Scaled(adam, recipe.CONFIG, device), []

@@ -6,15 +6,14 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.recipes import Trace, move, row_of, values
+from tests.recipes import Outcome, move, row_of, values
 from tests.support.torch_loop import Scaled
 
 TOLERANCE = 0.0
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[list[dict[str, Tensor]], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     actor, critics = (model.to(device) for model in recipe.make_models())
     target = copy.deepcopy(critics)
     log_alpha = torch.zeros((), device=device, requires_grad=True)

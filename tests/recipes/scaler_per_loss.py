@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.recipes import Trace, row_of, values
+from tests.recipes import Outcome, row_of, values
 from tests.support.torch_loop import advance, scaler_for
 
 TOLERANCE = 2.0**-16
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     torch.manual_seed(0)
     model = recipe.Model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

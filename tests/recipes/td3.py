@@ -6,15 +6,14 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.recipes import Trace, move, row_of, values
+from tests.recipes import Outcome, move, row_of, values
 from tests.support.torch_loop import Scaled
 
 TOLERANCE = 0.0
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[list[dict[str, Tensor]], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     actor, critics = (model.to(device) for model in recipe.make_models())
     a_target, c_target = copy.deepcopy(actor), copy.deepcopy(critics)
     a_loop, c_loop = (

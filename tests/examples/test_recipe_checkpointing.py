@@ -14,13 +14,12 @@ import funcamp
 from tests.recipes import example
 from tests.support.helpers import assert_close, assert_same, clone, values_of
 from tests.support.operations import Operations
-from tests.support.steps import eager, traced
+from tests.support.steps import eager, eager_and_traced
 
 RECIPE = example("checkpointing")
 CONFIG = funcamp.ScalerConfig(init_scale=2.0**24, growth_interval=5)
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.compiled]
-WRAPS = pytest.mark.parametrize("wrap", [eager, traced])
 
 
 def step_for(model: nn.Module, **options: Any) -> Any:
@@ -59,7 +58,7 @@ class Checkpointed(nn.Module):
         return out.float()
 
 
-@WRAPS
+@eager_and_traced
 @pytest.mark.parametrize("accumulate", [None, 2])
 @pytest.mark.parametrize("middle", [nn.Tanh(), nn.BatchNorm1d(16), nn.Dropout(0.5)], ids=str)
 def test_checkpointed_step_is_the_step_without(middle: nn.Module, accumulate: int | None, wrap: Any) -> None:
@@ -72,7 +71,7 @@ def test_checkpointed_step_is_the_step_without(middle: nn.Module, accumulate: in
     assert_same(*ends)  # the running statistics too: torch's loop updates them twice
 
 
-@WRAPS
+@eager_and_traced
 def test_checkpointed_blocks_are_computed_twice(wrap: Any) -> None:
     counts = []
     for checkpointed in (False, True):

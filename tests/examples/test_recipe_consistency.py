@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.recipes import example
 from tests.support.helpers import one_thread
-from tests.support.steps import eager, traced
+from tests.support.steps import eager, eager_and_traced
 from tests.support.torch_loop import assert_as_torchs_loop
 
 
@@ -36,7 +36,7 @@ def criterion(outputs: tuple[Tensor, Tensor], weight: Tensor) -> Tensor:
 
 @pytest.mark.compiled
 @pytest.mark.parametrize("engine", ["func", "autograd"])
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_step_is_torchs_loop(is_first: bool, engine: Any, wrap: Any) -> None:
     """Older torch put the cast of a weight under no_grad into the cache, and its gradient was lost."""

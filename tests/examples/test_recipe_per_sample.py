@@ -12,7 +12,7 @@ from torch import Tensor
 import funcamp
 from tests.recipes import example, values
 from tests.support.helpers import assert_close, assert_same
-from tests.support.steps import eager, traced
+from tests.support.steps import eager, eager_and_traced
 
 RECIPE = example("per_sample")
 
@@ -40,7 +40,7 @@ def first_overflows(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 def test_sample_that_overflows_skips_the_step_or_is_dropped(monkeypatch: pytest.MonkeyPatch, wrap: Any) -> None:
     start = values(RECIPE.make_model())
     params, row = one_step(monkeypatch, first_overflows, wrap)

@@ -12,7 +12,7 @@ import torch
 import funcamp
 from tests.support.helpers import assert_same, clone, one_thread, values_of
 from tests.support.programs import import_example
-from tests.support.steps import eager, traced
+from tests.support.steps import eager, eager_and_traced
 
 example = import_example("training_loop")
 
@@ -125,7 +125,7 @@ def test_unfrozen_parameters_begin_and_the_head_continues(tmp_path: Path) -> Non
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 def test_adapters_are_trained_on_a_base_that_is_shared(wrap: Any) -> None:
     model = example.make_model("cpu")
     before = {name: (value.data_ptr(), value.clone()) for name, value in values_of(model).items()}

@@ -13,7 +13,7 @@ from torch import Tensor
 from funcamp import ravel, schedule, stateless
 from tests.support.foreign import Base, Kept, ScheduleFree
 from tests.support.helpers import assert_close, assert_same, clone
-from tests.support.steps import eager, traced
+from tests.support.steps import eager_and_traced
 from tests.support.torch_loop import TorchLoop, linear_step, randn_like
 
 STEPS = 24
@@ -161,7 +161,7 @@ def _same_data(_fresh: None) -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 @pytest.mark.parametrize("cls", FOLLOWED, ids=name_of)
 def test_a_class_follows_its_own_loop_with_skipped_steps(cls: Any, wrap: Any) -> None:
     step = linear_step(stateless(cls))

@@ -14,7 +14,7 @@ from torch.utils import _pytree
 from funcamp import ScalerConfig, loss, make_train_step, presets, stateless
 from tests.support.helpers import assert_close, assert_same, clone, values_of
 from tests.support.models import cnn, mlp
-from tests.support.steps import SGD, build, eager, traced
+from tests.support.steps import SGD, build, eager, eager_and_traced
 
 ADAMW = stateless(torch.optim.AdamW, lr=1e-2)
 
@@ -135,7 +135,7 @@ def test_a_gradient_that_overflows_by_unscaling_is_found() -> None:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [eager, traced], ids=["eager", "jit"])
+@eager_and_traced
 def test_a_function_of_the_flag_decides_for_all_ranks(wrap: Any) -> None:
     elsewhere, flags = torch.tensor(0.0), []
 

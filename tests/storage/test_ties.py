@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from funcamp import jit, make_train_step, module_loss, stateless
 from tests.support.helpers import assert_same
-from tests.support.steps import eager, traced
+from tests.support.steps import eager_and_traced
 from tests.support.torch_loop import assert_as_torchs_loop
 
-WRAPS = pytest.mark.parametrize("wrap", [eager, traced], ids=["eager", "jit"])
 SGD = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
 X = torch.linspace(-1, 1, 12).reshape(3, 4)
 BATCHES = [(X, torch.ones(3, 4))] * 3
@@ -149,13 +148,13 @@ class Counting(nn.Module):
 @pytest.mark.compiled
 @pytest.mark.parametrize("second", [lambda t: t, lambda t: t.data], ids=["one object", "one memory"])
 @pytest.mark.parametrize("how", ["in place", "both"])
-@WRAPS
+@eager_and_traced
 def test_two_buffers_of_one_tensor_are_one(how: str, second: Any, wrap: Any) -> None:
     assert_as_torchs_loop(lambda: (Counting(how, second), F.mse_loss), BATCHES, wrap)
 
 
 @pytest.mark.compiled
-@WRAPS
+@eager_and_traced
 def test_two_buffers_of_one_tensor_of_which_one_is_assigned(wrap: Any) -> None:
     step = make_train_step(module_loss(Counting("one", lambda t: t), F.mse_loss), SGD)
     with pytest.raises(ValueError, match=r"buffers that are one tensor must stay one; got 'first' and 'second'.*clone"):

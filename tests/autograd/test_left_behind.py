@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from funcamp import make_train_step, module_loss, stateless
+from funcamp import make_train_step, module_loss
 from tests.support.helpers import assert_same, assert_silent
-from tests.support.steps import eager, eager_and_traced, traced
+from tests.support.steps import SGD, eager, eager_and_traced, traced
 
-SGD = stateless(torch.optim.SGD, lr=0.1)
 X, Y = torch.randn(16, 4), torch.randn(16, 1)
 BEHIND = r"Sequential has older values than the state.*step\.evaluating\(state\)"
 

@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from funcamp import jit, make_train_step, module_loss, stateless
+from funcamp import jit, make_train_step, module_loss
 from tests.support.helpers import assert_same
-from tests.support.steps import eager, eager_and_traced, traced
+from tests.support.steps import SGD, eager, eager_and_traced, traced
 from tests.support.torch_loop import assert_as_torchs_loop
 
-SGD = stateless(torch.optim.SGD, lr=0.1)
 Encoding = collections.UserDict  # what transformers.BatchEncoding is
 
 

@@ -8,12 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcamp import Policy, ScalerConfig, make_train_step, stateless
+from funcamp import Policy, ScalerConfig, make_train_step
 from tests.support.helpers import assert_same
 from tests.support.models import mlp
-from tests.support.steps import build
-
-SGD = stateless(torch.optim.SGD, lr=0.1)
+from tests.support.steps import SGD, build
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)

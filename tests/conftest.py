@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import gc
 import logging
 import sys
@@ -25,7 +26,13 @@ LONG = (
 )
 
 
+def is_left_out(example: doctest.DocTest | None) -> bool:
+    return example is not None and all(doctest.SKIP in line.options for line in example.examples)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # An example that needs a compiler is not run: it is no test.
+    items[:] = [item for item in items if not (isinstance(item, pytest.DoctestItem) and is_left_out(item.dtest))]
     # `thorough(keep=n)`: all cases of a test but its first n are left to `make test-all`.
     seen: Counter[str] = Counter()
     for item in items:

@@ -45,10 +45,10 @@ from funcamp.rules.fairseq import Fairseq
 from funcamp.rules.jmp import Jmp
 from funcamp.rules.megatron import Megatron
 from tests.support.helpers import assert_same, clone
+from tests.support.steps import SGD
 
 STATE = init()
 W = torch.ones(2)
-SGD = stateless(torch.optim.SGD, lr=0.1)
 MOMENTUM = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = stateless(torch.optim.Adam)
 CSR = torch.eye(2).to_sparse().coalesce()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import functools
 import inspect
 import json
 import re
@@ -168,32 +167,6 @@ def test_the_time_of_a_step_is_split_by_kernels() -> None:
     assert {*roofline.PROGRAM_SIZES} == {*roofline.modelled()}
 
 
-def test_a_run_under_the_sanitizer_fails_for_an_error_of_memory_or_a_kernel_that_reads_what_nobody_wrote(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    gpu = import_module("gpu")
-    texts = {
-        ("memcheck", "captured"): "mlp: [1.0]\n========= ERROR SUMMARY: 0 errors\n",
-        ("memcheck", "called"): "========= Invalid __global__ read\n========= ERROR SUMMARY: 1 error\n",
-        ("initcheck", "captured"): "========= at triton_poi_3\n========= at gemm\n========= ERROR SUMMARY: 2 errors\n",
-    }
-
-    def run(command: list[str], seconds: float, log: Path, **variables: str) -> str:
-        log.write_text(texts[command[command.index("--tool") + 1], command[-2]])
-        return ""
-
-    monkeypatch.setattr(gpu, "run", run)
-    monkeypatch.setattr(gpu.shutil, "which", lambda name, path: "/bin/sanitizer")
-    assert gpu.sanitize("cuda", tmp_path) == [
-        "sanitize: memcheck, called: ERROR SUMMARY: 1 error",
-        "sanitize: initcheck, captured: ========= at triton_poi_3",
-    ]
-    assert "==== memcheck, called\n========= Invalid" in (tmp_path / "sanitize.log").read_text()
-    monkeypatch.setattr(gpu.shutil, "which", lambda name, path: None)
-    assert gpu.sanitize("cuda", None) == ["sanitize: compute-sanitizer was not found"]
-    assert "ran to its end" in capsys.readouterr().out
-
-
 def test_a_row_of_reinforcement_learning_has_a_curve_of_every_seed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -238,28 +211,6 @@ def test_an_update_of_an_agent_is_that_of_torchs_loop(
     for key, value in ours.values().items():
         assert torch.allclose(value, after[key], rtol=0, atol=tolerance), key
         assert (value - first[key]).abs().max() > 1e-3, key
-
-
-@pytest.mark.compiled
-def test_an_agent_is_measured_without_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    script, updates = import_module("rl"), import_module("_rl_updates")
-    monkeypatch.setattr(updates.funcamp, "jit", functools.partial(updates.funcamp.jit, backend="eager"))
-    monkeypatch.setitem(sys.modules, "_jax_rl", None)
-    ways = [way for way in script.WAYS.values() if way.library != script.COMPILED and not way.low]
-    rows = {row["variant"]: row for row in script.measure("PPO", small("PPO 64, batch 64"), ways, 2)}
-    ours = {name: row for name, row in rows.items() if name.startswith("funcamp")}
-    assert {name: row["failed"] for name, row in rows.items() if "failed" in row} == dict.fromkeys(
-        (name for name in rows if name.startswith("JAX")), "ModuleNotFoundError"
-    )
-    assert len(ours) == 3  # one by one, all in a call, and all in a call from Python
-    for row in ours.values():
-        assert float(row["difference"]) < 1e-6
-        assert row["over_eager"] > 0
-        assert "over_jax" not in row
-    header, _, line = script.by_learner(list(rows.values()))
-    columns = 1 + len(rows) + len(ours)  # the learner, the times, and funcamp's ratios to JAX
-    assert header.count("|") == line.count("|") == columns + 1
-    assert f"| {ours['funcamp.jit float32']['median_us']} |" in line
 
 
 @pytest.mark.processes

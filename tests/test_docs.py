@@ -95,7 +95,7 @@ def test_first_line_of_a_docstring_is_short(name: str) -> None:
 
 
 #: A comment above a row or a test, with words of the contract that it shows.
-QUOTE = re.compile(r'^ *# contract: "(.+)"\n(?= *(?:["(@#]|def test_))', re.MULTILINE)
+QUOTE = re.compile(r'^ *# contract: "(.+)"\n(?= *(?:["(@#]|[A-Z]\w+: |def test_))', re.MULTILINE)
 
 
 def promised_errors() -> list[str]:

@@ -15,8 +15,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 import funcamp
 from funcamp import GradScaler, init, jit, make_train_step, module_loss, skip_step, stateless, unscale_and_check
 from tests.support.helpers import assert_same, clone, values_of
+from tests.support.steps import SGD
 
-SGD = stateless(torch.optim.SGD, lr=0.1)
 X, Y = torch.linspace(-1, 1, 64).reshape(16, 4), torch.ones(16, 1)
 WEIGHTS = {"w": torch.ones(2, 2)}
 

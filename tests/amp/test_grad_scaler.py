@@ -207,15 +207,6 @@ def test_flags_of_several_devices_are_one_flag() -> None:
         assert loop.scaler.metrics().found_inf == given[-1] == overflows
 
 
-def test_a_fused_kernel_that_is_given_two_steps_and_moves_its_count_back() -> None:
-    loop = around(torch.amp.GradScaler("cpu"), "AdamW-fused")
-    loop.put(full(1.0))
-    loop.optimizer.grad_scale, loop.optimizer.found_inf = torch.tensor(1.0), torch.tensor(2.0)
-    loop.optimizer.step()
-    assert [state["step"] for state in loop.optimizer.state.values()] == [-1.0, -1.0]
-    assert not torch.equal(loop.params()["v"], PARAMS["v"])
-
-
 def test_fused_momentum_starts_from_zeros_after_a_skip() -> None:
     torch.use_deterministic_algorithms(True)  # fills memory that nobody wrote with NaN, so that it shows
     try:

@@ -25,13 +25,11 @@ from tests.support.float16_run import (
     make_model,
 )
 from tests.support.helpers import assert_same, clone
+from tests.support.quiet_lightning import IGNORED, trainer
 
 pytestmark = [
+    *IGNORED,
     pytest.mark.usefixtures("one_thread"),
-    # Lightning's own use of a deprecated part of torch 2.13's pytree.
-    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
-    # The data is in memory: worker processes would cost more than they bring.
-    pytest.mark.filterwarnings("ignore:The '[a-z_]+' does not have many workers:UserWarning"),
     # The first step is skipped, with torch's scaler too.
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning"),
 ]
@@ -79,19 +77,8 @@ class Run(pl.Callback):
         self, scaler: Any, module: Net, folder: Path, epochs: int = 1, start: Path | None = None, **options: Any
     ) -> None:
         self.rows: list[dict[str, Any]] = []
-        self.trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=1,
-            plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
-            callbacks=[self],
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            default_root_dir=folder,
-            max_epochs=epochs,
-            **options,
-        )
+        plugins = [MixedPrecision("16-mixed", "cpu", scaler)]
+        self.trainer = trainer(folder, plugins=plugins, callbacks=[self], max_epochs=epochs, **options)
         self.trainer.fit(module, DataLoader(TensorDataset(*make_data()), batch_size=SIZE), ckpt_path=start)
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: pl.LightningModule, *_: Any) -> None:

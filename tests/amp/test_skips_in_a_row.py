@@ -10,7 +10,6 @@ import torch
 
 import funcamp
 from funcamp import GradScaler, MetricReader, ScalerConfig, make_train_step, stateless
-from funcamp._amp.nonfinite import describe_nonfinite
 from funcamp._amp.skips_in_a_row import LIMIT
 from tests.support.helpers import assert_silent
 
@@ -50,14 +49,6 @@ def test_scaler_counts_each_optimizer_and_names_one_without_names_by_its_place()
     take_steps(scaler, optimizers, named, LIMIT - 1)
     with pytest.warns(UserWarning, match=r"number 0 of group 0, shape \(2,\)"):
         take_steps(scaler, optimizers, named, 1)
-
-
-def test_gradients_that_changed_since_are_described_as_they_are() -> None:
-    weight = weights()["bad"]
-    sgd = torch.optim.SGD([weight], lr=1.0)
-    assert "were cleared before" in describe_nonfinite(sgd)
-    weight.grad = torch.ones(2)
-    assert "are finite by now" in describe_nonfinite(sgd)
 
 
 @pytest.mark.parametrize("observes", [False, True])

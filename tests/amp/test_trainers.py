@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support import trainers
 from tests.support.float16_run import SCALERS, assert_moves
 from tests.support.helpers import assert_same
-from tests.support.trainers import NUMBERS, STEPS, record
+from tests.support.trainers import NUMBERS, STEPS, TRAINERS, record
 
 pytestmark = [
     pytest.mark.usefixtures("fresh_accelerate"),
@@ -23,20 +21,12 @@ pytestmark = [
 
 TORCH, FUNCAMP = SCALERS["torch"], SCALERS["default"]
 
-CLIENTS: dict[str, Any] = {
-    "trainer": trainers.make_trainer,
-    "trainer, fused": functools.partial(trainers.make_trainer, optim="adamw_torch_fused"),
-    "trainer, accumulate": functools.partial(trainers.make_trainer, gradient_accumulation_steps=2),
-}
-if sys.version_info >= (3, 11):  # as TRL needs
-    CLIENTS |= {"sft": trainers.make_sft, "grpo": trainers.make_grpo}
 
-
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", TRAINERS)
 def test_run_equals_the_one_with_torchs_scaler(client: str, tmp_path: Path) -> None:
     rows = []
     for make in (TORCH, FUNCAMP):
-        trainer = CLIENTS[client](tmp_path)
+        trainer = TRAINERS[client](tmp_path)
         rows.append(record(trainer, functools.partial(make, **NUMBERS)))
         trainer.train()
     expected, actual = rows
@@ -47,17 +37,17 @@ def test_run_equals_the_one_with_torchs_scaler(client: str, tmp_path: Path) -> N
         assert {row["skipped"] for row in expected} == {True, False}
 
 
-@pytest.mark.parametrize("client", CLIENTS)
+@pytest.mark.parametrize("client", TRAINERS)
 @pytest.mark.parametrize(("first", "second"), [(TORCH, FUNCAMP), (FUNCAMP, TORCH)], ids=["to funcamp", "to torch"])
 def test_loaded_checkpoint_continues_as_the_uninterrupted_run(
     client: str, first: Any, second: Any, tmp_path: Path
 ) -> None:
     half = STEPS // 2
     saving = {"save_strategy": "steps", "save_steps": half}
-    whole = CLIENTS[client](tmp_path / "whole", **saving)
+    whole = TRAINERS[client](tmp_path / "whole", **saving)
     expected = record(whole, functools.partial(first, **NUMBERS))
     whole.train()
-    after = CLIENTS[client](tmp_path / "after", **saving)
+    after = TRAINERS[client](tmp_path / "after", **saving)
     actual = record(after, second)  # the file's numbers count, not the constructor's
     after.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{half}"))
     assert_same(actual, expected[half:])

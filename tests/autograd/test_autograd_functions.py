@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from funcamp import ScalerConfig, init, make_train_step, scaled_grad_and_value, stateless
 from tests.support.helpers import assert_same
-from tests.support.steps import eager, traced
+from tests.support.steps import eager_and_traced, traced
 from tests.support.torch_loop import Made, assert_as_torchs_loop
 
 
@@ -106,7 +106,7 @@ class HoldsApply(torch.nn.Module):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 @pytest.mark.parametrize("checkpoints", [False, True])
 def test_a_function_with_torch_amps_decorators_is_that_of_torchs_loop(checkpoints: bool, wrap: Any) -> None:
     def make() -> Made:

@@ -16,7 +16,7 @@ from funcamp import scaled_grad_and_value
 from tests.conftest import Transform
 from tests.support.helpers import assert_same
 from tests.support.oracle import state_of
-from tests.support.steps import eager, traced
+from tests.support.steps import eager_and_traced
 from tests.support.torch_loop import assert_as_torchs_loop
 
 
@@ -89,7 +89,7 @@ class Penalty(nn.Module):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 @pytest.mark.parametrize(("again", "policy"), [(False, None), (False, "bfloat16"), (True, None)])
 def test_a_batch_may_require_a_gradient(again: bool, policy: str | None, wrap: Any) -> None:
     """`x.requires_grad_()` and torch.autograd.grad in the forward pass, as gradient penalties are written."""

@@ -13,11 +13,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from funcamp import make_train_step, module_loss, stateless
+from funcamp import make_train_step, module_loss
 from tests.support.helpers import assert_same, assert_silent
-from tests.support.steps import eager, traced
+from tests.support.steps import SGD, eager, eager_and_traced, traced
 
-SGD = stateless(torch.optim.SGD, lr=0.1)
 X, Y = torch.randn(16, 4), torch.randn(16, 1)
 BEHIND = r"Sequential has older values than the state.*step\.evaluating\(state\)"
 
@@ -89,18 +88,7 @@ def test_a_module_that_follows_is_silent(name: str) -> None:
             read(module)
 
 
-def test_a_tensor_that_has_the_address_of_one_that_is_gone_is_another() -> None:
-    for _ in range(20):
-        module = model()
-        step, state = taken(module, steps=0)
-        module.to("meta")
-        state, _ = step(state, (X, Y))
-        with assert_silent():
-            loaded(module.to_empty(device="cpu"), step, state)
-            module.state_dict()
-
-
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 def test_a_module_that_falls_behind_again_warns_again(wrap: Any) -> None:
     module = model()
     step, state = taken(module, steps=0)
@@ -168,7 +156,7 @@ def test_a_module_that_a_compiler_runs_goes_on_working() -> None:
     assert_same([compiled, exported], [expected] * 2)
 
 
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 def test_a_module_in_the_criterion_of_another_step(wrap: Any) -> None:
     critic = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))
     step = make_train_step(module_loss(critic, F.mse_loss), SGD)
@@ -179,7 +167,7 @@ def test_a_module_in_the_criterion_of_another_step(wrap: Any) -> None:
         wrap(generator)(generator.init(), (X, Y))
 
 
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 def test_a_copied_trainer_goes_on_as_the_original_does(wrap: Any) -> None:
     step, state = taken(model(), consume=True, steps=0)
     trainer = {"model": step.loss_fn.model, "step": step, "state": state}

@@ -20,7 +20,7 @@ from funcamp import init, make_train_step, module_loss, scaled_grad_and_value, s
 from funcamp.numerics import track_scales
 from tests.support.helpers import assert_close, assert_same, clone, values_of
 from tests.support.models import cnn, mlp
-from tests.support.steps import eager, traced
+from tests.support.steps import eager, eager_and_traced, traced
 from tests.support.torch_loop import Made, assert_as_torchs_loop
 
 SGD = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -147,7 +147,7 @@ class Reversible(nn.Module):
         return self.last(Recomputed.apply(self.first(x), self.middle)) + self.middle(x)
 
 
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 def test_a_backward_pass_inside_of_the_backward_pass_is_torchs(wrap: Any) -> None:
     assert_as_torchs_loop(lambda: (Reversible(), F.mse_loss), BATCHES, wrap, relative=1e-6)
 
@@ -195,7 +195,7 @@ def test_a_layer_that_is_computed_again_may_be_called_by_another_thread() -> Non
 # The module itself.
 
 
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 def test_a_modules_own_tensors_are_not_needed_after_init(wrap: Any) -> None:
     task = cnn()
     loss_fn = module_loss(task.model, task.criterion)

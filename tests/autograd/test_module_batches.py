@@ -12,12 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from funcamp import jit, make_train_step, module_loss, stateless
+from funcamp import jit, make_train_step, module_loss
 from tests.support.helpers import assert_same
-from tests.support.steps import eager, traced
+from tests.support.steps import SGD, eager, eager_and_traced, traced
 from tests.support.torch_loop import assert_as_torchs_loop
 
-SGD = stateless(torch.optim.SGD, lr=0.1)
 Encoding = collections.UserDict  # what transformers.BatchEncoding is
 
 
@@ -100,7 +99,7 @@ def test_forms_of_one_batch(make: Callable[[], nn.Module], criterion: Any, batch
     assert len({float(step.loss(state, batch)) for batch in batches}) == 1
 
 
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 def test_a_criterion_reads_several_entries_of_a_mapping(wrap: Any) -> None:
     def weighted(output: Tensor, given: dict[str, Tensor]) -> Tensor:
         return (given["weight"] * (output - given["target"]).square()).mean()

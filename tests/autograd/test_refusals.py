@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from funcamp import ScalerConfig, init, loss, make_train_step, module_loss, scaled_grad_and_value, stateless
+from funcamp import ScalerConfig, init, loss, make_train_step, module_loss, scaled_grad_and_value
 from tests.support.helpers import assert_same, clone, values_of
-from tests.support.steps import eager, traced
+from tests.support.steps import SGD, eager, traced
 
-SGD = stateless(torch.optim.SGD, lr=0.1)
 X, Y = torch.linspace(-1, 1, 12).reshape(3, 4), torch.ones(3, 4)
 Call = Callable[[Callable[[Any], Any]], object]
 

@@ -10,18 +10,18 @@ import sys
 import torch
 import torch._inductor.config
 
-from funcamp import GradScaler, ScalerConfig, jit, make_train_step, module_loss, stateless
+from funcamp import GradScaler, ScalerConfig, jit, stateless
 from tests.support.helpers import to
 from tests.support.models import Task, cnn, mlp, tied
+from tests.support.steps import build
 
 STEPS = 4
 
 
 def by_step(task: Task, device: str, *, capture: bool) -> list[float]:
-    loss_fn = module_loss(task.model.to(device), task.criterion)
-    config = ScalerConfig(init_scale=2.0**19, growth_interval=3)
-    adamw = stateless(torch.optim.AdamW, lr=1e-2)
-    step = make_train_step(loss_fn, adamw, config, policy="float16", max_norm=1.0, ema_decay=0.9)
+    task.model.to(device)
+    adamw, config = stateless(torch.optim.AdamW, lr=1e-2), ScalerConfig(init_scale=2.0**19, growth_interval=3)
+    step = build(task, adamw, config=config, policy="float16", max_norm=1.0, ema_decay=0.9)
     run, state, scales = jit(step, capture=capture), step.init(), []
     for index in range(STEPS):
         state, metrics = run(state, to(task.batch(index), device))

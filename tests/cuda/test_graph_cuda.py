@@ -11,20 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
-from tests.support.helpers import to
-from tests.support.models import Task, cnn, mlp, tied
+from funcamp import ScalerConfig, jit, stateless
+from tests.support.models import Task, cnn, mlp, on_gpu, tied
+from tests.support.steps import build
 
 pytestmark = pytest.mark.cuda
 
 WARM_UP, REPLAYS = 1000, 100_000
 TASKS: dict[str, Callable[[], Task]] = {"mlp": lambda: mlp(dropout=0.5), "cnn": cnn, "gpt": tied}
-
-
-def build(task: Task) -> Any:
-    loss_fn = module_loss(task.model.cuda(), task.criterion)
-    adamw, config = stateless(torch.optim.AdamW, lr=1e-2), ScalerConfig(init_scale=2.0**24, growth_interval=5)
-    return make_train_step(loss_fn, adamw, config, policy="float16", max_norm=1.0, ema_decay=0.9)
 
 
 def kinds_of(graph: Any) -> Counter[str]:
@@ -54,11 +48,12 @@ def test_a_step_is_one_graph_of_kernels_alone(name: str, monkeypatch: pytest.Mon
         return graphs[-1]
 
     monkeypatch.setattr(torch.cuda, "CUDAGraph", kept)
-    task = TASKS[name]()
-    step = build(task)
+    task = on_gpu(TASKS[name]())
+    adamw, config = stateless(torch.optim.AdamW, lr=1e-2), ScalerConfig(init_scale=2.0**24)
+    step = build(task, adamw, config=config, policy="float16", max_norm=1.0, ema_decay=0.9)
     run, state = jit(step), step.init()
     for index in range(2):
-        state, metrics = run(state, to(task.batch(index), "cuda"))
+        state, metrics = run(state, task.batch(index))
     assert len(graphs) == 1
     kinds = kinds_of(graphs[0])
     assert kinds["Kernel"] >= 10, kinds
@@ -74,11 +69,9 @@ def resident() -> int:
 
 
 def test_replays_take_no_memory() -> None:
-    task = mlp()._replace(model=torch.nn.Linear(8, 4))
-    loss_fn = module_loss(task.model.cuda(), task.criterion)
-    step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=1e-3), policy="float16")
-    run, state = jit(step), step.init()
-    batch = to(task.batch(0), "cuda")
+    task = on_gpu(mlp()._replace(model=torch.nn.Linear(8, 4)))
+    step = build(task, stateless(torch.optim.SGD, lr=1e-3), policy="float16")
+    run, state, batch = jit(step), step.init(), task.batch(0)
 
     def replay(times: int) -> Any:
         nonlocal state

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcamp import MetricReader, ScalerConfig, clone, jit, make_train_step, module_loss, stateless
+from funcamp import MetricReader, ScalerConfig, clone, jit, stateless
 from tests.support.helpers import assert_no_sync, assert_same, to
 from tests.support.launch import BOUND, ENVIRONMENT, ROOT
-from tests.support.models import Task, mlp
+from tests.support.models import Task, mlp, on_gpu
 from tests.support.patterns import PATTERNS, state, step_of
+from tests.support.steps import build
 
 pytestmark = pytest.mark.cuda
 
@@ -23,24 +24,18 @@ pytestmark = pytest.mark.cuda
 CONFIG = ScalerConfig(init_scale=2.0**24, growth_interval=5)
 
 
-def build(task: Task, **options: Any) -> Any:
-    loss_fn = module_loss(task.model.cuda(), task.criterion)
-    return make_train_step(loss_fn, stateless(torch.optim.AdamW, lr=1e-2), CONFIG, policy="float16", **options)
-
-
-def batch_of(task: Task, index: int) -> tuple[Tensor, Tensor]:
-    x, y = task.batch(index)
-    return x.cuda(), y.cuda()
+def adamw_step(task: Task, **options: Any) -> Any:
+    return build(task, stateless(torch.optim.AdamW, lr=1e-2), config=CONFIG, policy="float16", **options)
 
 
 @pytest.mark.parametrize("donate", [True, False])
 def test_a_thousand_replays_are_the_same_program_called(donate: bool) -> None:
-    task = mlp()
-    step = build(task, max_norm=1.0)
+    task = on_gpu(mlp())
+    step = adamw_step(task, max_norm=1.0)
     # Of one graph Inductor loads the same kernels for both; with other options it would tune them apart.
     run, plain = jit(step, donate=donate), jit(step, donate=donate, capture=False)
     replayed, called = step.init(), step.init()
-    batches = [batch_of(task, index) for index in range(8)]
+    batches = [task.batch(index) for index in range(8)]
     skipped = []
     for index in range(1000):
         replayed, found = run(replayed, batches[index % 8])
@@ -54,7 +49,7 @@ def test_a_thousand_replays_are_the_same_program_called(donate: bool) -> None:
 
 def test_a_thousand_steps_with_logging_do_not_sync() -> None:
     task = mlp(dropout=0.5)
-    step = build(task, max_norm=1.0, ema_decay=0.9)
+    step = adamw_step(on_gpu(task), max_norm=1.0, ema_decay=0.9)
     run, current, reader = jit(step), step.init(), MetricReader(limit=2000)
     pinned = [leaf.pin_memory() for leaf in task.batch(0)]
     current, _ = run(current, tuple(pinned))

@@ -8,7 +8,7 @@ import torch
 from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
 from funcamp.numerics import stats, track_scales
 from tests.support.helpers import assert_close, assert_same
-from tests.support.models import mlp
+from tests.support.models import mlp, on_gpu
 
 pytestmark = pytest.mark.cuda
 
@@ -25,12 +25,12 @@ def test_counts_are_those_of_the_host(dtype: torch.dtype, compiled: bool) -> Non
 
 
 def test_captured_step_counts_what_the_eager_one_does() -> None:
-    task = mlp()
-    loss_fn = track_scales(module_loss(task.model.cuda(), task.criterion), sample=None)
+    task = on_gpu(mlp())
+    loss_fn = track_scales(module_loss(task.model, task.criterion), sample=None)
     step = make_train_step(loss_fn, stateless(torch.optim.SGD, lr=0.1), ScalerConfig(2.0**12), policy="float16")
     run, captured, state = jit(step), step.init(), step.init()
     for index in range(4):
-        batch = tuple(leaf.cuda() for leaf in task.batch(index))
+        batch = task.batch(index)
         captured, found = run(captured, batch)
         state, wanted = step(state, batch)
         for name, record in wanted.records.items():

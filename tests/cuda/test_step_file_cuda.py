@@ -7,21 +7,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from funcamp import ScalerConfig, clone, jit, load_step, make_train_step, module_loss, stateless
+from funcamp import ScalerConfig, clone, jit, load_step, stateless
 from tests.support.helpers import assert_no_sync, assert_same
-from tests.support.models import mlp
+from tests.support.models import mlp, on_gpu
+from tests.support.steps import build
 
 pytestmark = pytest.mark.cuda
 
 
 @pytest.mark.parametrize("capture", [True, False])
 def test_a_step_from_a_file_replays_the_same_bits(capture: bool, tmp_path: Path) -> None:
-    task = mlp(dropout=0.3)
-    loss_fn = module_loss(task.model.cuda(), task.criterion)
+    task = on_gpu(mlp(dropout=0.3))
     # 2**24 overflows float16 at the first steps.
-    step = make_train_step(loss_fn, stateless(torch.optim.AdamW), ScalerConfig(2.0**24), policy="float16", max_norm=1.0)
+    step = build(task, stateless(torch.optim.AdamW), config=ScalerConfig(2.0**24), policy="float16", max_norm=1.0)
     run, first = jit(step, capture=capture), step.init()
-    batches = [tuple(leaf.cuda() for leaf in task.batch(number)) for number in range(8)]
+    batches = [task.batch(number) for number in range(8)]
     run(clone(first), batches[0])
     run.save(tmp_path / "step.pt", example_state=first)
     loaded = load_step(tmp_path / "step.pt")

@@ -63,7 +63,7 @@ def test_a_restarted_run_ends_in_the_uninterrupted_ones_bits(program: list[str],
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "timeout", "message"),
-    [("SIGKILL", 600, "by peer|[Bb]roken pipe"), ("SIGSTOP", 45, "[Tt]imed out")],
+    [("SIGKILL", 600, "by peer|[Bb]roken pipe"), ("SIGSTOP", 25, "[Tt]imed out")],
 )
 def test_if_a_process_dies_or_stops_the_others_raise(name: str, timeout: int, message: str, tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
@@ -105,20 +105,3 @@ def test_a_checkpoint_that_is_not_whole_is_passed_over_and_removed(tmp_path: Pat
     assert processes.checkpoint_to_resume(tmp_path) == tmp_path / "step-00000008"
     assert {path.name for path in tmp_path.iterdir()} == {"step-00000004", "step-00000008"}
     dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("name", ["train_ddp", "train_fsdp2"])
-def test_a_bad_option_is_named(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    (tmp_path / "step-00000004").mkdir()
-    for option, message in (
-        ("--steps=0", "--steps must be positive; got 0"),
-        ("--batch=5", "--batch must be a multiple of the number of processes; got 5 and 2"),
-        ("--batch=4", "--out must be a folder without checkpoints, or --resume be given"),
-    ):
-        with pytest.raises(SystemExit):
-            import_example(name).main([*TINY, f"--out={tmp_path}", option])
-        assert message in capsys.readouterr().err

@@ -14,6 +14,7 @@ from tensorboard.backend.event_processing.event_accumulator import (  # type: ig
 from funcamp._io import metric_reader
 from tests.support.host_reads import host_reads
 from tests.support.programs import import_example
+from tests.support.quiet_lightning import IGNORED
 
 accelerate_loop = import_example("accelerate_loop")
 lightning_mixed = import_example("lightning_mixed")
@@ -22,13 +23,7 @@ numerics_gpt = import_example("numerics_gpt")
 
 STEPS = 40
 
-pytestmark = [
-    pytest.mark.usefixtures("fresh_accelerate"),
-    # Lightning's own use of a deprecated part of torch 2.13's pytree.
-    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
-    # The data is in memory: worker processes would cost more than they bring.
-    pytest.mark.filterwarnings("ignore:The '[a-z_]+' does not have many workers:UserWarning"),
-]
+pytestmark = [*IGNORED, pytest.mark.usefixtures("fresh_accelerate")]
 
 
 def read(file: Path) -> list[dict[str, float]]:

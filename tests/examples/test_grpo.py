@@ -82,23 +82,6 @@ def test_cache_changes_no_answer() -> None:
     torch.testing.assert_close(old, new)
 
 
-def test_digits_are_drawn_with_the_policys_probabilities() -> None:
-    torch.manual_seed(0)
-    logits = torch.randn(grpo.DIGITS)
-    noise = torch.cat([grpo.batch_at(index, 0)[1] for index in range(100)]).flatten(0, 1)
-    drawn = (logits + noise).argmax(-1)
-    shares = drawn.bincount(minlength=grpo.DIGITS) / len(drawn)
-    torch.testing.assert_close(shares, logits.softmax(0), atol=0.005, rtol=0.0)
-
-
-def test_main_prints_and_returns_every_step(capsys: pytest.CaptureFixture[str]) -> None:
-    rows = grpo.main(["--dtype=float32", "--rollout=trainer", "--steps=3"], eager)
-    printed = capsys.readouterr().out.splitlines()
-    assert len(rows) == 3
-    assert [line.split("  ")[0] for line in printed] == ["step 0", "step 2"]
-    assert f"reward {rows[-1]['reward']:.3g}" in printed[-1]
-
-
 @pytest.mark.thorough
 @pytest.mark.compiled
 @pytest.mark.inductor

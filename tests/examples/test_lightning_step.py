@@ -9,25 +9,25 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import funcamp
 from tests.support.helpers import assert_close, assert_same, clone
 from tests.support.programs import import_example
+from tests.support.quiet_lightning import IGNORED, trainer
 from tests.support.steps import traced
+from tests.support.torch_loop import AmpLoop
 
 example = import_example("lightning_step", "examples/clients")
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    # Lightning's own use of a deprecated part of torch 2.13's pytree.
-    pytest.mark.filterwarnings("ignore:`isinstance\\(treespec, LeafSpec\\)` is deprecated:FutureWarning"),
-    # The data is in memory: worker processes would cost more than they bring.
-    pytest.mark.filterwarnings("ignore:The '[a-z_]+' does not have many workers:UserWarning"),
-]
+pytestmark = [*IGNORED, pytest.mark.usefixtures("one_thread")]
 
 NUMBERS: dict[str, Any] = {"init_scale": 2.0**20, "growth_interval": 5}
 STEPS = 16
+
+
+def criterion(output: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.mse_loss(output.float(), y)
 
 
 class Recorder(pl.Callback):
@@ -46,39 +46,22 @@ class Recorder(pl.Callback):
 def fit(epochs: int, folder: Path, resume: Path | None = None) -> tuple[Any, Any, pl.Trainer]:
     torch.manual_seed(0)
     module, recorder = example.Net(funcamp.ScalerConfig(**NUMBERS), traced), Recorder()
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1,
-        max_epochs=epochs,
-        callbacks=[recorder],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        default_root_dir=folder,
-    )
-    trainer.fit(module, example.batches(STEPS), example.batches(1), ckpt_path=resume)
-    return module, recorder.rows, trainer
+    fitting = trainer(folder, max_epochs=epochs, callbacks=[recorder])
+    fitting.fit(module, example.batches(STEPS), example.batches(1), ckpt_path=resume)
+    return module, recorder.rows, fitting
 
 
 def test_module_follows_torchs_loop(tmp_path: Path) -> None:
-    _, rows, trainer = fit(1, tmp_path)
-    assert trainer.global_step == STEPS
+    _, rows, ended = fit(1, tmp_path)
+    assert ended.global_step == STEPS
     torch.manual_seed(0)
     layers = example.Net().layers
-    adamw, scaler = torch.optim.AdamW(layers.parameters(), lr=1e-2), torch.amp.GradScaler("cpu", **NUMBERS)
-    expected = []
-    for number, (x, y) in enumerate(example.batches(STEPS)):
+    adamw = torch.optim.AdamW(layers.parameters(), lr=1e-2)
+    loop, expected = AmpLoop(layers, criterion, adamw, funcamp.ScalerConfig(**NUMBERS)), []
+    for number, batch in enumerate(example.batches(STEPS)):
         torch.manual_seed(number)
-        with torch.autocast("cpu", torch.float16):
-            loss = nn.functional.mse_loss(layers(x).float(), y)
-        scaler.scale(loss).backward()
-        scaler.unscale_(adamw)
-        nn.utils.clip_grad_norm_(layers.parameters(), 1.0)
-        scaler.step(adamw)
-        scaler.update()
-        adamw.zero_grad()
-        expected.append((scaler.get_scale(), clone(dict(layers.named_parameters()))))
+        loop.step(batch, max_norm=1.0)
+        expected.append((loop.scaler.get_scale(), clone(dict(layers.named_parameters()))))
     scales = [scale for scale, _ in expected]
     assert any(b < a for a, b in itertools.pairwise(scales))
     assert any(b > a for a, b in itertools.pairwise(scales))
@@ -88,8 +71,8 @@ def test_module_follows_torchs_loop(tmp_path: Path) -> None:
 
 def test_resumed_run_equals_the_uninterrupted_one(tmp_path: Path) -> None:
     _, whole, _ = fit(2, tmp_path)
-    _, before, trainer = fit(1, tmp_path)
-    trainer.save_checkpoint(tmp_path / "half.ckpt")
+    _, before, ended = fit(1, tmp_path)
+    ended.save_checkpoint(tmp_path / "half.ckpt")
     module, after, _ = fit(2, tmp_path, tmp_path / "half.ckpt")
     assert_same([*before, *after], whole)
     assert module.state.step == 2 * STEPS
@@ -107,5 +90,5 @@ def test_example_learns_and_its_validation_sees_the_trained_values(tmp_path: Pat
     losses = []
     for x, y in example.batches(4):
         with torch.no_grad(), torch.autocast("cpu", torch.float16):
-            losses.append(nn.functional.mse_loss(layers(x).float(), y))
+            losses.append(criterion(layers(x), y))
     assert numbers["validation"] == pytest.approx(torch.stack(losses).mean().item(), rel=1e-3)

@@ -8,26 +8,22 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import funcamp
 from tests.recipes import example
 from tests.support.helpers import assert_close, assert_same, clone, values_of
-from tests.support.models import cnn, mlp
-from tests.support.steps import eager, traced
+from tests.support.operations import Operations
+from tests.support.steps import eager, eager_and_traced
 
 RECIPE = example("checkpointing")
 CONFIG = funcamp.ScalerConfig(init_scale=2.0**24, growth_interval=5)
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.compiled]
-WRAPS = pytest.mark.parametrize("wrap", [eager, traced])
 
 
-def step_for(
-    model: nn.Module, criterion: Any = nn.functional.mse_loss, engine: Any = "autograd", **options: Any
-) -> Any:
-    loss_fn = funcamp.module_loss(model, criterion, engine=engine)
+def step_for(model: nn.Module, **options: Any) -> Any:
+    loss_fn = funcamp.module_loss(model, nn.functional.mse_loss)
     sgd = funcamp.stateless(torch.optim.SGD, lr=0.02, momentum=0.9)
     return funcamp.make_train_step(loss_fn, sgd, CONFIG, **{"policy": "float16", **options})
 
@@ -49,17 +45,6 @@ def batch_of(index: int) -> Any:
     return RECIPE.batch(index, "cpu")
 
 
-@WRAPS
-@pytest.mark.parametrize(("make", "accumulate"), [(mlp, None), (cnn, 3)])
-def test_engines_give_the_same_bits(make: Any, accumulate: int | None, wrap: Any) -> None:
-    ends = []
-    for engine, how in (("func", eager), ("autograd", wrap)):
-        task = make()
-        step = step_for(task.model, task.criterion, engine, accumulate=accumulate or 1, max_norm=1.0)
-        ends.append(run(step, how, task.batch, accumulate))
-    assert_same(*ends)
-
-
 class Checkpointed(nn.Module):
     """A body under torch.utils.checkpoint, or not."""
 
@@ -73,7 +58,7 @@ class Checkpointed(nn.Module):
         return out.float()
 
 
-@WRAPS
+@eager_and_traced
 @pytest.mark.parametrize("accumulate", [None, 2])
 @pytest.mark.parametrize("middle", [nn.Tanh(), nn.BatchNorm1d(16), nn.Dropout(0.5)], ids=str)
 def test_checkpointed_step_is_the_step_without(middle: nn.Module, accumulate: int | None, wrap: Any) -> None:
@@ -86,26 +71,16 @@ def test_checkpointed_step_is_the_step_without(middle: nn.Module, accumulate: in
     assert_same(*ends)  # the running statistics too: torch's loop updates them twice
 
 
-class Calls(TorchDispatchMode):
-    """How often an activation is computed."""
-
-    count = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.count += "aten.gelu.default" in str(func)
-        return func(*args, **(kwargs or {}))
-
-
-@WRAPS
+@eager_and_traced
 def test_checkpointed_blocks_are_computed_twice(wrap: Any) -> None:
     counts = []
     for checkpointed in (False, True):
         step = step_for(RECIPE.make_model(checkpointed))
         call = wrap(step)
         state, _ = call(step.init(), batch_of(0))
-        with Calls() as counted:
+        with Operations() as ran:
             call(state, batch_of(1))
-        counts.append(counted.count)
+        counts.append(ran.counts["aten.gelu"])
     assert counts == [3, 6]
 
 

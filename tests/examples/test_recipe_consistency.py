@@ -8,18 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import funcamp
 from tests.recipes import example
-from tests.support.helpers import difference, one_thread
-from tests.support.steps import eager, traced
-
-CONFIG = funcamp.ScalerConfig(init_scale=2.0**10)
+from tests.support.helpers import one_thread
+from tests.support.steps import eager, eager_and_traced
+from tests.support.torch_loop import assert_as_torchs_loop
 
 
 class Both(nn.Module):
     def __init__(self, is_first: bool) -> None:
         super().__init__()
-        torch.manual_seed(0)
         self.is_first = is_first
         self.net = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 4))
 
@@ -37,43 +34,18 @@ def criterion(outputs: tuple[Tensor, Tensor], weight: Tensor) -> Tensor:
     return (weight * (output.float() - target.float()).square()).mean()
 
 
-def batch() -> tuple[Tensor, Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    plain, noise = torch.randn(2, 16, 8, generator=generator)
-    return plain, plain + noise, torch.rand(16, 4, generator=generator)
-
-
-def by_torch(is_first: bool, *, cache: bool, dtype: torch.dtype = torch.float16) -> dict[str, Tensor]:
-    """The gradients of torch.autocast and backward(), scaled by hand."""
-    model = Both(is_first)
-    *inputs, weight = batch()
-    with torch.autocast("cpu", dtype, cache_enabled=cache, enabled=dtype != torch.float32):
-        loss = criterion(model(*inputs), weight)
-    (CONFIG.init_scale * loss).backward()
-    return {name: value.grad / CONFIG.init_scale for name, value in model.named_parameters() if value.grad is not None}
-
-
-def by_step(is_first: bool, engine: Any, wrap: Any) -> dict[str, Tensor]:
-    """The gradients of a step with a policy: SGD's momentum after one step is the gradient."""
-    loss_fn = funcamp.module_loss(Both(is_first), criterion, engine=engine)
-    sgd = funcamp.stateless(torch.optim.SGD, lr=1e-2, momentum=0.9)
-    step = funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16")
-    state, metrics = wrap(step)(step.init(flat=False), batch())
-    assert metrics.found_inf == 0
-    gradients: dict[str, Tensor] = state.opt_state.state["momentum_buffer"].tree()
-    return gradients
-
-
 @pytest.mark.compiled
 @pytest.mark.parametrize("engine", ["func", "autograd"])
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 @pytest.mark.parametrize("is_first", [True, False])
-def test_gradient_is_that_of_autocast_without_a_cache(is_first: bool, engine: Any, wrap: Any) -> None:
+def test_a_step_is_torchs_loop(is_first: bool, engine: Any, wrap: Any) -> None:
     """Older torch put the cast of a weight under no_grad into the cache, and its gradient was lost."""
-    actual, expected = by_step(is_first, engine, wrap), by_torch(is_first, cache=False)
-    assert all(gradient.count_nonzero() > 0 for gradient in actual.values())
-    assert difference(actual, expected) == difference(by_torch(is_first, cache=True), expected) == 0
-    assert difference(expected, by_torch(is_first, cache=False, dtype=torch.float32)) < 2e-3
+    plain, noise = torch.randn(2, 16, 8)
+    batches = [(plain, plain + noise, torch.rand(16, 4))] * 2
+    config = {"init_scale": 2.0**10}
+    assert_as_torchs_loop(
+        lambda: (Both(is_first), criterion), batches, wrap, policy="float16", engine=engine, config=config
+    )
 
 
 def test_second_term_raises_the_accuracy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from torch.utils import _pytree
 import funcamp
 from tests.recipes import example
 from tests.support.helpers import assert_same, clone
-from tests.support.steps import eager, traced
+from tests.support.steps import eager_and_traced
 
 RECIPE = example("ensemble")
 
@@ -44,7 +44,7 @@ def data(index: int, sizes: list[float]) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 def test_member_that_overflows_is_left_as_it_was_and_the_others_do_not_notice(wrap: Any) -> None:
     step, state = members(3, ema_decay=0.9)
     before, other = clone(state), clone(state)

@@ -12,7 +12,7 @@ import torch
 import funcamp
 from tests.support.helpers import assert_same, clone, one_thread, values_of
 from tests.support.programs import import_example
-from tests.support.steps import eager, traced
+from tests.support.steps import eager, eager_and_traced
 
 example = import_example("training_loop")
 
@@ -70,25 +70,6 @@ def one_batch(size: int = 53) -> Any:
     return example.collate(example.load_lines()["train"][:size])
 
 
-def test_step_is_that_of_the_mean_over_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    lines = example.load_lines()["train"]
-    windows = list(example.batches(lines, 0))
-    assert [tuple(inputs.shape) for inputs, _ in windows] == [(4, 16, 32)] * (BATCHES - 1) + [(1, 16, 32)]
-    assert sum(int(example.tokens(window)) for window in windows) == sum(len(line) - 1 for line in lines)
-    batch, found = one_batch(), []
-    for accumulate in (4, 1):
-        monkeypatch.setattr(example, "ACCUMULATE", accumulate)
-        model = example.make_model("cpu").eval()  # without dropout
-        step = example.make_step(model)
-        state = step.init()
-        state = state._replace(scaler=state.scaler._replace(scale=torch.tensor(2.0**10)))
-        whole = batch if accumulate > 1 else tuple(leaf.flatten(0, 1) for leaf in batch)
-        found.append(step(state, whole)[1])
-    assert found[0].found_inf == 0
-    for name in ("loss", "grad_norm"):
-        torch.testing.assert_close(getattr(found[0], name), getattr(found[1], name), rtol=2e-3, atol=0.0)
-
-
 def test_parameters_decay_by_name_and_learn_by_depth() -> None:
     expected = {
         "bytes.weight": "0 plain",
@@ -144,7 +125,7 @@ def test_unfrozen_parameters_begin_and_the_head_continues(tmp_path: Path) -> Non
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 def test_adapters_are_trained_on_a_base_that_is_shared(wrap: Any) -> None:
     model = example.make_model("cpu")
     before = {name: (value.data_ptr(), value.clone()) for name, value in values_of(model).items()}

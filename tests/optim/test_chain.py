@@ -27,7 +27,7 @@ from funcamp import (
 )
 from funcamp._optim.part import Update
 from tests.support.helpers import assert_close, assert_same
-from tests.support.steps import eager, traced
+from tests.support.steps import eager_and_traced
 from tests.support.torch_loop import TorchLoop
 
 ADAMW = stateless(torch.optim.AdamW, lr=0.1)
@@ -134,7 +134,7 @@ def batch(number: int, last: float = 1.0) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_steps_options_are_a_chain(flat: bool, wrap: Callable[[Any], Any]) -> None:
     """max_norm and ema_decay are the same chain, bit for bit, with the same state and one skipped step."""
@@ -153,7 +153,7 @@ def test_a_steps_options_are_a_chain(flat: bool, wrap: Callable[[Any], Any]) -> 
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 def test_a_skipped_step_changes_no_state_of_a_chain(wrap: Callable[[Any], Any]) -> None:
     optimizer = chain(clip_by_norm(1.0), every(2, ADAMW), average(0.5))
     step = step_of(optimizer)

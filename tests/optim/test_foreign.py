@@ -11,12 +11,11 @@ import torch
 from torch import Tensor
 
 from funcamp import ravel, schedule, stateless
+from tests.support.foreign import Base, Kept, ScheduleFree
 from tests.support.helpers import assert_close, assert_same, clone
-from tests.support.steps import eager, traced
+from tests.support.steps import eager_and_traced
 from tests.support.torch_loop import TorchLoop, linear_step, randn_like
 
-#: What a class keeps of a parameter, or in its group.
-Kept = dict[str, Any]
 STEPS = 24
 SKIPPED = (0, 4, 17)
 #: In this step gradients are large.
@@ -27,29 +26,6 @@ SHAPES = {"w": (3, 4), "b": (4,), "v": (3, 4)}
 
 def example() -> dict[str, Tensor]:
     return {name: torch.randn(shape) for name, shape in SHAPES.items()}
-
-
-class Base(torch.optim.Optimizer):
-    """Steps by `move`, for each parameter with its state."""
-
-    options: ClassVar[Kept] = {}
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, **self.options})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        group = self.param_groups[0]
-        self.begin(group)
-        for p in group["params"]:
-            if p.grad is not None:
-                self.move(p, self.state[p], group)
-
-    def begin(self, group: Kept) -> None:
-        """Change what all parameters share."""
-
-    def move(self, p: Any, state: Kept, group: Kept) -> None:
-        p.sub_(p.grad, alpha=group["lr"])
 
 
 class CountsInState(Base):
@@ -162,26 +138,6 @@ class Decomposes(Base):
         p.sub_((vectors @ vectors.mT @ matrix).reshape(p.shape), alpha=group["lr"])
 
 
-class Averages(CountsInGroup):
-    """Schedule-free: evaluates with other parameters than it trains with."""
-
-    def train(self) -> None:
-        self.exchange(1 / 0.9)
-
-    def eval(self) -> None:
-        self.exchange(0.9)
-
-    @torch.no_grad()
-    def exchange(self, factor: float) -> None:
-        for p in self.param_groups[0]["params"]:
-            if "mean" in self.state[p]:
-                p.sub_(self.state[p]["mean"]).mul_(factor).add_(self.state[p]["mean"])
-
-    def move(self, p: Any, state: Kept, group: Kept) -> None:
-        super().move(p, state, group)
-        state.setdefault("mean", torch.zeros_like(p)).lerp_(p, 0.5)
-
-
 class ChangesLate(Base):
     """Its first count is 1, and matters after more steps than are tried."""
 
@@ -192,7 +148,7 @@ class ChangesLate(Base):
 
 FOLLOWED = [
     *(CountsInState, CountsInGroup, KeepsOtherKinds, BeginsOtherwise, DividesByZero),
-    *(AsksEach, ClipsAll, Decomposes, Averages, ChangesLate),
+    *(AsksEach, ClipsAll, Decomposes, ScheduleFree, ChangesLate),
 ]
 
 
@@ -205,7 +161,7 @@ def _same_data(_fresh: None) -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.parametrize("wrap", [eager, traced])
+@eager_and_traced
 @pytest.mark.parametrize("cls", FOLLOWED, ids=name_of)
 def test_a_class_follows_its_own_loop_with_skipped_steps(cls: Any, wrap: Any) -> None:
     step = linear_step(stateless(cls))
@@ -274,7 +230,7 @@ def test_a_state_is_saved_by_the_step_and_not_in_torchs_format(cls: Any) -> None
 
 def test_evaluation_params_are_those_that_the_classs_eval_sets() -> None:
     params = example()
-    loop, optimizer = TorchLoop(Averages, params), stateless(Averages)
+    loop, optimizer = TorchLoop(ScheduleFree, params), stateless(ScheduleFree)
     params, opt_state = assert_follows(optimizer, loop, params)
     loop.optimizer.eval()
     evaluated = optimizer.evaluation_params(params, opt_state)

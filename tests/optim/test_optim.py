@@ -19,8 +19,8 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from funcamp import skip_step, stateless
+from tests.support.databases import internal
 from tests.support.helpers import assert_close, assert_same, clone
-from tests.support.optimizer_database import optimizer_database
 from tests.support.optimizers import CASES
 from tests.support.oracle import state_of
 
@@ -105,7 +105,8 @@ def test_three_hundred_steps_with_skips_follow_torch(name: str, dtype: torch.dty
     assert_follows(cls, arguments, params, steps=300, tolerance=tolerance, size=lambda step: 10.0 ** (step % 5 - 3))
 
 
-DATABASE = optimizer_database()
+#: torch's own database of optimizers and their inputs, which its tests use.
+DATABASE: list[Any] = list(internal("common_optimizers").optim_db)
 #: Classes that are no function of dense gradients.
 NEVER = {
     "LBFGS": "missing 1 required positional argument: 'closure'",

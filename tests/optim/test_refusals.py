@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable
@@ -30,6 +31,8 @@ from funcamp import (
     schedule,
     stateless,
 )
+from tests.support.foreign import Base
+from tests.support.helpers import assert_refused
 
 optim = torch.optim
 ANY: Any = 3
@@ -222,34 +225,6 @@ CHAINS: dict[str, Row] = {
     ),
 }
 
-CALLS = {**OPTIMIZERS, **SCHEDULES, **CHAINS}
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_a_call_that_is_refused(name: str) -> None:
-    call, error, words = CALLS[name]
-    with pytest.raises(error, match=f"(?s){words}"):
-        call()
-
-
-class Base(optim.Optimizer):
-    """A class of another package, which counts in its group as "k"."""
-
-    options: ClassVar[dict[str, Any]] = {"k": 1}
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, **self.options})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        group = self.param_groups[0]
-        group["k"] += 1
-        for p in group["params"]:
-            self.move(p, self.state[p], group)
-
-    def move(self, p: Any, state: Any, group: Any) -> None:
-        p.sub_(p.grad, alpha=group["lr"])
-
 
 class NeedsClosure(Base):
     def step(self, closure: Any) -> None:  # type: ignore[override]
@@ -289,7 +264,14 @@ class Hooked(Base):
         self.register_step_post_hook(lambda *_: None)
 
 
-class Reads(Base):
+class Counts(Base):
+    options: ClassVar[dict[str, Any]] = {"k": 1}
+
+    def begin(self, group: Any) -> None:
+        group["k"] += 1
+
+
+class Reads(Counts):
     def move(self, p: Any, state: Any, group: Any) -> None:
         p.sub_(p.grad, alpha=(1.0, 0.5)[int(group["k"]) % 2])
 
@@ -326,10 +308,8 @@ class AsksTooMuch(Base):
 class DependsAndAsks(Base):
     """A rate that depends on all gradients, and questions of each parameter."""
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        (group,) = self.param_groups
+    def begin(self, group: Any) -> None:
         group["lr"] = 0.1 / max(1.0, sum(p.grad.norm().item() for p in group["params"]))
-        super().step()
 
     def move(self, p: Any, state: Any, group: Any) -> None:
         rate = group["lr"] * (0.1 if p.grad.norm().item() > 5 else 1.0)
@@ -337,43 +317,53 @@ class DependsAndAsks(Base):
         p.sub_(p.grad, alpha=rate if p.grad.max() > 2 else 2 * rate)
 
 
-class UsesLists(Base):
+class UsesLists(Counts):
     def move(self, p: Any, state: Any, group: Any) -> None:
         torch._foreach_add_([p], [p.grad], alpha=-1 / group["k"])
 
 
-@pytest.mark.parametrize(
-    ("cls", "reason"),
-    [
-        (NeedsClosure, "missing 1 required positional argument: 'closure'"),
-        (KeepsObject, "it keeps an object as self.counter"),
-        (SortsIntoGroups, "it sorts its parameters into groups"),
-        (KeepsElsewhere, "comes to other numbers than in its own loop"),
-        (Hooked, "hooks on its step"),
-        # contract: "Anything else that it asks of such a number is refused by name"
-        (Reads, r"reads a number that changes in training \(test_refusals.py"),
-        # contract: "optimizers of other packages that draw random numbers"
-        (Draws, "draws random numbers"),
-        (Grows, "must have the same entries"),
-        # contract: "or keep state under a text"
-        (KeepsByText, "parameters as keys of"),
-        (ChangesText, "its step changes 'phase'|must be a tensor or a number"),
-        (AsksTooMuch, "in more than 16 ways"),
-        # contract: "need more than one parameter at a time"
-        (DependsAndAsks, "depends on another one|more than 16 ways|changes lr"),
-        (UsesLists, "pass foreach=False"),
-        (optim.SparseAdam, "does not support dense gradients"),
-    ],
-    ids=lambda value: value.__name__ if isinstance(value, type) else "",
-)
-def test_a_class_that_is_not_followed_is_refused_with_the_reason(cls: Any, reason: str) -> None:
-    with pytest.raises(TypeError, match=f"(?s)^stateless: {cls.__name__} cannot be made pure: .*({reason})"):
-        stateless(cls)
+#: Classes that are not followed, and the reason that is given.
+CLASSES: dict[Any, str] = {
+    NeedsClosure: "missing 1 required positional argument: 'closure'",
+    KeepsObject: "it keeps an object as self.counter",
+    SortsIntoGroups: "it sorts its parameters into groups",
+    KeepsElsewhere: "comes to other numbers than in its own loop",
+    Hooked: "hooks on its step",
+    # contract: "Anything else that it asks of such a number is refused by name"
+    Reads: r"reads a number that changes in training \(test_refusals.py",
+    # contract: "optimizers of other packages that draw random numbers"
+    Draws: "draws random numbers",
+    Grows: "must have the same entries",
+    # contract: "or keep state under a text"
+    KeepsByText: "parameters as keys of",
+    ChangesText: "its step changes 'phase'|must be a tensor or a number",
+    AsksTooMuch: "in more than 16 ways",
+    # contract: "need more than one parameter at a time"
+    DependsAndAsks: "depends on another one|more than 16 ways|changes lr",
+    UsesLists: "pass foreach=False",
+    optim.SparseAdam: "does not support dense gradients",
+}
+FOREIGN: dict[str, Row] = {
+    cls.__name__: (
+        functools.partial(stateless, cls),
+        TypeError,
+        f"^stateless: {cls.__name__} cannot be made pure: .*({reason})",
+    )
+    for cls, reason in CLASSES.items()
+}
+FOREIGN |= {
+    "tensor that a class keeps": (
+        lambda: stateless(KeepsRate, lr=torch.tensor(0.1)),
+        TypeError,
+        "uses a number of its constructor that is a tensor or a schedule here",
+    ),
+}
+CALLS = {**OPTIMIZERS, **SCHEDULES, **CHAINS, **FOREIGN}
 
 
-def test_a_class_that_keeps_a_number_of_its_constructor_takes_no_tensor_in_its_place() -> None:
-    with pytest.raises(TypeError, match="uses a number of its constructor that is a tensor or a schedule here"):
-        stateless(KeepsRate, lr=torch.tensor(0.1))
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_is_refused(name: str) -> None:
+    assert_refused(*CALLS[name])
 
 
 @pytest.mark.compiled

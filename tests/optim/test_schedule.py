@@ -35,9 +35,8 @@ from torch.optim.lr_scheduler import (
 
 import funcamp
 from funcamp import ScalerConfig, by_group, jit, make_train_step, schedule, stateless
-from funcamp._optim.by_group import GroupedOptimizer
-from funcamp._step.torch_state import hyperparameters_of
 from tests.support.helpers import assert_close, assert_same, clone
+from tests.support.torch_loop import Scaled
 
 optim = torch.optim
 Make = Callable[[Any], Any]
@@ -46,6 +45,7 @@ STEPS = 14
 #: Steps whose gradients are infinite; torch's scaler skips them.
 INFINITE = {0, 4, 5, 11}
 APPLIED = STEPS - len(INFINITE)
+CONFIG = ScalerConfig(init_scale=2.0**10, growth_interval=4)
 
 #: One scheduler of each class.
 MAKE: dict[str, Make] = {
@@ -110,16 +110,11 @@ def torchs_loop(make_optimizer: Callable[[Leaves], optim.Optimizer], make: Make,
     leaves = {name: value.requires_grad_() for name, value in parameters().items()}
     optimizer = make_optimizer(leaves)
     scheduler = make(optimizer)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=4)
-    rows: Rows = []
+    scaled, rows = Scaled(optimizer, CONFIG), []
     for step in range(STEPS):
         numbers = [{name: group.get(name) for name in NUMBERS} for group in optimizer.param_groups]
-        optimizer.zero_grad()
-        scaler.scale(loss_fn(leaves, batch(step))).backward()
-        scale = scaler.get_scale()
-        scaler.step(optimizer)
-        scaler.update()
-        if every_step or scaler.get_scale() >= scale:
+        _, is_skipped = scaled.take(loss_fn(leaves, batch(step)))
+        if every_step or not is_skipped:
             scheduler.step()
         rows.append((numbers, clone(leaves)))
     return rows
@@ -130,22 +125,21 @@ def funcamps_loop(optimizer: Any, wrap: Callable[[Any], Any] = lambda step: step
     run, state = wrap(step), step.init(parameters())
     rows: Rows = []
     for number in range(STEPS):
-        used = numbers_of(optimizer, state.opt_state)
+        used = numbers_of(step, state)
         state, _ = run(state, batch(number))
         rows.append((used, clone(state.params.tree())))
     return rows
 
 
 def step_of(optimizer: Any) -> funcamp.TrainStep:
-    return make_train_step(loss_fn, optimizer, ScalerConfig(init_scale=2.0**10, growth_interval=4))
+    return make_train_step(loss_fn, optimizer, CONFIG)
 
 
-def numbers_of(optimizer: Any, opt_state: Any) -> list[dict[str, Any]]:
+def numbers_of(step: funcamp.TrainStep, state: Any) -> list[dict[str, Any]]:
     """Return the numbers of the next step, for each group, as a torch optimizer has them."""
-    if isinstance(optimizer, GroupedOptimizer):
-        return [numbers_of(one, opt_state[label])[0] for label, one in optimizer.optimizers.items()]
-    numbers = hyperparameters_of(optimizer, opt_state.applied)
-    return [{name: numbers.get(name) for name in NUMBERS}]
+    saved = step.to_torch(state)["optimizer"]
+    optimizers = [saved] if "param_groups" in saved else saved.values()
+    return [{name: group.get(name) for name in NUMBERS} for one in optimizers for group in one["param_groups"]]
 
 
 def rates(rows: Rows) -> list[list[float]]:

@@ -18,9 +18,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
+from tests.support.torch_loop import Scaled
+
 FOLDER = Path(__file__).parent.parent.parent / "examples" / "recipes"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.py"))
 Trace = list[tuple[Any, Any]]
+#: What an oracle returns: parameters, and the trace.
+Outcome = tuple[Any, Trace]
 
 
 def example(name: str) -> Any:
@@ -65,21 +69,12 @@ def uncompiled(step: Any, unroll: int | None = None) -> Any:
     return run
 
 
-def scaler_for(config: Any, device: str) -> torch.amp.GradScaler:
-    """torch's scaler with a configuration's numbers."""
-    return torch.amp.GradScaler(
-        device, config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval
-    )
+def row_of(*rows: tuple[float, float]) -> tuple[list[float], list[float]]:
+    """A step's row of several scalers."""
+    return [scale for scale, _ in rows], [found for _, found in rows]
 
 
-def advance(scaler: torch.amp.GradScaler) -> tuple[float, float]:
-    """Updates the scaler; the scale of the step that ends, and whether a gradient of it was not finite."""
-    before = scaler.get_scale()
-    scaler.update()
-    return before, float(scaler.get_scale() < before)
-
-
-def nothing(*_: object) -> None:
+def nothing() -> None:
     pass
 
 
@@ -90,27 +85,30 @@ def amp_loop(
     device: str,
     loss_of: Callable[..., Tensor],
     *,
-    unscaled: Callable[[torch.amp.GradScaler], object] = nothing,
+    config: Any = None,
+    max_norm: float | None = None,
     applied: Callable[[], object] = nothing,
 ) -> Trace:
     """Train as torch's automatic mixed precision examples do.
 
     loss_of: the loss of what is in a batch.
-    unscaled: is called with the scaler before each step.
+    config: of the scaler, if it is not the recipe's.
     applied: is called after each step that is not skipped.
     """
-    scaler, trace = scaler_for(recipe.CONFIG, device), []
+    scaled, trace = Scaled(optimizer, config or recipe.CONFIG, device), []
     for index in range(steps):
         with torch.autocast(device, torch.float16):
             loss = loss_of(*recipe.batch(index, device))
-        scaler.scale(loss).backward()
-        unscaled(scaler)
-        scaler.step(optimizer)
-        trace.append(advance(scaler))
+        trace.append(scaled.take(loss, max_norm=max_norm))
         if not trace[-1][1]:
             applied()
-        optimizer.zero_grad()
     return trace
+
+
+def move(target: torch.nn.Module, model: torch.nn.Module, rate: float) -> None:
+    """Move a target network; as everything else, it rests in a skipped step."""
+    for old, new in zip(target.parameters(), model.parameters()):
+        old.data.lerp_(new.data, rate)
 
 
 def values(model: torch.nn.Module) -> dict[str, Tensor]:

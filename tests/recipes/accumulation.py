@@ -5,24 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.recipes import Trace, advance, scaler_for, values
+from tests.recipes import Outcome, values
+from tests.support.torch_loop import Scaled
 
 TOLERANCE = 0.0
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     model = recipe.make_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    scaler, trace = scaler_for(recipe.CONFIG, device), []
+    scaled, trace = Scaled(optimizer, recipe.CONFIG, device), []
     for index in range(steps):
-        micro_batches = list(zip(*recipe.batch(index, device)))
-        for x, y in micro_batches:
+        losses = []
+        for x, y in zip(*recipe.batch(index, device)):
             with torch.autocast(device, torch.float16):
-                loss = recipe.criterion(model(x), y) / len(micro_batches)
-            scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        trace.append(advance(scaler))
-        optimizer.zero_grad()
+                losses.append(recipe.criterion(model(x), y))
+        trace.append(scaled.take(*losses))
     return values(model), trace

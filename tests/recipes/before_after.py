@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from tests.recipes import Trace
+from tests.recipes import Outcome
 
 TOLERANCE = 2.0**-12  # AdamW rounds its step size elsewhere; that moves float16 copies to their neighbours
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     params, history = recipe.before(steps, device)
     return params, [(scale, float(skipped)) for _, scale, skipped in history]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.amp import custom_bwd, custom_fwd
 
-from tests.recipes import Trace, amp_loop
+from tests.recipes import Outcome, amp_loop
 
 TOLERANCE = 0.0
 
@@ -45,7 +45,7 @@ def functions(device: str) -> tuple[Any, Any]:
     return Gate, SquaredError
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     gate, squared_error = functions(device)
     params = {name: value.requires_grad_() for name, value in recipe.make_params(device).items()}
     optimizer = torch.optim.SGD(params.values(), lr=0.1)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.recipes import Trace, amp_loop, values
+from tests.recipes import Outcome, amp_loop, move, values
 
 TOLERANCE = 0.0
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, dict[str, Tensor]], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     model = recipe.make_model().to(device)
     target = copy.deepcopy(model)
     adam = torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -24,9 +24,5 @@ def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, dict[str, Te
         wanted = reward + recipe.DISCOUNT * (1 - done) * value
         return recipe.criterion(model(place), (action, wanted))
 
-    def applied() -> None:  # as everything else, a target rests in a skipped step
-        for old, new in zip(target.parameters(), model.parameters()):
-            old.data.lerp_(new.data, recipe.TAU)
-
-    trace = amp_loop(recipe, adam, steps, device, loss_of, applied=applied)
+    trace = amp_loop(recipe, adam, steps, device, loss_of, applied=lambda: move(target, model, recipe.TAU))
     return {"params": values(model), "target": values(target)}, trace

@@ -6,11 +6,10 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from tests.recipes import Trace, amp_loop, values
+from tests.recipes import Outcome, amp_loop, values
 
 TOLERANCE = 2.0**-16  # the learning rate is computed in float32 there, in float64 here
 
@@ -22,7 +21,7 @@ def factor(applied: int) -> float:
     return 0.5 + 0.5 * math.cos(math.pi * min((applied - 10) / 80, 1.0))
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, dict[str, Tensor]], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     model = recipe.make_model().to(device)
     ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(recipe.DECAY))
     ema.n_averaged.fill_(1)  # the first weights are in it: else its first update would replace them

@@ -5,37 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.recipes import Trace, advance, scaler_for, values
+from tests.recipes import Outcome, row_of, values
+from tests.support.torch_loop import Scaled
 
 TOLERANCE = 2.0**-16
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[list[dict[str, Tensor]], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     generator, discriminator = (model.to(device) for model in recipe.make_models())
-    g_optimizer = torch.optim.Adam(generator.parameters(), lr=1e-2, betas=(0.5, 0.9))
-    d_optimizer = torch.optim.Adam(discriminator.parameters(), lr=1e-2, betas=(0.5, 0.9))
-    g_scaler, d_scaler = scaler_for(recipe.CONFIG, device), scaler_for(recipe.CONFIG, device)
+    g_loop, d_loop = (
+        Scaled(torch.optim.Adam(model.parameters(), lr=1e-2, betas=(0.5, 0.9)), recipe.CONFIG, device)
+        for model in (generator, discriminator)
+    )
     trace = []
     for index in range(steps):
         real, noise = recipe.batch(index, device)
         ones, zeros = torch.ones(len(real), 1, device=device), torch.zeros(len(real), 1, device=device)
 
-        d_optimizer.zero_grad()
         with torch.autocast(device, torch.float16):
             fake = generator(noise)
             logits = discriminator(torch.cat([real, fake.detach()]))
             d_loss = recipe.criterion(logits, torch.cat([ones, zeros]))
-        d_scaler.scale(d_loss).backward()
-        d_scaler.step(d_optimizer)
+        d_row = d_loop.take(d_loss)
 
-        g_optimizer.zero_grad()
         with torch.autocast(device, torch.float16):
             g_loss = recipe.criterion(discriminator(fake), ones)
-        g_scaler.scale(g_loss).backward()
-        g_scaler.step(g_optimizer)
-
-        rows = [advance(scaler) for scaler in (g_scaler, d_scaler)]
-        trace.append(([scale for scale, _ in rows], [found for _, found in rows]))
+        trace.append(row_of(g_loop.take(g_loss), d_row))
     return [values(generator), values(discriminator)], trace

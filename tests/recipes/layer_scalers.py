@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.recipes import Trace, scaler_for
+from tests.recipes import Outcome
+from tests.support.torch_loop import scaler_for
 
 TOLERANCE = 2.0**-16
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[list[dict[str, Tensor]], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     params = recipe.make_params(device)
     leaves = [[value.requires_grad_() for value in own.values()] for own in params]
     optimizers = [torch.optim.Adam(own, lr=1e-3) for own in leaves]

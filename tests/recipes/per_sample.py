@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.recipes import Trace, advance, scaler_for, values
+from tests.recipes import Outcome, values
+from tests.support.torch_loop import advance, scaler_for
 
 # Under vmap a linear layer is a product and then a sum, each rounded to float16; with the bias added like that here too
 # it is 0 (tests/examples/test_recipes.py). The largest is that of a bias of one element, near 0.
 TOLERANCE = 2.0**-8
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     model = recipe.make_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.LR)
     scaler, trace = scaler_for(recipe.CONFIG, device), []

@@ -9,17 +9,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.recipes import Trace, advance, scaler_for, values
+from tests.recipes import Outcome, values
+from tests.support.torch_loop import Scaled
 
 TOLERANCE = 0.0
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     model = recipe.make_model().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=recipe.LR, momentum=0.9)
-    scaler, trace = scaler_for(recipe.CONFIG, device), []
+    scaled, trace = Scaled(optimizer, recipe.CONFIG, device), []
     for index in range(steps):
         position, goal, uniform = recipe.batch(index, device)
         seen, actions, rewards = [], [], []
@@ -32,10 +32,7 @@ def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Tra
             rewards.append(-(position - goal).abs())
         returns = torch.stack(rewards).flip(0).cumsum(0).flip(0)
         advantage = (returns - returns.mean(1, keepdim=True)).flatten()
-        optimizer.zero_grad()
         with torch.autocast(device, torch.float16):
             loss = recipe.criterion(model(torch.cat(seen)), (torch.cat(actions), advantage))
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        trace.append(advance(scaler))
+        trace.append(scaled.take(loss))
     return values(model), trace

@@ -6,21 +6,21 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.recipes import Trace, advance, scaler_for, values
+from tests.recipes import Outcome, move, row_of, values
+from tests.support.torch_loop import Scaled
 
 TOLERANCE = 0.0
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[list[dict[str, Tensor]], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     actor, critics = (model.to(device) for model in recipe.make_models())
     target = copy.deepcopy(critics)
     log_alpha = torch.zeros((), device=device, requires_grad=True)
-    a_adam, c_adam, t_adam = (
-        torch.optim.Adam(params, lr=3e-3) for params in (actor.parameters(), critics.parameters(), [log_alpha])
+    a_loop, c_loop = (
+        Scaled(torch.optim.Adam(model.parameters(), lr=3e-3), recipe.CONFIG, device) for model in (actor, critics)
     )
-    a_scaler, c_scaler = scaler_for(recipe.CONFIG, device), scaler_for(recipe.CONFIG, device)
+    t_adam = torch.optim.Adam([log_alpha], lr=3e-3)
     trace = []
     for index in range(steps):
         place, action, first_noise, second_noise = recipe.batch(index, device)
@@ -30,27 +30,20 @@ def oracle(recipe: Any, steps: int, device: str) -> tuple[list[dict[str, Tensor]
             next_action, log_density = recipe.drawn(actor(after), first_noise)
             value = target(after, next_action).amin(1, keepdim=True).float()
         wanted = recipe.DISCOUNT * (value - alpha * log_density) - after.square()
-        c_adam.zero_grad()
         with torch.autocast(device, torch.float16):
             loss = recipe.criterion(critics(place, action), wanted)
-        c_scaler.scale(loss).backward()
-        c_scaler.step(c_adam)
-        rows = [advance(c_scaler)]
-        if not rows[0][1]:  # as everything else, a target rests in a skipped step
-            for old, new in zip(target.parameters(), critics.parameters()):
-                old.data.lerp_(new.data, recipe.TAU)
+        c_row = c_loop.take(loss)
+        if not c_row[1]:
+            move(target, critics, recipe.TAU)
 
-        a_adam.zero_grad()
         with torch.autocast(device, torch.float16):
             new_action, log_density = recipe.drawn(actor(place), second_noise)
             value = critics(place, new_action).amin(1, keepdim=True).float()
             loss = (alpha * log_density - value).mean()
-        a_scaler.scale(loss).backward()
-        a_scaler.step(a_adam)
-        rows.append(advance(a_scaler))
+        a_row = a_loop.take(loss)
 
         t_adam.zero_grad()
         (-log_alpha * (log_density.detach() + recipe.ENTROPY)).mean().backward()
         t_adam.step()
-        trace.append(([scale for scale, _ in rows], [found for _, found in rows]))
+        trace.append(row_of(c_row, a_row))
     return [values(actor), values(critics), {"log_alpha": log_alpha.detach()}], trace

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.recipes import Trace, advance, scaler_for, values
+from tests.recipes import Outcome, values
+from tests.support.torch_loop import advance, scaler_for
 
 TOLERANCE = 0.0
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     model = recipe.make_model().to(device)
     params = list(model.parameters())
     optimizer = torch.optim.SGD(params, lr=recipe.LR, momentum=0.9)

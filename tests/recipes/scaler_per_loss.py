@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.recipes import Trace, advance, scaler_for, values
+from tests.recipes import Outcome, row_of, values
+from tests.support.torch_loop import advance, scaler_for
 
 TOLERANCE = 2.0**-16
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     torch.manual_seed(0)
     model = recipe.Model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -34,6 +34,5 @@ def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Tra
         if all(grad.isfinite().all() for grad in total.values()):
             optimizer.step()
         optimizer.zero_grad()
-        rows = [advance(scaler) for scaler in scalers]
-        trace.append(([scale for scale, _ in rows], [found for _, found in rows]))
+        trace.append(row_of(*map(advance, scalers)))
     return values(model), trace

@@ -8,12 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import mse_loss
 
-from tests.recipes import Trace, scaler_for, values
+from tests.recipes import Outcome, values
+from tests.support.torch_loop import scaler_for
 
 TOLERANCE = 2.0**-16
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[list[dict[str, Tensor]], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     model0, model1 = (model.to(device) for model in recipe.make_models())
     optimizer0 = torch.optim.AdamW(model0.parameters(), lr=1e-2)
     optimizer1 = torch.optim.SGD(model1.parameters(), lr=1e-3)

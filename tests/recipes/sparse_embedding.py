@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tests.recipes import Trace, advance, scaler_for, values
+from tests.recipes import Outcome, values
+from tests.support.torch_loop import advance, scaler_for
 
 TOLERANCE = 0.0
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[dict[str, Tensor], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     model = recipe.make_model().to(device)
     sparse = torch.optim.SparseAdam(model[0].parameters(), lr=1e-2)
     dense = torch.optim.AdamW(model[2].parameters(), lr=1e-2, fused=True)

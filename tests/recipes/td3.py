@@ -6,23 +6,19 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from tests.recipes import Trace, advance, scaler_for, values
+from tests.recipes import Outcome, move, row_of, values
+from tests.support.torch_loop import Scaled
 
 TOLERANCE = 0.0
 
 
-def oracle(recipe: Any, steps: int, device: str) -> tuple[list[dict[str, Tensor]], Trace]:
+def oracle(recipe: Any, steps: int, device: str) -> Outcome:
     actor, critics = (model.to(device) for model in recipe.make_models())
     a_target, c_target = copy.deepcopy(actor), copy.deepcopy(critics)
-    a_adam, c_adam = (torch.optim.Adam(model.parameters(), lr=3e-3) for model in (actor, critics))
-    a_scaler, c_scaler = scaler_for(recipe.CONFIG, device), scaler_for(recipe.CONFIG, device)
-
-    def move(target: nn.Module, model: nn.Module) -> None:
-        for old, new in zip(target.parameters(), model.parameters()):
-            old.data.lerp_(new.data, recipe.TAU)
-
+    a_loop, c_loop = (
+        Scaled(torch.optim.Adam(model.parameters(), lr=3e-3), recipe.CONFIG, device) for model in (actor, critics)
+    )
     trace, applied = [], 0
     for index in range(steps):
         rows = []
@@ -31,23 +27,17 @@ def oracle(recipe: Any, steps: int, device: str) -> tuple[list[dict[str, Tensor]
             with torch.no_grad(), torch.autocast(device, torch.float16):
                 next_action = (a_target(after) + noise).clamp(-1, 1)
                 value = c_target(after, next_action).amin(1, keepdim=True)
-            c_adam.zero_grad()
             with torch.autocast(device, torch.float16):
                 loss = recipe.criterion(critics(place, action), recipe.DISCOUNT * value.float() - after.square())
-            c_scaler.scale(loss).backward()
-            c_scaler.step(c_adam)
-            rows.append(advance(c_scaler))
-            if not rows[-1][1]:  # as everything else, a target rests in a skipped step
+            rows.append(c_loop.take(loss))
+            if not rows[-1][1]:
                 applied += 1
                 if applied % 2 == 0:
-                    move(c_target, critics)
-        a_adam.zero_grad()
+                    move(c_target, critics, recipe.TAU)
         with torch.autocast(device, torch.float16):
             loss = -critics(place, actor(place))[:, 0].float().mean()
-        a_scaler.scale(loss).backward()
-        a_scaler.step(a_adam)
-        rows.append(advance(a_scaler))
+        rows.append(a_loop.take(loss))
         if not rows[-1][1]:
-            move(a_target, actor)
-        trace.append(([scale for scale, _ in rows], [found for _, found in rows]))
+            move(a_target, actor, recipe.TAU)
+        trace.append(row_of(*rows))
     return [values(actor), values(critics)], trace

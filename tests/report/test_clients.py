@@ -7,26 +7,17 @@ import runpy
 import sys
 import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from funcamp.report.audit import Auditor
-from tests.support import trainers
-from tests.support.trainers import NUMBERS, imported, record
+from tests.support.trainers import NUMBERS, STEPS, TRAINERS, imported, make_trainer, record
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = ["accelerate_loop", "lightning_mixed", "recipes/before_after", "recipes/sparse_embedding"]
 
-TRAINERS: dict[str, Any] = {
-    "trainer": trainers.make_trainer,
-    "trainer, fused": functools.partial(trainers.make_trainer, optim="adamw_torch_fused"),
-    "trainer, accumulate": functools.partial(trainers.make_trainer, gradient_accumulation_steps=2),
-    "trainer, saving": functools.partial(trainers.make_trainer, save_strategy="steps", save_steps=10),
-}
-if sys.version_info >= (3, 11):  # as TRL needs
-    TRAINERS |= {"sft": trainers.make_sft, "grpo": trainers.make_grpo}
+WATCHED = TRAINERS | {"trainer, saving": functools.partial(make_trainer, save_strategy="steps", save_steps=10)}
 
 
 def scaled_steps(auditor: Auditor) -> int:
@@ -54,15 +45,15 @@ def test_an_example_has_no_finding(
 @pytest.mark.models
 @pytest.mark.usefixtures("fresh_accelerate")
 @pytest.mark.filterwarnings("ignore:`[a-z_]*gradient_checkpointing[a-z_]*` is deprecated:FutureWarning")
-@pytest.mark.parametrize("client", TRAINERS)
+@pytest.mark.parametrize("client", WATCHED)
 def test_a_trainer_has_no_finding(client: str, tmp_path: Path) -> None:
     auditor = Auditor()
     with auditor.watching():
-        trainer = TRAINERS[client](tmp_path)
+        trainer = WATCHED[client](tmp_path)
         record(trainer, functools.partial(torch.amp.GradScaler, "cpu", **NUMBERS))
         trainer.train()
-    assert auditor.passes >= trainers.STEPS
-    assert scaled_steps(auditor) == trainers.STEPS
+    assert auditor.passes >= STEPS
+    assert scaled_steps(auditor) == STEPS
     assert auditor.findings() == []
 
 

@@ -11,34 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from funcamp import average, chain, clip_by_norm, every, jit, make_train_step, module_loss, numerics, stateless
+from tests.support.foreign import ScheduleFree
 from tests.support.helpers import assert_same, assert_silent, clone
 from tests.support.steps import eager, traced
 
 X, Y = torch.randn(6, 4), torch.randn(6, 1)
 SGD = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
-
-
-class ScheduleFree(torch.optim.Optimizer):
-    """Evaluates with a mean of its parameters, as schedule-free classes do."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr, "train_mode": False})
-
-    def train(self) -> None:
-        self.param_groups[0]["train_mode"] = True
-
-    def eval(self) -> None:
-        for p in self.param_groups[0]["params"]:
-            if "mean" in self.state[p]:
-                p.data.copy_(self.state[p]["mean"])
-        self.param_groups[0]["train_mode"] = False
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for p in self.param_groups[0]["params"]:
-            mean = self.state[p].setdefault("mean", p.clone())
-            p.sub_(p.grad, alpha=self.param_groups[0]["lr"])
-            mean.lerp_(p, 0.25)
 
 
 class Model(nn.Module):

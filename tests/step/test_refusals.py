@@ -19,9 +19,9 @@ from torch.nn.functional import mse_loss
 from funcamp import loss, make_train_step, module_loss, stateless
 from tests.support.helpers import assert_refused, assert_same, clone
 from tests.support.masked import masked
+from tests.support.steps import SGD
 
 Call = Callable[[], object]
-SGD = stateless(torch.optim.SGD, lr=0.1)
 W, X = {"w": torch.ones(4)}, torch.ones(4)
 ANY: Any = None
 

@@ -13,7 +13,7 @@ from funcamp import ScalerConfig, make_train_step, stateless
 from tests.support.helpers import assert_same, clone
 from tests.support.masked import masked, tokens
 from tests.support.models import Task
-from tests.support.steps import build, eager, traced
+from tests.support.steps import build, eager, eager_and_traced, traced
 
 SGD = stateless(torch.optim.SGD, lr=0.5)
 WRAPS: dict[str, Any] = {
@@ -49,7 +49,7 @@ def test_step_is_that_of_the_mean_over_all_tokens(wrap: str, counts: list[int]) 
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [eager, traced], ids=["eager", "jit"])
+@eager_and_traced
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_window_without_weight_is_skipped_and_leaves_the_scale(wrap: Any, accumulate: int) -> None:
     momentum = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)

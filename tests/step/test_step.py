@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree
 
 from funcamp import ScalerConfig, loss, make_train_step, presets, stateless
-from tests.support.helpers import assert_close, assert_same, clone, to, values_of
+from tests.support.helpers import assert_close, assert_same, clone, values_of
 from tests.support.models import cnn, mlp
-from tests.support.steps import SGD, build, eager, traced
+from tests.support.steps import SGD, build, eager, eager_and_traced
 
 ADAMW = stateless(torch.optim.AdamW, lr=1e-2)
 
@@ -136,7 +135,7 @@ def test_a_gradient_that_overflows_by_unscaling_is_found() -> None:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [eager, traced], ids=["eager", "jit"])
+@eager_and_traced
 def test_a_function_of_the_flag_decides_for_all_ranks(wrap: Any) -> None:
     elsewhere, flags = torch.tensor(0.0), []
 
@@ -247,13 +246,3 @@ def test_a_steady_loop_compiles_once() -> None:
         state, _ = run(state, task.batch(index))
         step(state, task.batch(index))  # what the eager step keeps for its next call must be no reason to compile
     assert counter.frame_count == 1
-
-
-def test_nothing_is_read_on_the_host_and_all_is_on_the_states_device() -> None:
-    task = mlp()
-    adamw = stateless(torch.optim.AdamW, lr=lambda applied: 0.1 / (1 + applied))
-    step = build(task, adamw, max_norm=1.0, ema_decay=0.9, accumulate=2)
-    batch = tuple(torch.stack([leaf] * 2) for leaf in task.batch(0))
-    graph = make_fx(lambda state, batch: step(state, batch))(to(step.init(), "meta"), to(batch, "meta"))
-    values = [node.meta.get("val") for node in graph.graph.nodes]
-    assert {value.device.type for value in values if isinstance(value, Tensor)} == {"meta"}

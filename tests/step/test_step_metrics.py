@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcamp import MetricReader, ScalerConfig, by_group, found_inf_by_leaf, loss, make_train_step, stateless
 from tests.support.helpers import assert_same, clone
-from tests.support.steps import eager, traced
+from tests.support.steps import eager_and_traced
 
 PARAMS = {"w": torch.ones(2, 2), "b": torch.ones(2)}
 
@@ -91,7 +91,7 @@ def parts(grads: Any) -> Any:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [eager, traced], ids=["eager", "jit"])
+@eager_and_traced
 @pytest.mark.parametrize("flat", [True, False])
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_functions_see_the_gradients_before_clipping_in_the_tree_that_init_was_given(

@@ -12,11 +12,10 @@ from torch import Tensor
 from funcamp import ScalerConfig, ScalerState, clone, loss, make_train_step, presets, scale, stateless, unscale
 from tests.support.helpers import assert_same
 from tests.support.models import mlp, tied
-from tests.support.steps import build, eager, traced
+from tests.support.steps import build, eager, eager_and_traced, traced
 
 SGD = stateless(torch.optim.SGD, lr=0.5)
 CONFIG = ScalerConfig(2.0**10)
-WRAPS = pytest.mark.parametrize("wrap", [eager, traced], ids=["eager", "jit"])
 
 
 def plain(params: dict[str, Tensor], x: Tensor) -> Tensor:
@@ -44,7 +43,7 @@ def test_a_loss_gets_the_scaler_that_scales_it_after_its_buffers(accumulate: int
 
 
 @pytest.mark.compiled
-@WRAPS
+@eager_and_traced
 @pytest.mark.parametrize("in_place", [True, False])
 def test_a_loss_may_write_its_buffers(in_place: bool, wrap: Any) -> None:
     """A skipped step puts them back, an applied one has them, and the state before is as it was."""
@@ -70,7 +69,7 @@ def test_a_loss_may_write_its_buffers(in_place: bool, wrap: Any) -> None:
 
 
 @pytest.mark.compiled
-@WRAPS
+@eager_and_traced
 def test_kept_buffers_are_no_ones_memory(wrap: Any) -> None:
     """A buffer that is a tensor of the batch, or of the parameters, is a copy: no later step writes into those."""
 

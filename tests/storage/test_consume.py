@@ -19,7 +19,7 @@ from funcamp._jit import cuda_graph
 from tests.support.helpers import assert_same, clone, values_of
 from tests.support.models import Task, cnn, lstm_policies, tied
 from tests.support.stand_in import StandIn
-from tests.support.steps import build, eager, traced
+from tests.support.steps import build, eager, eager_and_traced, traced
 
 SGD = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
 FLAT = pytest.mark.parametrize("flat", [True, False])
@@ -93,7 +93,7 @@ def objects(model: nn.Module) -> list[Any]:
 
 @pytest.mark.thorough(keep=6)
 @pytest.mark.compiled
-@pytest.mark.parametrize("wrap", [eager, traced], ids=["eager", "donated"])
+@eager_and_traced
 @FLAT
 @pytest.mark.parametrize("name", MODELS)
 def test_every_number_is_as_without(name: str, flat: bool, wrap: Any) -> None:

@@ -6,14 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from funcamp import Policy, ScalerConfig, make_train_step, stateless
+from funcamp import Policy, ScalerConfig, make_train_step
 from tests.support.helpers import assert_same
 from tests.support.models import mlp
-from tests.support.steps import build
-
-SGD = stateless(torch.optim.SGD, lr=0.1)
+from tests.support.steps import SGD, build
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
@@ -33,30 +31,6 @@ def test_a_policy_is_a_text_a_dtype_or_an_object_and_casts_at_the_use(dtype: tor
         for flat in (True, False):
             step(step.init(params, flat=flat), torch.randn(2, 4))
             assert seen == {"w": torch.float32, "b": torch.float32, "double": torch.float64, "product": dtype}
-
-
-def test_no_grad_and_grad_passes_in_one_loss() -> None:
-    """A teacher without gradient before the student, in one autocast region: the gradient is the student's."""
-    model, x = nn.Linear(4, 4), torch.randn(8, 4)
-
-    def output(params: Any) -> Tensor:
-        out: Tensor = torch.func.functional_call(model, params, (x,)).float()
-        return out
-
-    def both(params: Any, batch: Tensor) -> Tensor:
-        with torch.no_grad():
-            target = output(params)
-        return (output(params) - target - 1).square().mean()
-
-    def alone(params: Any, batch: Tensor) -> Tensor:
-        out = output(params)
-        return (out - out.detach() - 1).square().mean()
-
-    params = {name: value.detach() for name, value in model.named_parameters()}
-    steps = [make_train_step(loss_fn, SGD, policy="float16") for loss_fn in (both, alone)]
-    found, expected = (step(step.init(params), x)[0].params.tree() for step in steps)
-    assert_same(found, expected)
-    assert not torch.equal(found["weight"], params["weight"])
 
 
 def test_a_state_continues_under_a_step_of_another_policy() -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from funcamp import make_train_step, module_loss, ravel, stateless
+from funcamp import make_train_step, module_loss, ravel
 from tests.support.helpers import assert_refused, assert_same, clone, values_of
+from tests.support.steps import SGD
 
 Call = Callable[[], object]
-SGD = stateless(torch.optim.SGD, lr=0.1)
 W, X = {"w": torch.ones(2, 2)}, torch.ones(2, 2)
 MODEL = nn.Linear(2, 2)
 STEP: Any = make_train_step(lambda params, x: (params["w"] * x).sum(), SGD)

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.helpers import to
+
 
 class Task(NamedTuple):
     """A model with its criterion and its batches."""
@@ -77,6 +79,11 @@ def tied() -> Task:
         return tokens[:, :-1], tokens[:, 1:]
 
     return Task(Tied(), cross_entropy, batch)
+
+
+def on_gpu(task: Task) -> Task:
+    """The task on a GPU."""
+    return Task(task.model.cuda(), task.criterion, lambda number: to(task.batch(number), "cuda"))
 
 
 def _images(shape: tuple[int, ...]) -> Callable[[int], tuple[Tensor, Tensor]]:

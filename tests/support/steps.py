@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import pytest
 import torch
 
 from funcamp import jit, make_train_step, module_loss, stateless
@@ -27,6 +28,10 @@ def eager(step: object) -> Any:
 def traced(step: Any) -> Any:
     """A step that is traced and donates its state, whose operations run one by one: nothing is compiled."""
     return jit(step, backend="eager")
+
+
+#: Runs a test with a step as it is, and traced.
+eager_and_traced = pytest.mark.parametrize("wrap", [eager, traced], ids=["eager", "jit"])
 
 
 def assert_as_eager(

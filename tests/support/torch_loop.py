@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from funcamp import ScalerConfig, make_train_step, module_loss, stateless
-from tests.recipes import advance, scaler_for
 from tests.support.helpers import assert_close, assert_same, clone, values_of
 
 
@@ -96,7 +95,41 @@ def loss_of_batch(model: nn.Module, criterion: Callable[[Any, Any], Any] | None,
     return loss  # type: ignore[no-any-return]
 
 
-class AmpLoop:
+def scaler_for(config: ScalerConfig, device: str) -> torch.amp.GradScaler:
+    """torch's scaler with a configuration's numbers."""
+    return torch.amp.GradScaler(
+        device, config.init_scale, config.growth_factor, config.backoff_factor, config.growth_interval
+    )
+
+
+def advance(scaler: torch.amp.GradScaler) -> tuple[float, float]:
+    """Update the scaler; return the scale of the step that ends, and whether a gradient of it was not finite."""
+    before = scaler.get_scale()
+    scaler.update()
+    return before, float(scaler.get_scale() < before)
+
+
+class Scaled:
+    """An optimizer of torch's and a scaler of its own."""
+
+    def __init__(self, optimizer: Any, config: ScalerConfig, device: str = "cpu") -> None:
+        self.optimizer = optimizer
+        self.scaler = scaler_for(config, device)
+
+    def take(self, *losses: Tensor, max_norm: float | None = None) -> tuple[float, float]:
+        """Take a step by the mean of losses of micro-batches; return the scale, and whether it was skipped."""
+        self.optimizer.zero_grad()
+        for loss in losses:
+            self.scaler.scale(loss / len(losses)).backward()
+        if max_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            params = [param for group in self.optimizer.param_groups for param in group["params"]]
+            torch.nn.utils.clip_grad_norm_(params, max_norm)
+        self.scaler.step(self.optimizer)
+        return advance(self.scaler)
+
+
+class AmpLoop(Scaled):
     """torch's loop, as its automatic mixed precision examples have it.
 
     Args:
@@ -105,6 +138,7 @@ class AmpLoop:
         optimizer: torch's optimizer of its parameters.
         config: the numbers of torch's scaler.
         dtype: the precision of torch.autocast; None for no region.
+        device: where the module is.
     """
 
     def __init__(
@@ -114,24 +148,19 @@ class AmpLoop:
         optimizer: Any,
         config: ScalerConfig,
         dtype: torch.dtype | None = torch.float16,
+        device: str = "cpu",
     ) -> None:
-        self.model, self.criterion, self.optimizer, self.dtype = model, criterion, optimizer, dtype
-        self.scaler = scaler_for(config, "cpu")
+        super().__init__(optimizer, config, device)
+        self.model, self.criterion, self.dtype, self.device = model, criterion, dtype, device
 
     def step(self, *pieces: Any, max_norm: float | None = None) -> tuple[Tensor, float, float]:
         """Take a step over micro-batches; return the mean of their losses, their scale, and whether it was skipped."""
-        self.optimizer.zero_grad()
         losses = []
         for piece in pieces:
-            with torch.autocast("cpu", self.dtype, enabled=self.dtype is not None):
-                loss = loss_of_batch(self.model, self.criterion, piece)
-            losses.append(loss.detach())
-            self.scaler.scale(loss / len(pieces)).backward()
-        if max_norm is not None:
-            self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
-        self.scaler.step(self.optimizer)
-        return torch.stack(losses).mean(), *advance(self.scaler)
+            with torch.autocast(self.device, self.dtype, enabled=self.dtype is not None):
+                losses.append(loss_of_batch(self.model, self.criterion, piece))
+        mean = torch.stack([loss.detach() for loss in losses]).mean()
+        return mean, *self.take(*losses, max_norm=max_norm)
 
 
 def assert_as_torchs_loop(
@@ -149,7 +178,7 @@ def assert_as_torchs_loop(
     """Train a module in torch's loop of automatic mixed precision and by a step; return the scales.
 
     Losses, scales, parameters and buffers must be equal bit for bit, or within a fraction of their norm. The step's
-    module must stay as it is, and no result may require a gradient.
+    module must stay as it is, but for what it adds to itself, and no result may require a gradient.
 
     Args:
         make: makes the module, which is called once for the loop and once for the step.
@@ -191,5 +220,5 @@ def assert_as_torchs_loop(
         assert state.scaler.scale.item() == scales[-1]
         assert not any(leaf.requires_grad for leaf in _pytree.tree_leaves((state, metrics)))
     compare(loss_fn.state_dict(state.params, state.buffers), dict(own.state_dict()))
-    assert_same(values_of(model), before)
+    assert_same({name: values_of(model)[name] for name in before}, before)
     return scales

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,15 @@ def make_grpo(folder: Path, **more: object) -> object:
     return trl.GRPOTrainer(
         policy, reward_funcs=count_vowels, args=args, train_dataset=data, processing_class=make_tokenizer()
     )
+
+
+TRAINERS: dict[str, Callable[..., Any]] = {
+    "trainer": make_trainer,
+    "trainer, fused": functools.partial(make_trainer, optim="adamw_torch_fused"),
+    "trainer, accumulate": functools.partial(make_trainer, gradient_accumulation_steps=2),
+}
+if sys.version_info >= (3, 11):  # as TRL needs
+    TRAINERS |= {"sft": make_sft, "grpo": make_grpo}
 
 
 def record(trainer: Any, scaler: Callable[[], object] | None = None) -> list[dict[str, Any]]:

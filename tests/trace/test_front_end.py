@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
-from tests.recipes import advance, scaler_for, values
+from tests.recipes import values
 from tests.support.helpers import assert_same, clone
 from tests.support.steps import assert_as_eager
+from tests.support.torch_loop import advance, scaler_for
 
 CONFIG = ScalerConfig(2.0**24, growth_interval=4)
 SGD = stateless(torch.optim.SGD, lr=0.05, momentum=0.9)

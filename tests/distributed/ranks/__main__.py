@@ -1,45 +1,36 @@
-"""Run the cases on this rank, one after the other: `torchrun ... -m tests.distributed.ranks FOLDER [CASE ...]`."""
+"""Run the tests of this folder on this rank: `torchrun ... -m tests.distributed.ranks [an option of pytest ...]`.
+
+Every rank runs the same ones in the same order.
+"""
 
 from __future__ import annotations
 
 import datetime
-import json
 import os
 import sys
-import traceback
-import warnings
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
-
-from tests.distributed.ranks import CASES
 
 #: A rank that fails closes its connections; this only ends a group that hangs, on however busy a machine.
 TIMEOUT = datetime.timedelta(seconds=600)
 
 
-def main(folder: str, *chosen: str) -> None:
-    """Write, after each case, what this rank has found: an empty string, or how it failed."""
-    warnings.simplefilter("error", UserWarning)
+def main(*options: str) -> None:
+    """Stop at the first test that fails: in its collectives the other ranks would wait for this one."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", timeout=TIMEOUT)
-    found: dict[str, str] = {}
-    for name, (worlds, case) in CASES.items():
-        if dist.get_world_size() not in worlds or name not in (chosen or CASES):
-            continue
-        torch.manual_seed(0)
-        try:
-            case()
-            found[name] = ""
-        except BaseException:
-            found[name] = traceback.format_exc()
-        Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found))
-        torch._dynamo.reset()
-        if found[name]:  # the others may wait in a collective: nothing after it would be told apart
-            os._exit(1)
-    dist.barrier()
-    os._exit(0)  # a thread of the group that refers to a DTensor when the interpreter ends aborts the process
+    folder = Path(__file__).parent
+    files = [str(folder / f"{name}.py") for name in ("functions", "step", "loops", "checkpoint")]
+    warnings = "filterwarnings=error::UserWarning"
+    others = 6 - dist.get_world_size()  # 4 of 2, 2 of 4
+    status = pytest.main(["-x", "-o", warnings, "-m", f"not ranks(n={others})", *options, *files])
+    if not status:
+        dist.barrier()
+    sys.stdout.flush()
+    os._exit(status)  # a thread of the group that refers to a DTensor when the interpreter ends aborts the process
 
 
 if __name__ == "__main__":

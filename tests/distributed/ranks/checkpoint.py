@@ -5,13 +5,13 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from funcamp import distributed
 from funcamp.distributed import DataParallel
-from tests.distributed.ranks import case
 from tests.distributed.ranks.step import LOW, made
 from tests.distributed.ranks.tools import assert_equal_on_all_ranks, shared_folder, square, world
 from tests.support.helpers import assert_same
@@ -31,8 +31,7 @@ def trained(step: Any) -> Any:
     return state
 
 
-@case(2, 4)
-def a_state_goes_on_sharded_or_not_on_another_number_of_ranks_and_on_one() -> None:
+def test_a_state_goes_on_sharded_or_not_on_another_number_of_ranks_and_on_one() -> None:
     sharded, complete = DataParallel(shard=True), DataParallel()
     # Of the second mesh every rank has a half of the state, as on two ranks.
     halves = [DataParallel(group, shard=True) for group in (square(), square()["columns"])] if world() == 4 else []
@@ -51,8 +50,8 @@ def a_state_goes_on_sharded_or_not_on_another_number_of_ranks_and_on_one() -> No
                 assert_same(step(back, batch)[0], step(state, batch)[0])
 
 
-@case(2)
-def plain_names_pass_between_sharded_and_full_states() -> None:
+@pytest.mark.ranks(n=2)
+def test_plain_names_pass_between_sharded_and_full_states() -> None:
     sharded, alone = step_of(DataParallel(shard=True)), step_of(None)
     state = trained(sharded)
     names = sharded.state_dict(state)

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,7 +15,6 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import funcamp
 from funcamp import distributed
-from tests.distributed.ranks import case
 from tests.distributed.ranks.tools import full, meshes, rank, square, world
 from tests.support.helpers import assert_same, difference
 from tests.support.steps import eager
@@ -23,8 +23,7 @@ LOW = funcamp.ScalerConfig(init_scale=8.0)
 compiled: Any = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
 
 
-@case(2, 4)
-def max_over_finds_an_overflow_of_any_rank() -> None:
+def test_max_over_finds_an_overflow_of_any_rank() -> None:
     reductions = [distributed.max_over()]
     if world() == 4:
         mesh = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp", "tp", "pp"))
@@ -67,8 +66,7 @@ def clipped(grads: Any) -> tuple[Any, Tensor]:
     return funcamp.clip_grad_norm(grads, 1.0)
 
 
-@case(2, 4)
-def unscaling_and_norms_are_those_of_the_whole() -> None:
+def test_unscaling_and_norms_are_those_of_the_whole() -> None:
     for mesh in meshes():
         grads, whole = ({name: pair[place] for name, pair in mixed(mesh).items()} for place in (0, 1))
         expected, _ = unscaled(whole)
@@ -96,19 +94,18 @@ def poisoned(mesh: DeviceMesh) -> Iterator[tuple[str, dict[str, DTensor]]]:
             yield name, {**leaves, name: bad}
 
 
-def flag_of_the_class(grads: list[Any]) -> Any:
-    """The flag that the GradScaler gives an optimizer of parameters with these gradients."""
-    optimizer = torch.optim.SGD([nn.Parameter(grad) for grad in grads])
-    for param, grad in zip(optimizer.param_groups[0]["params"], grads):
+def flag_of_the_class(grads: list[Any]) -> Tensor:
+    """The flag of the GradScaler for parameters with these gradients."""
+    params = [nn.Parameter(grad) for grad in grads]
+    for param, grad in zip(params, grads):
         param.grad = grad.clone()
     scaler = funcamp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
-    scaler.unscale_(optimizer)
-    return sum(flag.item() for flag in scaler._found_inf_per_device(optimizer).values())
+    scaler.unscale_(torch.optim.SGD(params))
+    return scaler.metrics().found_inf
 
 
-@case(2, 4)
-def an_infinity_in_any_part_of_any_tensor_is_found_on_all_ranks() -> None:
+def test_an_infinity_in_any_part_of_any_tensor_is_found_on_all_ranks() -> None:
     for mesh in meshes():
         run = compiled(unscaled)
         for name, grads in poisoned(mesh):
@@ -121,8 +118,8 @@ def an_infinity_in_any_part_of_any_tensor_is_found_on_all_ranks() -> None:
             assert flags == {leaf: bad.item() * (leaf == name) for leaf in grads}
 
 
-@case(4)
-def tensors_on_two_meshes_have_one_flag() -> None:
+@pytest.mark.ranks(n=4)
+def test_tensors_on_two_meshes_have_one_flag() -> None:
     for culprit in range(world()):
         for bad in range(2):
             grads: list[Any] = [
@@ -137,8 +134,8 @@ def tensors_on_two_meshes_have_one_flag() -> None:
                 assert flag_of_the_class(order) == 1.0
 
 
-@case(2)
-def torch_misses_an_overflow_behind_a_replica() -> None:
+@pytest.mark.ranks(n=2)
+def test_torch_misses_an_overflow_behind_a_replica() -> None:
     """The reason for a rule of our own: when this fails, torch's can take its place."""
     (mesh,) = meshes()
     replica = distribute_tensor(torch.ones(2), mesh, [Replicate()])

@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 import funcamp
 from funcamp import _upstream, distributed
 from funcamp.distributed import DataParallel
-from tests.distributed.ranks import case
 from tests.distributed.ranks.tools import assert_equal_on_all_ranks, mine, rank, square, world
 from tests.float8 import models as float8
 from tests.support.helpers import assert_same, difference
@@ -78,41 +77,42 @@ def compare(
     assert difference(complete.params.tree(), expected.params.tree()) < 0.02
 
 
-@case(2, 4)
-def equals_one_process() -> None:
-    for parallel in (DataParallel(), DataParallel(shard=True)):
+def parallels() -> list[DataParallel]:
+    """Not sharded, sharded, and of four ranks sharded in two rows."""
+    rows = [DataParallel(square(), shard=True)] if world() == 4 else []
+    return [DataParallel(), DataParallel(shard=True), *rows]
+
+
+def test_equals_one_process() -> None:
+    for parallel in parallels():
         compare(mlp(), parallel, steps=24)
         compare(tied(), parallel, steps=24, config=HIGH_IF_TIED)
         compare(mlp(), parallel, accumulate=2)
+        compare(mlp(), parallel, traced, ema_decay=0.9)
     compare(mlp(), DataParallel(), flat=False, observe={"norm": lambda grads: grads["0.weight"].norm()})
 
 
-@case(2)
-def equals_one_process_in_parts_in_another_dtype_and_by_label() -> None:
+@pytest.mark.ranks(n=2)
+def test_equals_one_process_in_parts_in_another_dtype_and_by_label() -> None:
     for shard in (False, True):
         for options in ({"buckets": 3}, {"dtype": torch.bfloat16}):
             compare(mlp(), DataParallel(shard=shard, **options))
         compare(mlp(), DataParallel(shard=shard), optimizer=BY_LABEL)
 
 
-@case(2)
-def compiled_equals_one_process() -> None:
+@pytest.mark.ranks(n=2)
+def test_compiled_equals_one_process() -> None:
     compile_whole = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
     small = Task(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), *mlp()[1:])  # less to compile
-    for parallel in (DataParallel(), DataParallel(shard=True)):
-        if not parallel.shard or _upstream.VERSION >= (2, 13):  # Dynamo of 2.11 does not trace a step on DTensors
-            compare(mlp(), parallel, compile_whole)
-        compare(small, parallel, funcamp.jit if parallel.shard else traced)
+    compare(small, DataParallel(), compile_whole)
+    sharded = DataParallel(shard=True)
+    if _upstream.VERSION >= (2, 13):  # Dynamo of 2.11 does not trace a step on DTensors
+        compare(small, sharded, compile_whole)
+    compare(small, sharded, funcamp.jit)
 
 
-@case(4)
-def replicas_of_shards_equal_one_process() -> None:
-    for run in (eager, traced):
-        compare(mlp(), DataParallel(square(), shard=True), run, ema_decay=0.9)
-
-
-@case(4)
-def groups_that_cannot_be_cut_evenly_and_complex_ones_equal_one_process() -> None:
+@pytest.mark.ranks(n=4)
+def test_groups_that_cannot_be_cut_evenly_and_complex_ones_equal_one_process() -> None:
     three = dist.new_group([0, 1, 2])
     if rank() == 3:
         return
@@ -134,8 +134,7 @@ def groups_that_cannot_be_cut_evenly_and_complex_ones_equal_one_process() -> Non
         torch.testing.assert_close(tree(state), expected.params.tree())
 
 
-@case(2, 4)
-def an_overflow_on_one_rank_skips_on_all() -> None:
+def test_an_overflow_on_one_rank_skips_on_all() -> None:
     tasks = (mlp(), Task(float8.converted(), nn.functional.cross_entropy, lambda number: float8.batch(number, 8)))
     for task in tasks:
         for parallel in (DataParallel(), DataParallel(shard=True), distributed.max_over()):
@@ -149,8 +148,7 @@ def an_overflow_on_one_rank_skips_on_all() -> None:
                 assert run(before, (x, y))[1].found_inf == 0.0
 
 
-@case(2, 4)
-def uneven_batches_count_by_their_weight() -> None:
+def test_uneven_batches_count_by_their_weight() -> None:
     task, sizes = mlp(), [5, 0, 8, 3][: world()]
     whole = tuple(leaf[: sum(sizes)] for leaf in task.batch(0))
     part = tuple(leaf.split(sizes)[rank()] for leaf in whole)
@@ -167,29 +165,24 @@ def uneven_batches_count_by_their_weight() -> None:
             assert difference(tree(state), tree(expected)) < 0.02
 
 
-@case(2)
-def micro_batches_count_by_their_weight_on_all_ranks_and_a_rank_without_any_changes_nothing() -> None:
-    draw, alone = torch.Generator().manual_seed(0), funcamp.make_train_step(masked, SGD)
-    for counts in ([[1, 8], [0, 7]], [[8], [0]]):  # powers of two in all, so that no share is rounded
-        many = len(counts[0])
-        x, mask = (
-            torch.randint(-8, 9, (2, many, 8, 3), generator=draw),
-            torch.arange(8) < torch.tensor(counts)[..., None],
-        )
-        for dtype in (torch.float32, torch.float64):
-            rows, kept = x.to(dtype) * (1 + 2.0**-40), mask.to(dtype)
-            params = {"w": torch.ones(3, dtype=dtype)}
-            expected, wanted = alone(alone.init(params), (rows.flatten(0, 2), kept.flatten()))
-            own = (rows[rank()], kept[rank()]) if many > 1 else (rows[rank(), 0], kept[rank(), 0])
-            for shard in (False, True):
-                parallel = DataParallel(shard=shard)
-                step = funcamp.make_train_step(masked, SGD, accumulate=many, parallel=parallel, weight=tokens)
-                state, metrics = step(step.init(params), own)
-                assert_same((tree(state), metrics.loss), (tree(expected), wanted.loss))
+@pytest.mark.ranks(n=2)
+def test_micro_batches_count_by_their_weight_on_all_ranks_bit_for_bit() -> None:
+    """In float64: no share is rounded to float32."""
+    x = torch.randint(-8, 9, (2, 2, 8, 3), generator=torch.Generator().manual_seed(0)).double() * (1 + 2.0**-40)
+    counts = torch.tensor([[1, 8], [0, 7]])  # 16 in all: a power of two, so that no share is rounded
+    mask = (torch.arange(8) < counts[..., None]).double()
+    params = {"w": torch.ones(3, dtype=torch.float64)}
+    alone = funcamp.make_train_step(masked, SGD)
+    expected, wanted = alone(alone.init(params), (x.flatten(0, 2), mask.flatten()))
+    for shard in (False, True):
+        parallel = DataParallel(shard=shard)
+        step = funcamp.make_train_step(masked, SGD, accumulate=2, parallel=parallel, weight=tokens)
+        state, metrics = step(step.init(params), (x[rank()], mask[rank()]))
+        assert_same((tree(state), metrics.loss), (tree(expected), wanted.loss))
 
 
-@case(2)
-def buffers_come_to_their_mean_unless_nothing_wrote_them_or_each_rank_keeps_its_own() -> None:
+@pytest.mark.ranks(n=2)
+def test_buffers_come_to_their_mean_unless_nothing_wrote_them_or_each_rank_keeps_its_own() -> None:
     def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
         return (params["w"] * x).sum(), {name: torch.minimum(value, x.min()) for name, value in buffers.items()}
 
@@ -203,13 +196,9 @@ def buffers_come_to_their_mean_unless_nothing_wrote_them_or_each_rank_keeps_its_
         assert_same(state.buffers, {"infinite": written, "large": written, "unwritten": torch.tensor(-1e-45)})
 
 
-@case(2, 4)
-def init_begins_with_the_first_ranks_values() -> None:
+def test_init_begins_with_the_first_ranks_values() -> None:
     expected = made(cnn()).init()
-    parallels = [DataParallel(), DataParallel(shard=True)]
-    if world() == 4:
-        parallels.append(DataParallel(square(), shard=True))
-    for parallel in parallels:
+    for parallel in parallels():
         for consume in {False, not parallel.shard}:
             task = cnn()
             with torch.no_grad():
@@ -221,8 +210,7 @@ def init_begins_with_the_first_ranks_values() -> None:
                 assert_same(dict(task.model.state_dict()), dict(cnn().model.state_dict()))
 
 
-@case(2, 4)
-def ranks_that_differ_are_refused_on_all() -> None:
+def test_ranks_that_differ_are_refused_on_all() -> None:
     def init(
         config: Any = LOW, lr: Any = 0.1, own: Any = None, params: Any = None, flat: bool = True, **more: Any
     ) -> Any:

@@ -1,7 +1,8 @@
-"""What the cases share."""
+"""What the tests share."""
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -34,11 +35,13 @@ def full(tree: Any) -> Any:
     return _pytree.tree_map_only(DTensor, DTensor.full_tensor, tree)
 
 
+@functools.cache
 def square() -> DeviceMesh:
     """Four ranks as two rows of two."""
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
 
 
+@functools.cache
 def meshes() -> list[DeviceMesh]:
     """All ranks along one dimension, and four of them along two."""
     return [init_device_mesh("cpu", (world(),)), *([square()] if world() == 4 else [])]

@@ -176,7 +176,8 @@ def main() -> None:
     facts = about(args.device, rounds=args.rounds)
     title = "Host time of a call beyond its program"
     report = Report(args.out, f"overhead-{args.device}", title, facts, columns)
-    for name, state in chosen(parser, args, {**STATES} if args.device == "cuda" else SIZES).items():
+    states = {name: state for name, state in SIZES.items() if args.device == "cpu" or name in STATES}
+    for name, state in chosen(parser, args, states).items():
         for row in measured(name, variants(state, args.device), CALLS, args.rounds, args.device):
             if "median_ms" in row:
                 row["median_us"] = round(row["median_ms"] * 1e3, 1)

@@ -119,10 +119,10 @@ def test_changelog_of_the_release_is_short() -> None:
 #: The tokens of code that a room may have. A figure may only be lowered, or raised in a commit that names the users who
 #: need it, and why nothing simpler serves them.
 MOST_TOKENS: dict[str, int] = {
-    "_jit": 21_635,
+    "_jit": 21_885,
     "report": 27_993,
     "_optim": 20_912,
-    "_trace": 13_499,
+    "_trace": 13_925,
     "_autograd": 9_745,
     "_step": 10_208,
     "_cpu": 6_848,
@@ -131,7 +131,7 @@ MOST_TOKENS: dict[str, int] = {
     "_upstream": 3_980,
     "_amp": 5_631,
     "files beside": 5_203,
-    "_storage": 4_548,
+    "_storage": 4_503,
     "_scaler": 4_546,
     "rules": 4_401,
     "_step_file": 2_772,

@@ -24,6 +24,7 @@ from funcamp._jit.state_memory import StateMemory
 from funcamp._jit.unroll import check_steps
 from funcamp._trace.description import description_of, written_inputs
 from funcamp._trace.interface import Outputs
+from funcamp._trace.open_shapes import is_open
 from funcamp._trace.trace import Graph, trace
 from funcamp._trace.tracing import HostError
 from funcamp._types import Step, Tree
@@ -236,6 +237,8 @@ def trace_step(
         state = owned.filled(state_values)
         next_leaves, metrics = _take_step(step, state, batch_of(values[state_count:]), memory.kinds)
         metric_leaves, metric_spec = _tree.flatten(metrics)
+        if options.unroll is not None:
+            _check_stackable(metric_leaves)
         metric_leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in metric_leaves]
         metrics = _tree.unflatten(metric_leaves, metric_spec)
         if options.donate:
@@ -297,6 +300,16 @@ def _take_step(step: Step, state: Tree, batch: Tree, state_kinds: Tree) -> tuple
     next_state, metrics = result
     check_like(("state", "the step's new state"), state_kinds, next_state)
     return [leaf for leaf in _tree.leaves(next_state) if leaf is not None], metrics
+
+
+def _check_stackable(metric_leaves: Sequence[object]) -> None:
+    """Raise HostError if the shape of a metric may differ from step to step."""
+    for leaf in metric_leaves:
+        if is_open(leaf):
+            raise HostError(
+                "return metrics of fixed shapes with unroll, which stacks those of several steps; got "
+                f"{_tree.describe(leaf)}"
+            )
 
 
 def _compiled(

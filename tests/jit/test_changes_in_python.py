@@ -314,6 +314,12 @@ FOLLOWED: dict[str, Make] = {
     ),
     "the mode of a teacher": teacher(lambda box: box.teacher.eval(), nn.Dropout(1.0)),
     "a number": attribute(1.0, 2.0),
+    "an attribute that is named hooks": changed(
+        lambda model: setattr(model, "hooks", 2.0), lambda self, x: self.layer(x) * self.hooks, hooks=1.0
+    ),
+    "the mode of a scripted layer": layers(
+        torch.jit.script(nn.Sequential(nn.Dropout(1.0))), before=lambda model, index: model.train(index % 2 == 0)
+    ),
     "None": attribute(None, 2.0, lambda self, x: self.layer(x) * (self.factor or 1.0)),
     "an enum": attribute(Kind.ONE, Kind.TWO, lambda self, x: self.layer(x) * self.factor.value),
     "a function": attribute(torch.relu, torch.tanh, lambda self, x: self.factor(self.layer(x))),

@@ -82,6 +82,12 @@ OPTIONS: tuple[Pass, ...] = (
         defect=True,
     ),
     option(
+        {"triton.cudagraphs": False},
+        why="jit captures the whole step itself",
+        evidence="tests/jit/test_capture.py",
+        where=lambda target: "cuda" in target.devices,
+    ),
+    option(
         {"allow_buffer_reuse": False},
         # On an H100 with torch 2.11: "Pointer argument (at 20) cannot be accessed from Triton (cpu tensor?)". In a
         # captured step this costs nothing: the allocator of the graph's pool gives the memory to another buffer too.

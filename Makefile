@@ -31,12 +31,14 @@ PART := $(addprefix tests/,scaler rules optim step trace jit cpu upstream float8
 PART_PROGRAMS := $(addprefix tests/,upstream/test_upstream.py gpu_program/test_counted.py \
 	$(addprefix jit/test_,captured_tensors.py whole_operations.py permutations.py memory.py))
 SELECT := not cuda and not peers and not models$(if $(CXX_FOUND),, and not inductor)
+SELECT_MODELS := models$(if $(CXX_FOUND),, and not inductor)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # Without the policy the OpenMP threads of the test processes spin: twice the time for `make check`.
 PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxprocesses 4
 BY_FILE := --dist loadfile --no-loadscope-reorder
+PYTEST_MODELS = PYTHONPATH=$(VENV)/models $(PYTEST) $(BY_FILE)
 
 GPU := gpu $(addprefix gpu-,tests step phase price rest parity roofline sanitize float8 verify)
 .PHONY: help demo check test test-all test-newest part lint docs bench fuzz peers package $(GPU) clean
@@ -55,10 +57,11 @@ check: lint
 test: $(if $(filter $(PINNED),$(TORCH)),lint) $(VENV)/installed $(VENV)/models/installed
 	@$(if $(CXX_FOUND),,echo "No C++ compiler: leaving out the tests marked inductor (install g++ to run them).")
 	$(PYTEST) $(BY_FILE) -m "$(SELECT) and not rest" $(ARGS)
-	PYTHONPATH=$(VENV)/models $(PYTEST) $(BY_FILE) -m "models$(if $(CXX_FOUND),, and not inductor)" $(MODELS_TESTS)
+	$(PYTEST_MODELS) -m "$(SELECT_MODELS) and not rest" $(MODELS_TESTS)
 
 test-all: test
 	$(PYTEST) $(BY_FILE) -m "$(SELECT) and rest" $(ARGS)
+	$(PYTEST_MODELS) -m "$(SELECT_MODELS) and rest" $(MODELS_TESTS)
 
 # `pip install` brings a user the newest torch, so a change is tested with it too: every rule of a step, and a few programs.
 test-newest:

@@ -54,6 +54,7 @@ def test_trainer_with_a_step_skips_and_learns_as_with_torchs_scaler(variant: str
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-3)
 
 
+@pytest.mark.thorough
 def test_trainer_with_a_step_resumes_bit_for_bit(tmp_path: Path) -> None:
     half = STEPS // 2
     saving = {"save_strategy": "steps", "save_steps": half, "gradient_accumulation_steps": 2}
@@ -67,6 +68,7 @@ def test_trainer_with_a_step_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert_same(after.step.state_dict(after.train_state), whole.step.state_dict(whole.train_state))
 
 
+@pytest.mark.thorough
 def test_evaluation_and_the_best_checkpoint_see_the_trained_values(tmp_path: Path) -> None:
     often = {"eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
     losses, rows = [], []

@@ -27,6 +27,7 @@ def tutorial(name: str) -> ModuleType:
         return importlib.import_module(name)
 
 
+@pytest.mark.thorough
 @pytest.mark.models
 def test_huggingface_model_learns_and_skips_the_steps_of_a_scale_that_is_too_high(tmp_path: Path) -> None:
     numbers = tutorial("huggingface").main(file=tmp_path / "saved.pt", wrap=traced)
@@ -47,6 +48,7 @@ def test_huggingface_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert resumed["loss_after"] == straight["loss_after"]
 
 
+@pytest.mark.thorough
 @pytest.mark.models
 def test_timm_model_learns_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     module = tutorial("timm_images")
@@ -60,6 +62,7 @@ def test_timm_model_learns_and_resumes_bit_for_bit(tmp_path: Path) -> None:
     assert_same(funcamp.load(tmp_path / "cut.pt"), funcamp.load(tmp_path / "straight.pt"))
 
 
+@pytest.mark.thorough
 @pytest.mark.compiled
 @pytest.mark.models
 @pytest.mark.inductor

@@ -80,6 +80,7 @@ def bytes_an_element(program: Program) -> tuple[set[float], set[float]]:
     return check, update
 
 
+@pytest.mark.thorough
 def test_small_kernels_are_joined_where_no_tensor_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
     apart, joined = mlp("float16", 2), mlp("float16", 2, without=())
     assert "pid_offset" not in apart.code

@@ -120,7 +120,7 @@ def test_every_part_works_with_every_name(found: dict[str, Any]) -> None:
     assert [text for text in found[""].values() if not isinstance(text, str) or text.startswith("RuntimeError")] == []
 
 
-@pytest.mark.compiled
+@pytest.mark.thorough
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", _upstream.PRIVATE)
 def test_without_a_name_the_library_warns_once_and_is_right_or_says_so(name: str, found: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 # make demo    train a small language model in float16
-# make check   lint, types and the eager tests, in under two minutes: for use while you work
-# make test    lint, types, and tests of everything: about ten minutes; TORCH=2.11.0 for another torch, in its own environment
-# make test-all    what make test leaves out too: half an hour more
+# make check   lint, types and the eager tests, in three minutes: for use while you work
+# make test    lint, types, and tests of everything: about seven minutes; TORCH=2.11.0 for another torch, in its own environment
+# make test-all    what make test leaves out too: twenty minutes more
 # make test-newest  a part of the tests on the newest torch, in an environment of its own: about ten minutes
 # make docs    the site, from docs/ into site/; a warning is an error
 # make bench   measure on this machine's CPU: over an hour; results under benchmarks/results

@@ -312,7 +312,8 @@ class StatelessOptimizer(Fixed):
         if not isinstance(opt_state, OptState):
             raise TypeError(f"update: opt_state must be an OptState, as init makes it; got {_tree.brief(opt_state)}")
         if self._entry_names:
-            expected = {name for param in flat if param is not None for name in self._entry_names[param.dim() >= 2]}
+            # int, because Dynamo of torch 2.11 does not index a tuple with a bool.
+            expected = {name for param in flat if param is not None for name in self._entry_names[int(param.dim() >= 2)]}
             self._check_entries(expected, opt_state.state)
         states: list[State] = [{} for _ in flat]
         for name, tree in opt_state.state.items():

@@ -313,7 +313,9 @@ class StatelessOptimizer(Fixed):
             raise TypeError(f"update: opt_state must be an OptState, as init makes it; got {_tree.brief(opt_state)}")
         if self._entry_names:
             # int, because Dynamo of torch 2.11 does not index a tuple with a bool.
-            expected = {name for param in flat if param is not None for name in self._entry_names[int(param.dim() >= 2)]}
+            expected = {
+                name for param in flat if param is not None for name in self._entry_names[int(param.dim() >= 2)]
+            }
             self._check_entries(expected, opt_state.state)
         states: list[State] = [{} for _ in flat]
         for name, tree in opt_state.state.items():

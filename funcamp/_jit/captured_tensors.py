@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 from torch import Tensor
 
 from funcamp._jit.kinds import Kind, kind_of
+
+_dtype: Any = Tensor.dtype
+_read_dtype: Callable[[Tensor], object] = _dtype.__get__
 
 
 class CapturedTensors:
@@ -42,11 +46,12 @@ class CapturedTensors:
         """Return whether they are what they were at the last call."""
         tensors = self.tensors
         # In C, because every call does this. Strides and the number of elements are compared instead of the shape:
-        # reading a shape takes five times as long. Another dtype comes with other memory.
+        # reading a shape takes five times as long.
         return (
             list(map(Tensor.data_ptr, tensors)) == self._addresses
             and list(map(Tensor.stride, tensors)) == self._strides
             and list(map(Tensor.numel, tensors)) == self._sizes
+            and list(map(_read_dtype, tensors)) == self._dtypes
         )
 
     def follow(self, *, may_move: bool) -> None:
@@ -75,3 +80,4 @@ class CapturedTensors:
         self._addresses = [tensor.data_ptr() for tensor in self.tensors]
         self._strides = [tensor.stride() for tensor in self.tensors]
         self._sizes = [tensor.numel() for tensor in self.tensors]
+        self._dtypes: list[object] = [tensor.dtype for tensor in self.tensors]

@@ -49,6 +49,7 @@ def test_a_teacher_that_requires_gradients_gets_none(donate: bool) -> None:
 
 CHANGES: dict[str, Callable[[Tensor], Any]] = {
     "dtype": lambda leaf: setattr(leaf, "data", leaf.bfloat16()),
+    "dtype in the same memory": lambda leaf: setattr(leaf, "data", leaf.view(torch.int32)),
     "shape": lambda leaf: setattr(leaf, "data", torch.zeros(2, 3)),
     "transposed": lambda leaf: leaf.t_(),
 }

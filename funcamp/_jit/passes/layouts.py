@@ -8,7 +8,6 @@ the tensor's own order. A batch norm of a transposed tensor is contiguous on a C
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -23,10 +22,18 @@ def keep_layouts(program: Program) -> Program:
     """Give the results of decomposed operations the layout of the trace, except those of open operations."""
     graph = program.module.graph
     table = program.table
+    # By operation and kinds of arguments, because a model has many equal layers.
+    numbers_by_call: dict[str, list[int]] = {}
     with program.mode, torch.no_grad():
         for node in list(graph.nodes):
-            if node.target in table and not _returns_view(node) and not is_open_node(node):
-                for result in _laid_out_otherwise(node, table[node.target]):
+            if node.target not in table or _returns_view(node) or is_open_node(node):
+                continue
+            kinds_of_arguments = fx.map_arg((node.args, node.kwargs), lambda other: _kinds(other.meta["val"]))
+            call = str((node.target, kinds_of_arguments))
+            if call not in numbers_by_call:
+                numbers_by_call[call] = _laid_out_otherwise(node, table[node.target])
+            for number in numbers_by_call[call]:
+                for result in _results_at(node, number):
                     lay_out(result)
     return program
 
@@ -37,30 +44,47 @@ def _returns_view(node: fx.Node) -> bool:
     return any(result.alias_info for result in results)
 
 
-def _laid_out_otherwise(node: fx.Node, decomposition: Operation) -> Iterator[fx.Node]:
-    """Yield the results of an operation that have another layout if it is decomposed."""
-    results = [node]
-    if not isinstance(node.meta["val"], Tensor):
-        results = [user for user in node.users if user.target is operator.getitem]
-    if not any(_has_order(result) for result in results):
-        return
+def _results_at(node: fx.Node, number: int) -> list[fx.Node]:
+    """Return the nodes with the result of a node at a number; the node itself if there is one result."""
+    if isinstance(node.meta["val"], Tensor):
+        return [node]
+    return [user for user in node.users if user.target is operator.getitem and user.args[1] == number]
+
+
+def _kinds(value: object) -> str:
+    """Return the shapes, strides, dtypes and devices of the tensors in an example value, and its numbers."""
+    if isinstance(value, Tensor):
+        return f"{value.shape}, {value.stride()}, {value.dtype}, {value.device}"
+    return f"[{', '.join(map(_kinds, value))}]" if isinstance(value, (list, tuple)) else str(value)
+
+
+def _laid_out_otherwise(node: fx.Node, decomposition: Operation) -> list[int]:
+    """Return the numbers of the results of an operation that have another layout if it is decomposed."""
+    traced = _listed(node.meta["val"])
+    if not any(map(_has_order, traced)):
+        return []
     args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda other: other.meta["val"])
     try:
         decomposed = decomposition(*args, **kwargs)
     except Exception:  # Inductor will raise it
-        return
+        return []
     if decomposed is NotImplemented:
-        return
-    for result in results:
-        value: Any = decomposed if result is node else decomposed[result.args[1]]
-        is_tensor = _has_order(result) and isinstance(value, Tensor)
-        if is_tensor and _strides_that_matter(value) != _strides_that_matter(result.meta["val"]):
-            yield result
+        return []
+    numbers: list[int] = []
+    for number, (value, other) in enumerate(zip(traced, _listed(decomposed))):
+        are_tensors = _has_order(value) and isinstance(other, Tensor)
+        if are_tensors and _strides_that_matter(value) != _strides_that_matter(other):
+            numbers.append(number)
+    return numbers
 
 
-def _has_order(result: fx.Node) -> bool:
+def _listed(value: Any) -> list[Any]:
+    """Return the results of an operation, of which there may be one or several."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _has_order(value: object) -> bool:
     """Return whether a result is a tensor whose dimensions have an order in memory."""
-    value = result.meta.get("val")  # a result that is not computed has none
     return isinstance(value, Tensor) and value.dim() > 1
 
 

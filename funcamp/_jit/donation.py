@@ -22,32 +22,24 @@ class OwnedState:
 
     Args:
         tree: the state.
-        strides: the strides that programs were compiled for; by default its own.
         is_written: whether steps write to it.
     """
 
-    def __init__(self, tree: Tree, strides: list[tuple[int, ...]] | None = None, *, is_written: bool = True) -> None:
+    def __init__(self, tree: Tree, *, is_written: bool = True) -> None:
         self.tree = tree
         nodes, self.spec = _tree.flatten(tree)
         self._positions = [index for index, leaf in enumerate(nodes) if leaf is not None]
         self.leaves: list[Tensor] = [nodes[index] for index in self._positions]
-        self.strides = [leaf.stride() for leaf in self.leaves] if strides is None else strides
         #: The containers of the tree with what is in them; None if one is of an unknown class.
         self._containers = _tree.contents(tree)
-        self._addresses = list(map(Tensor.data_ptr, self.leaves))
         # Callers may give their handles of it other memory; these references keep the original.
         self._statics = [leaf.detach() for leaf in self.leaves] if is_written else []
         #: The memory that steps write.
         self.memory = Memory(self._statics)
 
     def is_of(self, state: Tree) -> bool:
-        """Return whether a state is this one, with no leaf replaced or given other memory or strides in place."""
-        return (
-            state is self.tree
-            and self._has_leaves_of(state)
-            and list(map(Tensor.data_ptr, self.leaves)) == self._addresses
-            and list(map(Tensor.stride, self.leaves)) == self.strides
-        )
+        """Return whether a state is this one, with no leaf replaced."""
+        return state is self.tree and self._has_leaves_of(state)
 
     def _has_leaves_of(self, state: Tree) -> bool:
         """Return whether the leaves of a state are still this one's tensors."""

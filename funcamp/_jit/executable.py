@@ -14,7 +14,7 @@ from funcamp._jit.compile import check_compiler, compile_graph, one_by_one_inste
 from funcamp._jit.compiled_program import CompiledProgram
 from funcamp._jit.constants import constant_key, structure_key
 from funcamp._jit.cuda_graph import Captured
-from funcamp._jit.donation import Layouts, arranged, layouts_for
+from funcamp._jit.donation import Layouts, arranged, copy_in_layout, layouts_for
 from funcamp._jit.kinds import check_like
 from funcamp._jit.passes.program import Flat, Steps, Target
 from funcamp._jit.progress import Progress
@@ -245,7 +245,7 @@ def trace_step(
             _write_state(state_values, next_leaves)
             return [], metrics
         # A leaf of the old state or of the batch is copied: a later donated step writes the new state's memory.
-        return [leaf.detach().clone() for leaf in next_leaves], metrics
+        return list(map(_copied_like, next_leaves, owned.leaves)), metrics
 
     try:
         return trace(
@@ -274,6 +274,12 @@ def _tensor_replacer(batch: Tree) -> Callable[[list[Tensor]], Tree]:
         return _tree.unflatten(leaves, batch_spec)
 
     return batch_of
+
+
+def _copied_like(leaf: Tensor, former: Tensor) -> Tensor:
+    """Return a copy of a leaf of the next state in the strides of the former one, for which programs are compiled."""
+    value = leaf.detach()
+    return value.clone() if value.stride() == former.stride() else copy_in_layout(value, former.stride())
 
 
 def _write_state(state_values: list[Tensor], next_leaves: list[Tensor]) -> None:

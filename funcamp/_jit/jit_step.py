@@ -236,7 +236,8 @@ class JitStep(Fixed):
             is_as_noted = known_program is not None and executable.layouts.are_outside(tensors, owned.memory)
             inputs = tensors if is_as_noted else arranged(tensors, executable.layouts, owned.memory)
             results = executable.run([*owned.leaves, *inputs])
-        self._last = executable
+        if executable is not self._last:  # a comparison takes less time than an assignment
+            self._last = executable
         # Tensors of a known call are read as they are, so only a call that did so is noted.
         if known_program is None and all(map(operator.is_, inputs, tensors)):
             self._known_calls.add(frame, tensors, executable)

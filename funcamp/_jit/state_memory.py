@@ -96,7 +96,7 @@ class StateMemory:
 
     def keep(self, leaves: list[Tensor]) -> Tree:
         """Return the next state, of which a program that does not donate has made the leaves."""
-        next_state = OwnedState(self.current.filled(leaves), self.current.strides, is_written=False)
+        next_state = OwnedState(self.current.filled(leaves), is_written=False)
         if self.graphs is None:  # else it is copied into the static memory when it is passed
             self._owned = next_state
         return next_state.tree

@@ -88,8 +88,8 @@ def plus(state: Any, batch: Tensor) -> Any:
 BETWEEN: dict[str, Callable[[Any], object]] = {
     "another tensor": lambda state: state.update(w=torch.ones(3, 3)),
     "other numbers": lambda state: state["w"].fill_(20.0),
-    "transposed": lambda state: state["w"].t_(),
-    "other memory": lambda state: setattr(state["w"], "data", torch.arange(9.0).view(3, 3).t()),
+    "transposed": lambda state: state.update(w=state["w"].t()),
+    "other memory": lambda state: state.update(w=torch.arange(9.0).view(3, 3).t()),
 }
 
 
@@ -99,6 +99,17 @@ def test_what_happens_to_the_state_between_calls_is_followed(name: str, compiled
     state, _ = run({"w": torch.arange(9.0).view(3, 3), "b": torch.zeros(3)}, torch.zeros(()))
     BETWEEN[name](state)
     assert_follows(plus, run, state, torch.ones(3))
+
+
+def transposed(state: Any, batch: Tensor) -> Any:
+    return {"w": state["w"].t() * 2 + batch, "b": state["b"]}, None
+
+
+def test_a_next_state_of_other_strides(compiled: Compiled) -> None:
+    run = compiled(transposed)
+    state = {"w": torch.arange(9.0).view(3, 3), "b": torch.zeros(3)}
+    for _ in range(3):
+        state = assert_follows(transposed, run, state, torch.ones(2, 1))
 
 
 def test_the_state_may_be_written_in_place(compiled: Compiled) -> None:

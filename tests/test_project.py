@@ -119,7 +119,7 @@ def test_changelog_of_the_release_is_short() -> None:
 #: The tokens of code that a room may have. A figure may only be lowered, or raised in a commit that names the users who
 #: need it, and why nothing simpler serves them.
 MOST_TOKENS: dict[str, int] = {
-    "_jit": 22_183,
+    "_jit": 22_290,
     "report": 27_993,
     "_optim": 20_915,
     "_trace": 13_944,
@@ -134,7 +134,7 @@ MOST_TOKENS: dict[str, int] = {
     "_storage": 4_503,
     "_scaler": 4_546,
     "rules": 4_401,
-    "_step_file": 2_772,
+    "_step_file": 2_738,
     "distributed": 3_707,
     "float8": 2_316,
     "command line": 1_032,

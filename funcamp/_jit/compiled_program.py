@@ -24,6 +24,8 @@ class Surroundings(NamedTuple):
     """What passes put there."""
     captured: list[Tensor]
     """The tensors that the program reads besides its arguments: its last inputs."""
+    written: list[int]
+    """The numbers of the inputs that it writes."""
     wrappers: Sequence[Wrapper | None] | None
     """Those of the results, if some tensors are DTensors."""
     as_eager: bool
@@ -41,7 +43,8 @@ class Surroundings(NamedTuple):
         for around in self.around:
             compiled = around(compiled)
         run = self._with_captured(compiled)
-        if self.as_eager:
+        # Only a captured tensor may require gradients.
+        if self.as_eager or self.captured:
             run = _outside_autograd(run)
         if self.wrappers is not None:
             run = _with_wrapped(run, self.wrappers)
@@ -49,6 +52,7 @@ class Surroundings(NamedTuple):
 
     def _with_captured(self, compiled: Flat) -> Flat:
         captured_tensors = self.captured
+        written = self.written
         # The numbers of the results that need a copy, found at the first call: a program returns the same ones in the
         # memory of others at every call.
         copies_needed: list[int] | None = None
@@ -57,6 +61,8 @@ class Surroundings(NamedTuple):
             nonlocal copies_needed
             inputs = [*values, *captured_tensors]
             results = list(compiled(inputs))
+            # A backward pass elsewhere that saved one of them is an error, as after an operation in place.
+            torch.autograd.graph.increment_version([inputs[number] for number in written])
             if copies_needed is None:
                 copies_needed = _in_shared_memory(results, inputs)
             for number in copies_needed:
@@ -68,8 +74,8 @@ class Surroundings(NamedTuple):
 
 def _outside_autograd(run: Flat) -> Flat:
     def run_as_eager(values: list[Tensor]) -> list[Tensor]:
-        # Casts and derivatives are already in the trace. A captured tensor may require gradients, and since torch 2.14
-        # make_fx records alias instead of detach, which lets them through.
+        # Casts and derivatives are already in the trace. Since torch 2.14 make_fx records alias instead of detach, which
+        # lets a captured tensor that requires gradients through.
         with without_autocast(), torch.no_grad():
             return run(values)
 
@@ -110,6 +116,11 @@ class Code(NamedTuple):
     """Its Python, which has loaded the kernels. Its function `call` is the program."""
     constants: list[Tensor]
     """The graph's own tensors, such as that of `x[0] = 7`: the first inputs of `call`."""
+
+    def run(self, inputs: list[Tensor]) -> list[Tensor]:
+        """Return the results, without what torch puts around `call`: for a CPU, or inputs that are aligned."""
+        results: list[Tensor] = self.module.call([*self.constants, *inputs])
+        return results
 
 
 class CompiledProgram:

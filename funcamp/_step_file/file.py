@@ -212,13 +212,9 @@ def runnable(saved: SavedProgram) -> Executable:
         with _loaded_instead(libraries):
             spec.loader.exec_module(module)
     vars(module).update(saved.module_tensors)
-
-    def compiled(inputs: list[Tensor]) -> list[Tensor]:
-        results: list[Tensor] = module.call([*saved.constants, *inputs])
-        return results
-
     surroundings = saved.surroundings
-    program = CompiledProgram(compiled, surroundings, Code(module, saved.constants))
+    code = Code(module, saved.constants)
+    program = CompiledProgram(code.run, surroundings, code)
     captured = surroundings.captured
     return Executable(program, surroundings.outputs, saved.layouts, captured, captured, description=None)
 

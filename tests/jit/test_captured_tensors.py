@@ -34,7 +34,8 @@ def test_captured_tensors_come_anywhere_in_a_step(donate: bool, backend: str) ->
 
 
 @pytest.mark.parametrize("donate", [False, True])
-def test_a_teacher_that_requires_gradients_gets_none(donate: bool) -> None:
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_teacher_that_requires_gradients_gets_none(backend: str, donate: bool) -> None:
     teacher = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4).eval())
 
     def distill(params: Any, x: Tensor) -> Any:
@@ -42,7 +43,7 @@ def test_a_teacher_that_requires_gradients_gets_none(donate: bool) -> None:
         return F.mse_loss(x @ params["w"], target), {"target": target, "part": target[:2]}
 
     step = make_train_step(loss(distill, has_aux=True), SGD)
-    run, state = jit(step, backend="aot_eager", donate=donate), step.init({"w": torch.ones(4, 4)})
+    run, state = jit(step, backend=backend, donate=donate), step.init({"w": torch.ones(4, 4)})
     rows = assert_as_eager(step, run, state, [torch.rand(size, 4) for size in (8, 8, 6)])
     assert not any(leaf.requires_grad for leaf in _pytree.tree_leaves(rows) if isinstance(leaf, Tensor))
 

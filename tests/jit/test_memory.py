@@ -120,6 +120,16 @@ def test_the_state_may_be_written_in_place(compiled: Compiled) -> None:
     assert_follows(step, compiled(step), {"w": torch.zeros(4)}, torch.ones(2, 1))
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_a_backward_pass_that_saved_a_leaf_is_an_error_after_a_donated_step(backend: str) -> None:
+    run, x = jit(plus, backend=backend), torch.ones(3, requires_grad=True)
+    state, _ = run({"w": torch.ones(3, 3), "b": torch.zeros(3)}, torch.zeros(()))
+    loss = (x * state["b"]).sum()
+    run(state, torch.zeros(()))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
 # The batch, and what a step reads besides its arguments
 
 

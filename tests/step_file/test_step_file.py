@@ -130,12 +130,15 @@ def test_tensors_besides_the_arguments_two_signatures_and_an_evaluation_on_the_s
         own, theirs = clone(state), clone(state)
         for batch in batches:
             own, _ = run(own, batch)
+            version = theirs.params.groups[0]._version
             theirs, _ = loaded(theirs, batch)
-            memory = theirs.params.groups[0].data_ptr()
+            group = theirs.params.groups[0]
+            memory, written = group.data_ptr(), group._version
+            assert written > version
             own, expected = evaluate(own, batches[0])
             theirs, found = loaded_evaluation(theirs, batches[0])
             assert_same(found, expected)
-            assert theirs.params.groups[0].data_ptr() == memory
+            assert (group.data_ptr(), group._version) == (memory, written)
     assert_same(theirs, own)
 
 

@@ -163,7 +163,7 @@ def describe(leaf: object) -> str:
         return brief_kind(leaf)
     if leaf is None:
         return "None"
-    if hasattr(leaf, "__array_interface__"):  # the values of an array say nothing
+    if hasattr(type(leaf), "__array_interface__"):  # the values of an array say nothing
         return brief_kind(leaf)
     if isinstance(leaf, Mapping):
         return brief(leaf)

@@ -74,8 +74,8 @@ class Surroundings(NamedTuple):
 
 def _outside_autograd(run: Flat) -> Flat:
     def run_as_eager(values: list[Tensor]) -> list[Tensor]:
-        # Casts and derivatives are already in the trace. Since torch 2.14 make_fx records alias instead of detach, which
-        # lets a captured tensor that requires gradients through.
+        # Casts and derivatives are already in the trace. A captured tensor may require gradients: since torch 2.14
+        # make_fx records alias instead of detach, which lets it through.
         with without_autocast(), torch.no_grad():
             return run(values)
 

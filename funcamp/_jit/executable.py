@@ -278,8 +278,8 @@ def _tensor_replacer(batch: Tree) -> Callable[[list[Tensor]], Tree]:
 
 def _copied_like(leaf: Tensor, former: Tensor) -> Tensor:
     """Return a copy of a leaf of the next state in the strides of the former one, for which programs are compiled."""
-    value = leaf.detach()
-    return value.clone() if value.stride() == former.stride() else copy_in_layout(value, former.stride())
+    copy = leaf.detach().clone()
+    return copy if copy.stride() == former.stride() else copy_in_layout(copy, former.stride())
 
 
 def _write_state(state_values: list[Tensor], next_leaves: list[Tensor]) -> None:

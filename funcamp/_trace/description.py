@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -49,6 +49,19 @@ def written_inputs(graph: Graph) -> list[int]:
     written = Aliases(graph.module.graph).writers.keys()
     placeholders = graph.module.graph.find_nodes(op="placeholder")
     return [number for number, node in enumerate(placeholders) if node in written]
+
+
+def changed_state(graph: Graph) -> set[int]:
+    """Return the numbers of the state's leaves that have other values after a step."""
+    nodes = graph.module.graph
+    state = [
+        node
+        for node, graph_input in zip(nodes.find_nodes(op="placeholder"), graph.inputs)
+        if graph_input.kind == "state"
+    ]
+    results: Any = nodes.output_node().args[0]
+    changed = Aliases(nodes).changed(state, results[: graph.outputs.next_state_count])
+    return {number for number, node in enumerate(state) if node in changed}
 
 
 def _described(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> Iterator[bytes]:

@@ -1,4 +1,4 @@
-"""The global generators of random numbers of Python and numpy, and their states."""
+"""The generators of random numbers of Python and numpy, and their states."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import random
 import sys
 from collections.abc import Sequence
 from types import ModuleType
+from typing import Any
+
+_OF_NUMPY = ("Generator", "RandomState")
 
 
 def host_generators() -> list[ModuleType]:
@@ -15,9 +18,22 @@ def host_generators() -> list[ModuleType]:
     return [module for module in imported if module is not None]
 
 
-def states_of(modules: Sequence[ModuleType]) -> list[bytes]:
-    """Return the states of the modules' generators, in a form that can be compared: numpy's contains an array."""
-    states = [random.getstate() if module is random else module.get_state(legacy=False) for module in modules]
+def is_generator(value: object) -> bool:
+    """Return whether a value is a generator of Python or numpy that draws from a state of its own."""
+    if isinstance(value, random.SystemRandom):
+        return False
+    is_numpys = type(value).__name__ in _OF_NUMPY and type(value).__module__.startswith("numpy.random")
+    return isinstance(value, random.Random) or is_numpys
+
+
+def states_of(generators: Sequence[Any]) -> list[bytes]:
+    """Return the states of generators, of modules or of objects, in a form that can be compared."""
+    states: list[Any] = []
+    for generator in generators:
+        if generator is random or isinstance(generator, random.Random):
+            states.append(generator.getstate())
+        else:
+            states.append(generator.get_state(legacy=False) if isinstance(generator, ModuleType) else generator)
     return [pickle.dumps(state) for state in states]
 
 

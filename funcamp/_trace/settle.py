@@ -2,7 +2,7 @@
 
 If a run changes something, or what it reaches may have changed unseen (an iterator, a generator of random numbers), a
 second one must record the same operations. So a count, an iterator or a cache that grows is found, wherever it is. A
-table that is made in the first run needs a third one, which must be as the second.
+table that is made in the first run needs a third one, which must be as the second. All change the same of the state.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._trace.description import description_of, live_nodes, written_inputs
+from funcamp._trace.description import changed_state, description_of, live_nodes, written_inputs
 from funcamp._trace.host_generators import host_generators, states_of
 from funcamp._trace.places import HOOKS, MISSING, PLAIN, Identity, Place, Survey
 from funcamp._trace.tracing import HostError
@@ -60,22 +60,26 @@ def settle(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_know
     survey = Survey(roots)
     first = before = _values_of(survey)
     former: Graph | None = None
+    changes_before: list[_Change] = []
     try:
         for _ in range(_MAX_RUNS):
-            generators_before = states_of(host_generators())
+            generators = [*host_generators(), *survey.generators]
+            generators_before = states_of(generators)
             with _emptied_caches(survey):
                 graph = trace_once()
-            has_drawn = _note_draws(graph, generators_before)
+            has_drawn = _note_draws(graph, generators, generators_before)
             after = _values_of(Survey(roots))
             changes = _changes(before, after)
             has_changed_nothing = not changes and not has_drawn and not survey.has_hidden_state
             _refuse_writes(graph, before)
             _refuse_replaced(graph, changes)
+            if former is not None:
+                _refuse_other_state(former, graph, changes_before)
             is_like_former = former is not None and _is_same(former, graph)
             if has_changed_nothing or is_known(graph) or is_like_former:
                 _log_notes(graph, changes)
                 return graph._replace(changed_places={change.place.identity for change in changes})
-            former, before = graph, after
+            former, before, changes_before = graph, after, changes
     except BaseException:
         _put_back(roots, first)
         raise
@@ -166,6 +170,18 @@ def _refuse_replaced(graph: Graph, changes: Collection[_Change]) -> None:
             )
 
 
+def _refuse_other_state(former: Graph, graph: Graph, changes: Collection[_Change]) -> None:
+    """Raise HostError if a run changes other parts of the state than the one before: the later one is the program.
+
+    A table may be made in the first run only. A buffer that is filled from the first batch would stay as it was.
+    """
+    if changed_state(former) != changed_state(graph):
+        raise HostError(
+            f"change the same parts of its state at every call; its Python changes {_described(changes)}, and then it "
+            "changes others: fill a buffer before init(), or write it at every call, with torch.where"
+        )
+
+
 def _path_of(tensor: Tensor, values: _Values) -> str:
     return next((place.path for place, value in values.values() if value is tensor), "an attribute or a variable")
 
@@ -207,19 +223,18 @@ def _log_notes(graph: Graph, changes: Iterable[_Change]) -> None:
         _log.warning("jit: %s", note)
 
 
-def _note_draws(graph: Graph, generators_before: list[bytes]) -> bool:
-    """Return whether numbers were drawn from Python's or numpy's generator during a run.
+def _note_draws(graph: Graph, generators: list[Any], generators_before: list[bytes]) -> bool:
+    """Return whether numbers were drawn from generators of Python or numpy during a run.
 
     Two runs may draw numbers that lead to the same operations, as a layer that is rarely left out.
 
     Raises:
         HostError: the step drew them, as there is no other thread that could have.
     """
-    generators = host_generators()
     drawn: list[str] = []
     for generator, before, now in zip(generators, generators_before, states_of(generators)):
         if before != now:
-            drawn.append(generator.__name__)
+            drawn.append(getattr(generator, "__name__", f"a {type(generator).__name__}"))
     if not drawn:
         return False
     names = " and ".join(drawn)

@@ -10,6 +10,7 @@ A group that is gathered from slices is cast part by part, and so are parameters
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterator
@@ -26,7 +27,10 @@ _aten = torch.ops.aten
 _CAST = _aten._to_copy.default
 _SPLIT = _aten.split_with_sizes.default
 _CAT = _aten.cat.default
+_ZEROS = _aten.new_zeros.default
 _VIEWS = (_aten.view.default, _aten.slice.Tensor, _aten.detach.default, _aten.t.default, _aten.alias.default)
+#: What puts a gradient in the order of its part of flat storage.
+_COPIES = (_aten.clone.default, _aten._unsafe_view.default)
 _LOW = (torch.float16, torch.bfloat16)
 
 
@@ -117,16 +121,29 @@ def _cast_before_split(graph: fx.Graph, group: _Group, parts: list[_CastOfPart])
 def _cast_after_join(graph: fx.Graph, join: fx.Node, written: set[fx.Node]) -> None:
     """Cast a concatenation of tensors that are all cast from one dtype to float32, instead of the tensors."""
     parts: Any = join.args[0]
-    views_of_parts = [_views_above(part, _VIEWS) for part in parts]
-    joined_casts: list[Any] = [views[-1].args[0] if views else part for part, views in zip(parts, views_of_parts)]
-    if not all(_is_cast(cast) and cast.meta["val"].dtype == torch.float32 for cast in joined_casts):
+    views_of_parts: dict[fx.Node, list[fx.Node]] = {}
+    casts: list[Any] = []
+    for part in parts:
+        if part.target is not _ZEROS:  # else it fills up the storage of another part
+            views_of_parts[part] = views = _views_above(part, (*_VIEWS, *_COPIES))
+            casts.append(views[-1].args[0] if views else part)
+    if not all(_is_cast(cast) and cast.meta["val"].dtype == torch.float32 for cast in casts):
         return
-    sources = [cast.args[0] for cast in joined_casts]
+    sources = [cast.args[0] for cast in casts]
     dtypes = {source.meta["val"].dtype for source in sources}
-    if len(dtypes) != 1 or not dtypes <= set(_LOW) or not written.isdisjoint([*joined_casts, *sources]):
+    if len(dtypes) != 1 or not dtypes <= set(_LOW):
         return
+    if not written.isdisjoint([*casts, *sources, *itertools.chain.from_iterable(views_of_parts.values())]):
+        return
+    (dtype,) = dtypes
+    source_of = dict(zip(views_of_parts, sources))
     with graph.inserting_before(join):
-        low_parts = [_emit_views(graph, views, source) for views, source in zip(views_of_parts, sources)]
+        low_parts: list[fx.Node] = []
+        for part in parts:
+            if part in views_of_parts:
+                low_parts.append(_emit_views(graph, views_of_parts[part], source_of[part]))
+            else:
+                low_parts.append(_emit(graph, _ZEROS, part.args, {**part.kwargs, "dtype": dtype}))
         low_join = _emit(graph, _CAT, (low_parts, *join.args[1:]), {})
         value = _emit(graph, _CAST, (low_join,), {"dtype": torch.float32})
     join.replace_all_uses_with(value)

@@ -62,7 +62,7 @@ def sharded(mesh: Any, module: nn.Sequential) -> nn.Sequential:
 
 def compiled(module: nn.Sequential) -> nn.Sequential:
     """The model with its layers compiled one by one, as torchtitan compiles blocks."""
-    for layer in module[:2]:
+    for layer in (module[0], module[1]):
         layer.compile(backend="eager", fullgraph=True)
     return module
 

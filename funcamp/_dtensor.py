@@ -67,6 +67,11 @@ def full(leaf: Tensor) -> Tensor:
     return values
 
 
+def empty_full(leaf: Tensor) -> Tensor:
+    """Return a plain tensor like `full`, without the values and without a collective."""
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device=leaf.device)
+
+
 def group_by_mesh_dims(leaves: Sequence[Tensor]) -> list[tuple[Across | None, list[Tensor]]]:
     """Group tensors by the mesh dimensions over which their parts differ (None for plain tensors and replicas)."""
     grouped: list[tuple[Across | None, list[Tensor]]] = []

@@ -69,6 +69,14 @@ class ModuleTensors:
         tensors = tensors_of(self._model)
         return {stored_name: tensors[stored_name] for stored_name in self.buffer_names.values()}
 
+    def frozen(self) -> dict[str, Tensor]:
+        """Return the frozen parameters that are plain tensors, by name: a quantized one has no memory of its own."""
+        frozen: dict[str, Tensor] = {}
+        for name, (tensor, kind) in _entries_of(self._model).items():
+            if kind == FROZEN and not hasattr(tensor, "__tensor_flatten__"):
+                frozen[name] = tensor
+        return frozen
+
     def shapes(self) -> dict[str, Size]:
         """Return the shapes of the module's tensors by name."""
         return {name: tensor.shape for name, tensor in self.in_module().items()}

@@ -65,6 +65,8 @@ def first_state(
             consumed.share_buffers(buffers)
         parallel.broadcast_first(stored)
         parallel.broadcast_first(buffers)
+        if isinstance(loss_fn, ModuleLoss):
+            parallel.broadcast_first(loss_fn.tensors.frozen())
         stored = parallel.own_part(stored)
     device = next((group.device for group in stored.groups if group is not None), None)
     if device is None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._dtensor import empty_full
 from funcamp._optim.average import Average
 from funcamp._optim.chain import average_in
 from funcamp._step.parallel import Parallel
@@ -68,20 +69,12 @@ def saved_names(state: TrainState) -> list[str]:
 def restore(call: str, saved: dict[str, Tensor], like: TrainState, parallel: Parallel) -> TrainState:
     """Return the state that `export` saved, laid out as like, a state of a step with this communication."""
     check_train_state(call, "like", like)
-    if not isinstance(saved, dict):
-        raise TypeError(f"{call}: saved must be a dict, as state_dict gives it; got {_tree.brief(saved)}")
-
-    # The full state like `like`, as the trees that were saved.
-    full_like = gather(call, like)
+    # The full state like `like`, as the trees that were saved; of its values only shapes, dtypes and devices are used.
+    full_like = _tree.map_nodes(Params, lambda params: params.gathered(empty_full), like)
     tree_like = expand(full_like)
-    tensors_like = tensors_by_name(tree_like)
-    _check_names(call, saved, tensors_like.keys())
+    values = copies_like(call, saved, tensors_by_name(tree_like))
 
     # The saved values in that tree, and in its groups.
-    values: dict[str, Tensor] = {}
-    for name, tensor_like in tensors_like.items():
-        check_like(call, name, saved[name], tensor_like)
-        values[name] = saved[name].detach().to(tensor_like.device, copy=True)
     remaining = iter(values.values())
     tree = _tree.map_leaves(lambda _: next(remaining), *_tree.flatten(tree_like))
     full_state = collapse(full_like, tree)
@@ -89,6 +82,23 @@ def restore(call: str, saved: dict[str, Tensor], like: TrainState, parallel: Par
     _check_counts(call, values, tensors_by_name(expand(full_state)))
     state: TrainState = _tree.map_nodes(Params, parallel.own_part, full_state)
     return state
+
+
+def copies_like(call: str, saved: object, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return copies of the saved values in the order and on the devices of like.
+
+    Raises:
+        TypeError: saved is not a dict.
+        ValueError: saved has other names, shapes or dtypes than like.
+    """
+    if not isinstance(saved, dict):
+        raise TypeError(f"{call}: saved must be a dict of tensors by name; got {_tree.brief(saved)}")
+    _check_names(call, saved, like.keys())
+    values: dict[str, Tensor] = {}
+    for name, tensor_like in like.items():
+        _check_like(call, name, saved[name], tensor_like)
+        values[name] = saved[name].detach().to(tensor_like.device, copy=True)
+    return values
 
 
 def _check_names(call: str, saved: Mapping[str, Tensor], expected: AbstractSet[str]) -> None:
@@ -100,7 +110,7 @@ def _check_names(call: str, saved: Mapping[str, Tensor], expected: AbstractSet[s
     kind = "has unknown" if first in saved else "lacks"
     # Nothing in common: another kind of state_dict, such as a module's.
     fix = "" if saved.keys() & expected else f": {_FROM_TORCH}"
-    raise ValueError(f"{call}: saved must hold the names that state_dict gives; it {kind} {first!r}{fix}")
+    raise ValueError(f"{call}: saved must hold the names under which like is saved; it {kind} {first!r}{fix}")
 
 
 def _check_counts(call: str, values: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> None:
@@ -125,7 +135,7 @@ def _check_counts(call: str, values: Mapping[str, Tensor], stored: Mapping[str, 
 # What is refused.
 
 
-def check_like(call: str, name: str, value: object, like: Tensor) -> None:
+def _check_like(call: str, name: str, value: object, like: Tensor) -> None:
     """Raise ValueError if a saved value cannot take the place of a tensor."""
     if isinstance(value, Tensor) and (value.shape, value.dtype, value.layout) == (like.shape, like.dtype, like.layout):
         return

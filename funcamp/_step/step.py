@@ -442,8 +442,8 @@ class TrainStep(Fixed):
         """Return the state saved by `state_dict`, laid out as `like` (from `init`), on its devices.
 
         To go on with other parameters, fill in what is missing and leave out what is gone: `fresh =
-        step.state_dict(like)`, then `{name: saved.get(name, fresh[name]) for name in fresh}`. With a sharded like
-        this is a collective. Syncs: reads the scale and the counts.
+        step.state_dict(like)`, then `{name: saved.get(name, fresh[name]) for name in fresh}`. Call it on
+        every rank; it does no collective. Syncs: reads the scale and the counts.
 
         Args:
             saved: what `state_dict` returned.

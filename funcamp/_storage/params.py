@@ -126,11 +126,14 @@ class Params:
         self._refuse_shards()
         return [value for value in self.layout.views(self.groups) if value is not None]
 
-    def gathered(self) -> Params:
-        """Return the full groups: of sharded ones by an all-gather per group, any others as they are."""
+    def gathered(self, gather: Callable[[Tensor], Tensor] = full) -> Params:
+        """Return the full groups: of sharded ones by an all-gather per group, any others as they are.
+
+        gather: returns the full tensor of a group.
+        """
         if not self.is_sharded():
             return self
-        return Params(tuple([None if group is None else full(group) for group in self.groups]), self.layout)
+        return Params(tuple([None if group is None else gather(group) for group in self.groups]), self.layout)
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return every tensor under its dotted name, as `torch.nn.Module.state_dict` does.

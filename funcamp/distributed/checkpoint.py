@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._step.state import TrainState, check_train_state
-from funcamp._step.state_dict import check_like, check_scale, gather, tensors_by_name
+from funcamp._step.state_dict import check_scale, copies_like, gather, tensors_by_name
 from funcamp._storage.params import Params, clone
 from funcamp._types import Tree
 
@@ -122,9 +121,8 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
         The `TrainState`.
 
     Raises:
-        TypeError: like is not a `TrainState`.
-        ValueError: saved has other names, shapes or dtypes than like, a sparse tensor or one without values, or its
-            parameters have another order.
+        TypeError: like is not a `TrainState`, or saved not a dict.
+        ValueError: saved has other names, shapes or dtypes than like, or its parameters have another order.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)
@@ -135,31 +133,11 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
     """
     call = "load_sharded_state_dict"
     expected = _tensors_of(call, "like", like)
-    rule = f"{call}: saved must be what sharded_state_dict(like) gave"
-    if not isinstance(saved, dict):
-        raise ValueError(f"{rule}; got {_tree.brief_kind(saved)}")
-    if list(saved) != list(expected):
-        raise ValueError(f"{rule}; {_difference_of_names(saved, expected)}")
-    for name, value in saved.items():
-        check_like(call, name, value, expected[name])
-    if saved[_LAYOUT] != expected[_LAYOUT]:
+    values = copies_like(call, saved, expected)
+    if values[_LAYOUT] != expected[_LAYOUT]:
         raise ValueError(f"{call}: saved must hold like's parameters, in its order; got another layout")
     # The names are of a tree with the leaves of like in the same order.
-    saved_values: Iterator[Tensor] = iter(clone(saved).values())
-    leaves, spec = _tree.flatten(like)
-    state: TrainState = _tree.map_leaves(lambda leaf: next(saved_values).to(leaf.device), leaves, spec)
+    remaining = iter(values.values())
+    state: TrainState = _tree.map_leaves(lambda _: next(remaining), *_tree.flatten(like))
     check_scale(call, state)
     return state
-
-
-def _difference_of_names(saved: Iterable[str], expected: Iterable[str]) -> str:
-    """Return how the names of saved differ from those expected, for an error."""
-    saved_names = list(saved)
-    expected_names = list(expected)
-    lacking = [repr(name) for name in expected_names if name not in saved_names]
-    unknown = [repr(name) for name in saved_names if name not in expected_names]
-    if lacking:
-        return f"it lacks {_tree.listed(lacking)}"
-    if unknown:
-        return f"it has unknown {_tree.listed(unknown)}"
-    return "its names are in another order"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -136,20 +137,7 @@ def max_over(*groups: Group) -> Reduce:
     for group in groups or [None]:
         constants += ranks_of("max_over", group)
     # A group that occurs twice, in two meshes for example, is reduced over once.
-    return _MaxOver(tuple(dict.fromkeys(constants)))
-
-
-class _MaxOver:
-    """What `max_over` returns: a class, so that it has a `repr`."""
-
-    def __init__(self, dims: tuple[Ranks, ...]) -> None:
-        self._dims = dims
-
-    def __repr__(self) -> str:
-        return f"max_over({', '.join(ranks.name for ranks in self._dims)})"
-
-    def __call__(self, flag: Tensor) -> Tensor:
-        return all_reduce(flag, "max", self._dims)
+    return functools.partial(all_reduce, op="max", dims=tuple(dict.fromkeys(constants)))
 
 
 def all_reduce(x: Tensor, op: str, dims: Dims) -> Tensor:

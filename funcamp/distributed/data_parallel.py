@@ -148,14 +148,9 @@ class DataParallel(Parallel):
 
     def agree(self, described: list[str]) -> None:
         """Raise ValueError on all ranks if a rank's step differs from the first rank's; reads the host."""
-        options = {
-            "shard": self.shard,
-            "dtype": self.dtype,
-            "buckets": self.buckets,
-            "mean_buffers": self.mean_buffers,
-        }
-        described = described + [f"{name} of DataParallel is {value}" for name, value in options.items()]
-        check_alike("the optimizer and every constant must be the same on all ranks", described, self.dims)
+        names = ("shard", "dtype", "buckets", "mean_buffers")
+        options = [f"{name} of DataParallel is {getattr(self, name)}" for name in names]
+        check_alike("the optimizer and every constant must be the same on all ranks", described + options, self.dims)
 
     def broadcast_first(self, tree: Tree) -> None:
         """Write the first rank's values into tensors that have the same names on all ranks."""

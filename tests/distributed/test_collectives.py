@@ -67,7 +67,9 @@ def test_a_flag_is_one_collective_for_any_number_of_gradients() -> None:
 def test_a_rank_stores_its_part_only() -> None:
     step = build(mlp(), ADAMW, ema_decay=0.9, parallel=DataParallel(shard=True))
     first = step.init()
-    loaded = step.load_state_dict(step.state_dict(first), like=first)
+    saved = step.state_dict(first)
+    assert collectives(step.load_state_dict, saved, first) == {}
+    loaded = step.load_state_dict(saved, like=first)
     after, _ = step(first, mlp().batch(0))
     for state in (first, loaded, after):
         leaves = [leaf for leaf in _pytree.tree_leaves((state.params, state.opt_state)) if leaf.dim()]

@@ -25,16 +25,6 @@ DYING = "tests.distributed.dying"
 TINY = ["--width=16", "--layers=1", "--heads=2", "--context=16", "--batch=4", "--save-every=4", "--log-every=2"]
 
 
-def steps(printed: list[str]) -> list[int]:
-    """The steps that the lines of a whole run report; every overflow has halved the scale, from 2^24."""
-    found = [re.fullmatch(r"step (\d+)  loss 5\.\d{3}  scale 2\^(\d+)  skipped (\d+)", line) for line in printed]
-    rows = [[int(value) for value in match.groups()] for match in found if match]
-    assert len(rows) == len(printed), printed
-    assert all(power + skipped in (24, 25) for _, power, skipped in rows)
-    assert 0 < rows[-1][2] < rows[-1][0]
-    return [row[0] for row in rows]
-
-
 def saved_in(folder: Path) -> dict[str, Any]:
     """The checkpoints there, read by one process."""
     found = {}
@@ -51,7 +41,8 @@ def test_a_restarted_run_ends_in_the_uninterrupted_ones_bits(program: list[str],
     options, whole, parts = [*TINY, *flags, "--steps=12"], tmp_path / "whole", tmp_path / "parts"
     first, *printed = lines(torchrun(2, f"examples/{name}.py", *options, f"--out={whole}"))
     assert first == "processes 2, from step 0"
-    assert steps(printed) == [2, 4, 6, 8, 10, 12]
+    assert [int(line.split()[1]) for line in printed] == [2, 4, 6, 8, 10, 12]
+    assert not printed[-1].endswith("skipped 0")
     run = torchrun(2, "-m", DYING, "SIGKILL", 6, name, *options, "--resume", f"--out={parts}", restarts=1)
     starts = [line for line in lines(run) if line.startswith("processes")]
     assert starts == ["processes 2, from step 0", "processes 2, from step 4"]
@@ -63,7 +54,7 @@ def test_a_restarted_run_ends_in_the_uninterrupted_ones_bits(program: list[str],
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "timeout", "message"),
-    [("SIGKILL", 600, "by peer|[Bb]roken pipe"), ("SIGSTOP", 25, "[Tt]imed out")],
+    [("SIGKILL", 600, "by peer|[Bb]roken pipe"), ("SIGSTOP", 12, "[Tt]imed out")],
 )
 def test_if_a_process_dies_or_stops_the_others_raise(name: str, timeout: int, message: str, tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]

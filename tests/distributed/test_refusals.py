@@ -43,11 +43,10 @@ def first(step: Any) -> Any:
     return step.init()
 
 
-def loaded(change: Callable[[Any], Any], *names: str) -> object:
-    """Load a changed state of parameters of these names into one of "a" and "b"."""
+def loaded_in_another_order() -> object:
     step = funcamp.make_train_step(lambda p, x: (p["a"] * p["b"] * x).sum(), SGD, parallel=Parallel(shard=True))
-    state, like = (step.init({name: torch.ones(2, 2) for name in order}) for order in (names, ("a", "b")))
-    return load_sharded_state_dict(change(sharded_state_dict(state)), like)
+    state, like = (step.init({name: torch.ones(2, 2) for name in names}) for names in ("ab", "ba"))
+    return load_sharded_state_dict(sharded_state_dict(state), like)
 
 
 def loaded_with_two_counts() -> object:
@@ -81,11 +80,8 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a sharded state's tree": (lambda: first(sharded()).params.tree(), TypeError, r"distributed\.gather_state makes them complete"),
     "sharded_state_dict": (lambda: sharded_state_dict(STATE), TypeError, "sharded_state_dict: state must be a TrainState"),
     "load like": (lambda: load_sharded_state_dict({}, STATE), TypeError, "like must be a TrainState"),
-    "load nothing": (lambda: loaded(lambda saved: {}, "a", "b"), ValueError, "it lacks 'step'"),
-    "load in another order": (lambda: loaded(lambda saved: dict(sorted(saved.items())), "a", "b"), ValueError, "its names are in another order"),
-    "load another shape": (lambda: loaded(lambda saved: {**saved, "scaler.scale": torch.ones(2)}, "a", "b"), ValueError, r"'scaler.scale'\] must be like a torch.float32 tensor"),
     "load two counts": (loaded_with_two_counts, ValueError, "saved must hold one count for all parameters"),
-    "load another layout": (lambda: loaded(dict, "b", "a"), ValueError, "in its order; got another layout"),
+    "load another layout": (loaded_in_another_order, ValueError, "in its order; got another layout"),
 }  # fmt: skip
 
 

@@ -308,11 +308,11 @@ def test_a_closure_that_scales_is_warned_of_if_nothing_unscales_it(name: str, wa
     loop.scaler.scale(torch.zeros(()))
 
 
-# contract: "the drop-in `GradScaler` inside a graph of Dynamo (`fullgraph=True`)"
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
 @pytest.mark.parametrize("skip", ["select", "host"])
 def test_a_compiled_loop_breaks_its_graph_at_the_scaler_and_follows_the_eager_one(skip: Any) -> None:
+    # contract: "the drop-in `GradScaler` inside a graph of Dynamo (`fullgraph=True`)"
     scaler = made(GradScaler, skip=skip)
     eager, compiled = (around(copy.deepcopy(scaler), "SGD-momentum") for _ in range(2))
 

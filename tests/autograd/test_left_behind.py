@@ -49,11 +49,11 @@ READS: dict[str, Callable[[Any], object]] = {
 }
 
 
-# contract: "A module that stays behind its state warns"
 @pytest.mark.compiled
 @pytest.mark.parametrize(("wrap", "options"), [(eager, {}), (traced, {}), (eager, {"consume": True, "steps": 1})])
 @pytest.mark.parametrize("read", READS)
 def test_the_first_read_warns(read: str, wrap: Any, options: Any) -> None:
+    # contract: "A module that stays behind its state warns"
     module = model()
     step, state = taken(module, wrap, **options)
     with assert_silent():

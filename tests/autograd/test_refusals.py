@@ -188,8 +188,10 @@ MET = "met an input and parameters of two dtypes, as torch says: .*; cast .* bat
 
 #: What is called eagerly and under `jit`, the error, and its words.
 ALWAYS: dict[str, tuple[Call, type[Exception], str]] = {
-    # contract: "no backward pass that reaches the step's parameters"
-    "backward() beside another term": (of_function(calls_backward), RuntimeError, BACKWARD),
+    "backward() beside another term": (
+        # contract: "no backward pass that reaches the step's parameters"
+        of_function(calls_backward), RuntimeError, BACKWARD
+    ),
     "a hook that calls backward()": (of_function(leaf_with_a_hook), RuntimeError, BACKWARD),
     "such a hook and another term": (
         of_function(lambda p, x: leaf_with_a_hook(p, x) + p["w"].sum()), RuntimeError, BACKWARD
@@ -201,8 +203,8 @@ ALWAYS: dict[str, tuple[Call, type[Exception], str]] = {
         of_module(two, lambda o, t: F.mse_loss(o.detach().requires_grad_(), t)),
         *(ValueError, "it uses none: compute it from the output of the model"),
     ),
-    # contract: "It keeps no parameter from before the call"
     "a parameter from before": (
+        # contract: "It keeps no parameter from before the call"
         of_module(lambda: LINEAR, lambda o, t: F.mse_loss(o, t) + KEPT[0].exp().sum()),
         *(ValueError, "must be read of the model .* got 'weight' as a tensor kept from before"),
     ),
@@ -211,8 +213,10 @@ ALWAYS: dict[str, tuple[Call, type[Exception], str]] = {
         *(ValueError, "criterion must have no trainable parameter, .* got one, a torch.float32 .+: make"),
     ),
     "a write": (of_module(lambda: Writes(4, 4)), ValueError, "must not write to its parameters .* wrote to 'weight'"),
-    # contract: "no hooks on their gradients"
-    "a hook": (of_module(hooked(lambda p: p.register_hook(torch.neg))), ValueError, HOOK),
+    "a hook": (
+        # contract: "no hooks on their gradients"
+        of_module(hooked(lambda p: p.register_hook(torch.neg))), ValueError, HOOK
+    ),
     "a hook after accumulation": (
         of_module(hooked(lambda p: p.register_post_accumulate_grad_hook(lambda p: None))), ValueError, HOOK
     ),

@@ -69,8 +69,10 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "flat": (lambda: sharded().init(flat=False), ValueError, r"flat must be True with DataParallel\(.*shard=True\); got False"),
     "consume": (lambda: sharded().init(consume=True), ValueError, r"consume must be False with DataParallel\(.*shard=True\)"),
     "observe": (lambda: sharded(observe={"f": funcamp.found_inf_by_leaf}), ValueError, r"observe must not be given with DataParallel\(.*shard=True\); got a dict"),
-    # contract: "What needs a parameter's own shape"
-    "a matrix's optimizer": (lambda: sharded(optimizer=funcamp.stateless(torch.optim.Adafactor)).init(), TypeError, "only an elementwise optimizer takes them"),
+    "a matrix's optimizer": (
+        # contract: "What needs a parameter's own shape"
+        lambda: sharded(optimizer=funcamp.stateless(torch.optim.Adafactor)).init(), TypeError, "only an elementwise optimizer takes them"
+    ),
     "FSDP2": (lambda: made(model=fully_shard(nn.Linear(4, 4), mesh=mesh(4))), TypeError, "model must be the module itself"),
     "a complete state": (lambda: sharded()(first(made(Parallel())), BATCH), ValueError, "state must be sharded over this step's ranks"),
     "a state of other ranks": (lambda: sharded()(first(sharded(mesh(2, 2))), BATCH), ValueError, "state must be sharded over this step's ranks"),

@@ -79,8 +79,10 @@ ROWS: dict[str, tuple[Callable[[], object], Any, str]] = {
     "safetensors to load": (lambda: load(Path("a.safetensors")), ValueError, FORMAT),
     "code in a file": (lambda: load(write(Touch())), pickle.UnpicklingError, "Weights only load failed"),
     "a file that is cut": (lambda: load(write(torch.ones(1000), cut=1000)), (RuntimeError, OSError), ""),
-    # contract: "loading a checkpoint with other names than the state's"
-    "another model": (loaded(lambda _: OTHER.state_dict(OTHERS)), ValueError, f"{LOAD}must hold the names"),
+    "another model": (
+        # contract: "loading a checkpoint with other names than the state's"
+        loaded(lambda _: OTHER.state_dict(OTHERS)), ValueError, f"{LOAD}must hold the names"
+    ),
     "an average": (loaded(lambda saved: saved | {"ema.w": LIKE}), ValueError, f"{LOAD}.*; it has unknown 'ema"),
     "a scale of 0": (loaded(scale_of(0.0)), ValueError, f"{LOAD[:-1]}{SCALE}0"),
     "a scale of NaN in slices": (loaded(scale_of(math.nan), True), ValueError, f"{SHARDED[:-1]}{SCALE}nan"),

@@ -14,24 +14,6 @@ from torch.utils import _pytree
 from funcamp import jit, loss, make_train_step
 from tests.support.steps import SGD, assert_as_eager
 
-ONE, OTHER, EMPTY = torch.arange(4.0), torch.arange(4.0) + 1, torch.zeros(0)
-
-
-def step(states: list[Tensor], batch: Tensor) -> Any:
-    """Reads them anywhere: before the state, alone, as a result, as a view, as constants."""
-    s = states[0]
-    new = [s + ONE + OTHER * batch, ONE * 1, ONE, states[3], torch.cat([EMPTY, ONE]), ONE * OTHER + s]
-    metrics = [OTHER, ONE, ONE.view(-1) + ONE, OTHER.view(2, 2), EMPTY, EMPTY + 1]
-    return new, [*metrics, torch.tensor(3.0), torch.tensor([1.0, 2.0]) * OTHER[:2]]
-
-
-@pytest.mark.parametrize("donate", [False, True])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-def test_captured_tensors_come_anywhere_in_a_step(donate: bool, backend: str) -> None:
-    run, one = jit(step, backend=backend, donate=donate), ONE.clone()
-    assert_as_eager(step, run, [torch.zeros(4) for _ in range(6)], torch.ones(2, 4))
-    assert torch.equal(ONE, one)
-
 
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])

@@ -444,15 +444,18 @@ def changing_places(self: Any, x: Tensor) -> Any:
 
 PLACES = r"model\.(one|other)"
 REFUSED: dict[str, tuple[Make, str]] = {
-    # contract: "a count, an iterator or a generator of random numbers on which the results depend is an error"
-    "a count": (counting(float), r"Python changes model\.calls \(from \d to \d\).*register_buffer"),
+    "a count": (
+        # contract: "a count, an iterator or a generator of random numbers on which the results depend is an error"
+        counting(float),
+        r"Python changes model\.calls \(from \d to \d\).*register_buffer",
+    ),
     "a count in a list": (counting_in_a_list, r"criterion\.seen\[\d\] \(from nothing to 1\)"),
     "Python's generator": (drawing(random.random), "(compute the same at every call|not draw from random)"),
     "numpy's generator": (drawing(np.random.rand), "(compute the same at every call|not draw from numpy)"),
     "an iterator": (iterating(lambda: itertools.cycle([1.0, 2.0])), "what no attribute shows, such as an iterator"),
-    # contract: "A tensor that it reads is not replaced by it"
-    # contract: "a step that replaces or writes tensors in Python"
     "a hidden state": (
+        # contract: "A tensor that it reads is not replaced by it"
+        # contract: "a step that replaces or writes tensors in Python"
         unchanged(keeps_output, hidden=torch.zeros(4)),
         r"not replace .* model\.hidden",
     ),

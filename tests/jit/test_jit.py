@@ -12,11 +12,9 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree
 
-from funcamp import ScalerConfig, clone, jit, stateless
+from funcamp import clone, jit
 from funcamp._jit import compile as compiler
 from funcamp._jit import executable
-from tests.support.models import mlp
-from tests.support.steps import assert_as_eager, build, traced
 
 Step = Callable[[Any, Any], Any]
 
@@ -36,7 +34,6 @@ def start() -> dict[str, Any]:
 
 
 X = {"x": torch.ones(2)}
-CONFIG = ScalerConfig(2.0**24, growth_interval=5)
 
 
 def test_the_state_passed_in_is_consumed_and_clone_keeps_one() -> None:
@@ -59,23 +56,6 @@ def test_without_donation_the_state_stays() -> None:
     assert [s["total"].item() for s in (first, second, third)] == [0, 1, 2]
     again, _ = run(first, {"x": torch.ones(1)})
     assert again["total"] == 1
-
-
-def test_steps_in_one_call_are_as_many_calls() -> None:
-    task = mlp()
-    step = build(task, stateless(torch.optim.AdamW, lr=1e-2), policy="float16", config=CONFIG)
-    run, several, state, batches = traced(step), jit(step, backend="eager", unroll=3), step.init(), []
-
-    def one_by_one(state: Any, batch: Any) -> Any:
-        rows = []
-        for part in zip(*batch):
-            state, metrics = run(state, part)
-            rows.append(metrics)
-        return state, _pytree.tree_map(lambda *column: torch.stack(column), *rows)
-
-    for index in (0, 3):
-        batches.append(tuple(map(torch.stack, zip(*(task.batch(index + part) for part in range(3))))))
-    assert_as_eager(one_by_one, several, state, batches)
 
 
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {

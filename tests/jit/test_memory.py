@@ -184,24 +184,27 @@ def test_a_tensor_that_the_step_reads_is_later_given_the_memory_of_the_state(mod
 # The results
 
 
-CAPTURED = torch.arange(4.0)
+CAPTURED, EMPTY = torch.arange(4.0), torch.zeros(0)
 
 
 def equal_ones(state: Any, x: Tensor) -> Any:
     """Every kind of result that is equal to another one or to an input, as one program: compiling takes long."""
     w, ones = state["w"] + x, torch.ones(4)
     new = {"w": w, "ema": w + 0, "same": w, "old": state["w"] * 1, "kept": state["kept"], "view": w.view(2, 2)}
+    new |= {"captured": CAPTURED, "joined": torch.cat([EMPTY, CAPTURED])}
     parts = [w, w.view(2, 2).view(-1), w[1:3], w[:1].expand(4), w.view(torch.int32), state["kept"], state["w"]]
     others = [w.sum(), w.sum() + 0, x, x[2:], CAPTURED, CAPTURED.view(2, 2) * 1, CAPTURED * ones, state["w"] * ones]
     equal = [x * ones, x + torch.zeros(4), (x * 1)[1:] * 1, x.double().float(), torch.cat([x])]
-    return new, [*parts, *others, *equal]
+    constants = [EMPTY, EMPTY + 1, torch.tensor(3.0), torch.tensor([1.0, 2.0]) * CAPTURED[:2], CAPTURED * x]
+    return new, [*parts, *others, *equal, *constants]
 
 
 @pytest.mark.parametrize("unroll", [None, 2])
 @pytest.mark.parametrize("donate", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.inductor)])
 def test_no_two_results_share_memory_and_none_an_inputs(backend: str, donate: bool, unroll: int | None) -> None:
-    state: Any = dict.fromkeys(("w", "ema", "same", "old", "kept"), torch.zeros(4)) | {"view": torch.zeros(2, 2)}
+    names = ("w", "ema", "same", "old", "kept", "view", "captured", "joined")
+    state: Any = dict.fromkeys(names, torch.zeros(4)) | {"view": torch.zeros(2, 2)}
     run, expected, tensors = jit(equal_ones, backend=backend, donate=donate, unroll=unroll), clone(state), [CAPTURED]
     for _ in range(2):
         x = torch.randint(9, (unroll or 1, 4)).float()  # exact sums

@@ -22,7 +22,6 @@ from funcamp import (
     update,
 )
 from tests.support.helpers import to
-from tests.support.optimizers import CASES
 
 GRADS: dict[str, Any] = {
     "w": torch.randn(3, 2),
@@ -65,15 +64,6 @@ def test_call_reads_nothing_on_the_host(name: str) -> None:
         node.meta["val"].device.type for node in graph.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)
     }
     assert devices == {"meta"}, "a tensor was made on another device than the inputs'"
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_optimizer_reads_nothing_on_the_host(name: str) -> None:
-    cls, arguments = CASES[name]
-    optimizer = stateless(cls, **arguments)
-    params = {"w": torch.randn(3, 2)}
-    assert len(trace(optimizer.update, (params, params, optimizer.init(params))).graph.nodes) > 0
-    assert len(trace(optimizer.init, (params,)).graph.nodes) > 0
 
 
 @pytest.mark.parametrize("read", [lambda x: x.item(), lambda x: x[x > 0]], ids=["item", "mask"])

@@ -110,8 +110,8 @@ def add(x: Tensor, places: Tensor) -> Tensor:
     ("write", "bad", "text"),
     [(put, [0, 1, 1, 2], "index_put"), (add, [1, 1, 1, 0], "size|u0")],
 )
-# contract: "a tensor that a mask has selected does not broadcast (an error)"
 def test_places_or_a_size_that_cannot_be_are_an_error_and_lose_nothing(write: Any, bad: list[int], text: str) -> None:
+    # contract: "a tensor that a mask has selected does not broadcast (an error)"
     run, good = jit(lambda state, places: (state + 1, write(state, places))), torch.tensor([0, 1, 1, 0])
     state, found = run(torch.zeros(4), good)
     assert_same(found, write(torch.zeros(4), good))

@@ -188,25 +188,49 @@ PYTHON: dict[str, tuple[Callable[[Tensor, Tensor], Any], str, str]] = {
     "a sparse tensor": (lambda w, x: SPARSE @ x, "read strided tensors only, .*make it dense", ""),
     "nested tensors": (lambda w, x: torch.nested.nested_tensor([x], layout=torch.jagged), "not make nested", "nested"),
     "packed sequences": (packed, "must not pack sequences, whose lengths are values", "pack_padded"),
-    # contract: "`jit` of a CTC loss"
-    "a CTC loss": (ctc, "take a shape from values .*ctc_loss.* call the step without jit", ""),
+    "a CTC loss": (
+        # contract: "`jit` of a CTC loss"
+        ctc,
+        "take a shape from values .*ctc_loss.* call the step without jit",
+        "",
+    ),
     "a size in a branch": (lambda w, x: x if x[x > 0].numel() > 2 else -x, OPEN, "numel"),
     "dropout of such a size": (lambda w, x: F.dropout(x[x > 0]), OPEN, "dropout"),
     "a seed": (seeds, SEED, r"torch.rand\(2\)"),
-    # contract: "`jit` of draws with `generator=torch.default_generator`"
-    "its own generator": (lambda w, x: torch.rand(2, generator=GENERATOR), "default generator", "GENERATOR"),
-    # contract: "of draws after the generator was set back, except in a backward pass"
-    "set back for another kind": (set_back, BACK, ""),
+    "its own generator": (
+        # contract: "`jit` of draws with `generator=torch.default_generator`"
+        lambda w, x: torch.rand(2, generator=GENERATOR),
+        "default generator",
+        "GENERATOR",
+    ),
+    "set back for another kind": (
+        # contract: "of draws after the generator was set back, except in a backward pass"
+        set_back,
+        BACK,
+        "",
+    ),
     "set back for other probabilities": (set_back_for_others, BACK, ""),
-    # contract: "`jit` of a step that assigns to `tensor.data`"
-    "data of what it reads": (assigns, DATA, "OWN.data = "),
-    # contract: "for a jitted one that is an error"
-    # contract: "`jit` of a step that writes into its batch"
-    "a write into the batch": (lambda w, x: x.add_(1), BATCH, ""),
+    "data of what it reads": (
+        # contract: "`jit` of a step that assigns to `tensor.data`"
+        assigns,
+        DATA,
+        "OWN.data = ",
+    ),
+    "a write into the batch": (
+        # contract: "for a jitted one that is an error"
+        # contract: "`jit` of a step that writes into its batch"
+        lambda w, x: x.add_(1),
+        BATCH,
+        "",
+    ),
     "a write into what it reads": (lambda w, x: OWN.add_(x), "must write into nothing but its state.*OWN", ""),
     "a batch norm in training": (lambda w, x: NORM(x.view(3, 2)), "NORM.num_batches_tracked.*in eval mode", ""),
-    # contract: "`torch.linalg.pinv` under autocast"
-    "a cast inside of pinv": (casts, CAST, ""),
+    "a cast inside of pinv": (
+        # contract: "`torch.linalg.pinv` under autocast"
+        casts,
+        CAST,
+        "",
+    ),
 }
 
 

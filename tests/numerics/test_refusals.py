@@ -35,8 +35,10 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "tapped integers": (lambda: tap(INTEGERS, probe()), TypeError, "tap: x must be a strided floating-point .*int64"),
     "no probe": (lambda: tap(torch.ones(1), torch.zeros(2, 568)), TypeError, "tap: probe must be a Record, as probe"),  # type: ignore[arg-type]
     "half a sample": (lambda: tap(torch.ones(1), probe(), sample=1.5), TypeError, "tap: sample must be an integer or None; got 1.5"),  # type: ignore[arg-type]
-    # contract: "forward mode (`jvp`, `jacfwd`) through a tap"
-    "forward mode": (lambda: torch.func.jvp(lambda x: tap(x, probe()), (torch.ones(2),), (torch.ones(2),)), RuntimeError, "jvp"),
+    "forward mode": (
+        # contract: "forward mode (`jvp`, `jacfwd`) through a tap"
+        lambda: torch.func.jvp(lambda x: tap(x, probe()), (torch.ones(2),), (torch.ones(2),)), RuntimeError, "jvp"
+    ),
     "no records": (lambda: Records.of({}), ValueError, "records must hold one at least"),
     "a mapping added": (lambda: RECORDS + {}, TypeError, "unsupported operand"),
     "other names added": (lambda: RECORDS + Records(("other",), RECORDS.rows), ValueError, "Records: names must be the same.*'other'"),

@@ -214,9 +214,9 @@ def test_a_schedule_changes_the_group() -> None:
     assert_follows(optimizer, loop, params, scheduler=make(loop.optimizer))
 
 
-# contract: "`to_torch` and `from_torch` with optimizers of other packages"
 @pytest.mark.parametrize("cls", [CountsInState, KeepsOtherKinds], ids=name_of)
 def test_a_state_is_saved_by_the_step_and_not_in_torchs_format(cls: Any) -> None:
+    # contract: "`to_torch` and `from_torch` with optimizers of other packages"
     step, grads = linear_step(stateless(cls)), randn_like(example())
     state, _ = step(step.init(example()), grads)
     again = step.load_state_dict(step.state_dict(state), like=step.init(example()))

@@ -173,16 +173,6 @@ def _same_data(_fresh: None) -> None:
     torch.manual_seed(0)
 
 
-@pytest.mark.compiled
-def test_a_tensor_is_an_input_of_a_compiled_update() -> None:
-    lr, params = torch.tensor(0.125), torch.zeros(1)
-    optimizer = stateless(optim.SGD, lr=lr)
-    step = torch.compile(optimizer.update, fullgraph=True, backend="aot_eager")
-    for value in (0.125, 2.0):
-        lr.fill_(value)
-        assert step(params, torch.ones(1), optimizer.init(params))[0].item() == -value
-
-
 @pytest.mark.parametrize("name", ["AdamW", "SGD-dampening"])
 def test_none_gradient_leaves_parameter_and_state_alone(name: str) -> None:
     cls, arguments = CASES[name]

@@ -52,9 +52,8 @@ HALF = torch.tensor(0.5)
 GROUPED = by_group({"matrix": SGD, "vector": SGD})
 OPTIMIZERS: dict[str, Row] = {
     "bool": (lambda: stateless(optim.SGD, nesterov=HALF), TypeError, "nesterov must be a bool, because it chooses"),
-    "foreach": (lambda: stateless(optim.Adam, foreach=HALF), ValueError, "foreach must be False or None"),
-    # contract: "a schedule or a tensor for Muon's `ns_coefficients`"
     "constant": (
+        # contract: "a schedule or a tensor for Muon's `ns_coefficients`"
         lambda: stateless(optim.Muon, ns_coefficients=(HALF, 1.0, 2.0)),
         TypeError,
         "ns_coefficients must be a constant",
@@ -329,19 +328,26 @@ CLASSES: dict[Any, str] = {
     SortsIntoGroups: "it sorts its parameters into groups",
     KeepsElsewhere: "comes to other numbers than in its own loop",
     Hooked: "hooks on its step",
-    # contract: "Anything else that it asks of such a number is refused by name"
-    Reads: r"reads a number that changes in training \(test_refusals.py",
-    # contract: "optimizers of other packages that draw random numbers"
-    Draws: "draws random numbers",
+    Reads: (
+        # contract: "Anything else that it asks of such a number is refused by name"
+        r"reads a number that changes in training \(test_refusals.py"
+    ),
+    Draws: (
+        # contract: "optimizers of other packages that draw random numbers"
+        "draws random numbers"
+    ),
     Grows: "must have the same entries",
-    # contract: "or keep state under a text"
-    KeepsByText: "parameters as keys of",
+    KeepsByText: (
+        # contract: "or keep state under a text"
+        "parameters as keys of"
+    ),
     ChangesText: "its step changes 'phase'|must be a tensor or a number",
     AsksTooMuch: "in more than 16 ways",
-    # contract: "need more than one parameter at a time"
-    DependsAndAsks: "depends on another one|more than 16 ways|changes lr",
+    DependsAndAsks: (
+        # contract: "need more than one parameter at a time"
+        "depends on another one|more than 16 ways|changes lr"
+    ),
     UsesLists: "pass foreach=False",
-    optim.SparseAdam: "does not support dense gradients",
 }
 FOREIGN: dict[str, Row] = {
     cls.__name__: (

@@ -6,8 +6,6 @@ In torch's loop `scheduler.step()` is called after each step that `torch.amp.Gra
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -33,19 +31,22 @@ from torch.optim.lr_scheduler import (
     StepLR,
 )
 
-import funcamp
-from funcamp import ScalerConfig, by_group, jit, make_train_step, schedule, stateless
-from tests.support.helpers import assert_close, assert_same, clone
-from tests.support.torch_loop import Scaled
+from funcamp import by_group, jit, schedule, stateless
+from tests.support.schedules import (
+    APPLIED,
+    STEPS,
+    Make,
+    all_of,
+    assert_same_rows,
+    batch,
+    funcamps_loop,
+    parameters,
+    rates,
+    torchs_loop,
+)
+from tests.support.torch_loop import linear_step
 
 optim = torch.optim
-Make = Callable[[Any], Any]
-
-STEPS = 14
-#: Steps whose gradients are infinite; torch's scaler skips them.
-INFINITE = {0, 4, 5, 11}
-APPLIED = STEPS - len(INFINITE)
-CONFIG = ScalerConfig(init_scale=2.0**10, growth_interval=4)
 
 #: One scheduler of each class.
 MAKE: dict[str, Make] = {
@@ -74,90 +75,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 #: They give SGD a momentum, whose products torch's CPU adds in one rounding.
 ROUNDED = {("CyclicLR", "SGD"), ("OneCycleLR", "SGD")}
-SHAPES = {"w": (4, 3), "v": (5,)}
-
-
-#: What a scheduler of torch may change.
-NUMBERS = ("lr", "momentum", "betas")
-
-
-def parameters() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(100)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
-
-
-def batch(step: int) -> dict[str, Tensor]:
-    """Return the gradients of a step. They are powers of 2, whose products have no rounding."""
-    generator = torch.Generator().manual_seed(step)
-    powers = {name: torch.randint(-3, 3, shape, generator=generator) for name, shape in SHAPES.items()}
-    value = {name: torch.exp2(power.float()) for name, power in powers.items()}
-    if step in INFINITE:
-        value["v"][0] = math.inf
-    return value
-
-
-def loss_fn(params: dict[str, Tensor], weights: dict[str, Tensor]) -> Tensor:
-    return torch.stack([(params[name] * weights[name]).sum() for name in params]).sum()
-
-
-Leaves = dict[str, Tensor]
-#: What a step used and came to: the numbers of each parameter group, and the parameters.
-Rows = list[tuple[list[dict[str, Any]], dict[str, Tensor]]]
-
-
-def torchs_loop(make_optimizer: Callable[[Leaves], optim.Optimizer], make: Make, *, every_step: bool = False) -> Rows:
-    """Train with torch; the scheduler advances at applied steps, or at every step."""
-    leaves = {name: value.requires_grad_() for name, value in parameters().items()}
-    optimizer = make_optimizer(leaves)
-    scheduler = make(optimizer)
-    scaled, rows = Scaled(optimizer, CONFIG), []
-    for step in range(STEPS):
-        numbers = [{name: group.get(name) for name in NUMBERS} for group in optimizer.param_groups]
-        _, is_skipped = scaled.take(loss_fn(leaves, batch(step)))
-        if every_step or not is_skipped:
-            scheduler.step()
-        rows.append((numbers, clone(leaves)))
-    return rows
-
-
-def funcamps_loop(optimizer: Any, wrap: Callable[[Any], Any] = lambda step: step) -> Rows:
-    step = step_of(optimizer)
-    run, state = wrap(step), step.init(parameters())
-    rows: Rows = []
-    for number in range(STEPS):
-        used = numbers_of(step, state)
-        state, _ = run(state, batch(number))
-        rows.append((used, clone(state.params.tree())))
-    return rows
-
-
-def step_of(optimizer: Any) -> funcamp.TrainStep:
-    return make_train_step(loss_fn, optimizer, CONFIG)
-
-
-def numbers_of(step: funcamp.TrainStep, state: Any) -> list[dict[str, Any]]:
-    """Return the numbers of the next step, for each group, as a torch optimizer has them."""
-    saved = step.to_torch(state)["optimizer"]
-    optimizers = [saved] if "param_groups" in saved else saved.values()
-    return [{name: group.get(name) for name in NUMBERS} for one in optimizers for group in one["param_groups"]]
-
-
-def rates(rows: Rows) -> list[list[float]]:
-    return [[group["lr"] for group in numbers] for numbers, _ in rows]
-
-
-def assert_same_rows(actual: Rows, expected: Rows, *, exact: bool = True) -> None:
-    """Equal hyperparameters at every step; equal parameters, or within a rounding of every update."""
-    assert [numbers for numbers, _ in actual] == [numbers for numbers, _ in expected]
-    for (_, params), (_, params_expected) in zip(actual, expected, strict=True):
-        if exact:
-            assert_same({name: params[name] for name in SHAPES}, params_expected)
-        else:
-            assert_close({name: params[name] for name in SHAPES}, params_expected, 5e-7)
-
-
-def all_of(cls: Any, **numbers: Any) -> Callable[[Leaves], optim.Optimizer]:
-    return lambda leaves: cls(leaves.values(), **numbers)
 
 
 def test_every_scheduler_of_torch_is_tested() -> None:
@@ -238,7 +155,7 @@ def test_groups_of_other_classes_have_a_scheduler_each() -> None:
 
 
 def test_past_the_last_step_the_last_value_remains_and_torch_gets_that_of_the_next_step() -> None:
-    step = step_of(schedule(stateless(optim.SGD, lr=1.0), lambda o: ExponentialLR(o, 0.5), steps=3))
+    step = linear_step(schedule(stateless(optim.SGD, lr=1.0), lambda o: ExponentialLR(o, 0.5), steps=3))
     state = step.init(parameters())
     for count, expected in ((0, 1.0), (1, 0.5), (2, 0.25), (3, 0.25), (1_000_000, 0.25)):
         state = state._replace(opt_state=state.opt_state._replace(applied=torch.tensor(count)))

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from funcamp import schedule, stateless
-from tests.optim.test_schedule import APPLIED, all_of, assert_same_rows, funcamps_loop, rates, torchs_loop
+from tests.support.schedules import APPLIED, all_of, assert_same_rows, funcamps_loop, rates, torchs_loop
 from tests.support.trainers import imported
 
 pytestmark = pytest.mark.models

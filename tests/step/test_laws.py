@@ -23,8 +23,6 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "rmsprop": lambda: stateless(torch.optim.RMSprop, lr=0.01, centered=True),
     "radam": lambda: stateless(torch.optim.RAdam, lr=0.01),
 }
-#: What a skipped step counts.
-COUNTS = {"step", "skipped", "consecutive_skips"}
 SHAPES = st.lists(st.integers(0, 3), max_size=2).map(tuple)
 
 
@@ -114,19 +112,3 @@ def test_no_form_of_a_step_changes_a_number(form: str, case: Case) -> None:
 def test_flat_storage_changes_the_order_of_sums_only(case: Case) -> None:
     (found, _), (expected, _) = trained(case, case.step(), flat=False), trained(case, case.step())
     assert_close(found, expected, 1e-5)
-
-
-@settings(max_examples=30, deadline=None, derandomize=True)
-@given(cases())
-def test_a_skipped_step_restores_every_leaf_but_the_scale_and_the_counts(case: Case) -> None:
-    step = case.step()
-    state = step.init(clone(case.params))
-    for batch in case.batches:
-        before = step.state_dict(state)
-        state, metrics = step(state, batch)
-        after = step.state_dict(state)
-        if metrics.found_inf:
-            moving = {name for name in after if name.startswith("scaler.") or name in COUNTS}
-            assert_same({**after, **{name: before[name] for name in moving}}, before)
-            assert after["scaler.scale"] == before["scaler.scale"] / 2
-        assert bool(metrics.found_inf) != all(value.isfinite().all() for value in batch.values())

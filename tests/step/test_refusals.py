@@ -84,7 +84,6 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     # the loss
     "loss of the module": (lambda: make_train_step(lambda p, x: LINEAR(x).sum(), SGD)(START, X), ValueError, "step: .*parameters it is given; it uses none.*module_loss"),
     "loss described twice": (lambda: loss(functools.partial(loss(plain, engine="func"))), TypeError, "loss: function must not be a loss already"),
-    "probes": (lambda: loss(plain, probes=ANY), TypeError, "loss: probes must be names; got None"),
     "keep_buffers": (lambda: loss(plain, keep_buffers=True), ValueError, "loss: keep_buffers must be False without has_buffers"),
     "criterion": (lambda: module_loss(LINEAR, loss(lambda out, y: out.sum())), TypeError, "module_loss: criterion must be a plain function"),
     "aux forgotten": (beside(lambda n: {"n": n}, has_aux=True), TypeError, r"step: loss_fn must return \(loss, \(buffers, aux\)\) with both; got a dict"),

@@ -283,8 +283,8 @@ def test_parameters_are_added_in_mid_run(name: str, flat: bool) -> None:
         assert_same(again.opt_state, state.opt_state)
 
 
-# contract: "one step count for a group of flat storage"
 def test_flat_storage_has_one_count_a_group() -> None:
+    # contract: "one step count for a group of flat storage"
     def of(*names: str) -> tuple[TrainStep, dict[str, torch.Tensor]]:
         step = make_train_step(lambda p, x: sum((p[name] * x).sum() for name in names), stateless(optim.AdamW))
         return step, {name: torch.ones(2) for name in names}

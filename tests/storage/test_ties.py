@@ -57,9 +57,9 @@ REFUSED: dict[str, tuple[Callable[[Any], dict[str, Tensor]], str]] = {
 }
 
 
-# contract: "that share memory without being one tensor are an error"
 @pytest.mark.parametrize("name", REFUSED)
 def test_memory_that_two_share_is_refused_by_name(name: str) -> None:
+    # contract: "that share memory without being one tensor are an error"
     model, (tie, text) = Pair(), REFUSED[name]
     for place, value in tie(model.a.weight).items():
         put(model, place, value)
@@ -180,11 +180,11 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 }
 
 
-# contract: "Later is an error"
-# contract: "A frozen parameter, or one that is added by a layer, is an error"
 @pytest.mark.compiled
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_module_that_changed_after_its_loss_was_made(change: str) -> None:
+    # contract: "Later is an error"
+    # contract: "A frozen parameter, or one that is added by a layer, is an error"
     model, (make, text) = Pair(), CHANGES[change]
     model.b.bias.requires_grad_(False)
     step = make_train_step(module_loss(model, F.mse_loss), SGD)

@@ -70,13 +70,14 @@ def randn_like(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.randn_like(value) for name, value in params.items()}
 
 
+def linear_loss(params: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> Tensor:
+    """A loss with these gradients: their product with the parameters."""
+    return torch.stack([(params[name] * gradients[name]).sum() for name in params]).sum()
+
+
 def linear_step(optimizer: Any, config: ScalerConfig = ScalerConfig(), **options: Any) -> Any:
-    """A step whose batch is the gradients: the loss is their product with the parameters."""
-
-    def loss_fn(params: Mapping[str, Tensor], batch: Mapping[str, Tensor]) -> Tensor:
-        return torch.stack([(params[name] * batch[name]).sum() for name in params]).sum()
-
-    return make_train_step(loss_fn, optimizer, config, policy=None, **options)
+    """A step whose batch is the gradients."""
+    return make_train_step(linear_loss, optimizer, config, policy=None, **options)
 
 
 #: A module and its criterion; without one the module returns its loss.

@@ -70,8 +70,11 @@ VALUE = "must not (read a tensor's value|take a shape from values)"
 ADAPTIVE, NORM = nn.AdaptiveLogSoftmaxWithLoss(8, 30, [4, 12], div_value=2.0), nn.BatchNorm1d(8, momentum=None)
 LABELS = torch.tensor([0, 5, 20, 1, 2, 3])
 REFUSED: dict[str, tuple[Callable[[Tensor], Any], str]] = {
-    # contract: "`nn.AdaptiveLogSoftmaxWithLoss` and `BatchNorm(momentum=None)`"
-    "adaptive softmax": (lambda x: ADAPTIVE(x, LABELS).loss, VALUE),
+    "adaptive softmax": (
+        # contract: "`nn.AdaptiveLogSoftmaxWithLoss` and `BatchNorm(momentum=None)`"
+        lambda x: ADAPTIVE(x, LABELS).loss,
+        VALUE,
+    ),
     "batch norm without momentum": (NORM, VALUE),
     "a function of the same name": (gaussian_nll_loss, VALUE),
     "one_hot": (lambda x: F.one_hot(LABELS), "pass num_classes to one_hot"),

@@ -359,8 +359,13 @@ def test_a_wrong_factor_is_no_rounding(policy: str | None, monkeypatch: pytest.M
 STEP, MANY, ONE = make(mlp()), batches(), batches(1)[0]
 #: Arguments, the error, and its words.
 REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
-    # contract: "`verify` for a step that `make_train_step` did not make"
-    ((mlp(), MANY), {}, TypeError, "step must be a step of make_train_step, or jit of one"),
+    (
+        # contract: "`verify` for a step that `make_train_step` did not make"
+        (mlp(), MANY),
+        {},
+        TypeError,
+        "step must be a step of make_train_step, or jit of one",
+    ),
     ((funcamp.jit(STEP, unroll=2), MANY), {}, ValueError, "one step in a call"),
     ((STEP, MANY[:2]), {}, ValueError, "batches must be at least 4"),
     ((STEP, ONE), {}, TypeError, r"which is one batch.*\[batch\] \* 4"),

@@ -18,12 +18,15 @@ def host_generators() -> list[ModuleType]:
     return [module for module in imported if module is not None]
 
 
-def is_generator(value: object) -> bool:
-    """Return whether a value is a generator of Python or numpy that draws from a state of its own."""
-    if isinstance(value, random.SystemRandom):
-        return False
+def is_own_generator(value: object) -> bool:
+    """Return whether a value is a generator of Python or numpy with a state of its own, and not a global one."""
     is_numpys = type(value).__name__ in _OF_NUMPY and type(value).__module__.startswith("numpy.random")
-    return isinstance(value, random.Random) or is_numpys
+    if isinstance(value, random.SystemRandom) or not (is_numpys or isinstance(value, random.Random)):
+        return False
+    global_draws: list[Any] = [random.random]
+    if "numpy.random" in sys.modules:
+        global_draws.append(sys.modules["numpy.random"].rand)
+    return all(value is not draw.__self__ for draw in global_draws)
 
 
 def states_of(generators: Sequence[Any]) -> list[bytes]:

@@ -11,6 +11,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
@@ -229,20 +230,22 @@ def _note_draws(graph: Graph, generators: list[Any], generators_before: list[byt
     Two runs may draw numbers that lead to the same operations, as a layer that is rarely left out.
 
     Raises:
-        HostError: the step drew them, as there is no other thread that could have.
+        HostError: the step drew them: from a generator of its own, or as there is no other thread that could have.
     """
-    drawn: list[str] = []
-    for generator, before, now in zip(generators, generators_before, states_of(generators)):
-        if before != now:
-            drawn.append(getattr(generator, "__name__", f"a {type(generator).__name__}"))
-    if not drawn:
-        return False
-    names = " and ".join(drawn)
     others = [thread for thread in threading.enumerate() if not thread.name.startswith("funcamp")]
-    if len(others) == 1:
-        raise HostError(f"not draw from {names}, as a program would repeat the numbers at every step: {_DRAW_INSTEAD}")
-    graph.notes.add(
-        f"another thread, or the step, drew from {names} while it was traced; a program would repeat the step's "
-        f"numbers: {_DRAW_INSTEAD}"
-    )
-    return True
+    has_drawn = False
+    for generator, before, now in zip(generators, generators_before, states_of(generators)):
+        if before == now:
+            continue
+        has_drawn = True
+        is_global = isinstance(generator, ModuleType)
+        name = generator.__name__ if is_global else f"a {type(generator).__name__}"
+        if len(others) == 1 or not is_global:
+            raise HostError(
+                f"not draw from {name}, as a program would repeat the numbers at every step: {_DRAW_INSTEAD}"
+            )
+        graph.notes.add(
+            f"another thread, or the step, drew from {name} while it was traced; a program would repeat the step's "
+            f"numbers: {_DRAW_INSTEAD}"
+        )
+    return has_drawn

@@ -95,6 +95,33 @@ def test_a_group_is_cast_once_and_no_number_changes(graphs: list[fx.Graph], tied
     assert_same(found, trained(tied, accumulate, without=["casts"]))
 
 
+class Convolutions(nn.Module):
+    """Gradients in the order of channels, and parts of a size that needs zeros after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Conv2d(3, 5, 3, bias=False), nn.Conv2d(5, 7, 3, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.second(torch.relu(self.first(x.contiguous(memory_format=torch.channels_last))))
+        return out
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_gradients_of_convolutions_are_joined_before_they_are_cast(graphs: list[fx.Graph]) -> None:
+    def state_after(**options: Any) -> Any:
+        torch.manual_seed(0)
+        loss_fn = module_loss(Convolutions(), lambda out, y: (out.float() - y).square().mean())
+        step = make_train_step(loss_fn, stateless(torch.optim.AdamW, lr=1e-2), policy="bfloat16")
+        return jit(step, backend="eager", **options)(step.init(), (torch.rand(2, 3, 6, 6), torch.rand(2, 7, 2, 2)))[0]
+
+    found = state_after()
+    (join,) = graphs[0].find_nodes(op="call_function", target=aten.cat.default)
+    assert join.meta["val"].dtype == torch.bfloat16
+    assert any(part.target is aten.new_zeros.default for part in join.args[0])
+    assert_same(found, state_after(without=["casts"]))
+
+
 def part_written(flat: Tensor) -> tuple[Tensor, ...]:
     """A part that is written after the other one's cast, and two casts of one part, the first of which is written."""
     first, second = flat.split_with_sizes([8, 8])

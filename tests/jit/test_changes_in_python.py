@@ -306,7 +306,57 @@ def keeps_output(self: Any, x: Tensor) -> Any:
     return out
 
 
+class Options(dict[str, float]):
+    """Options by name or as attributes, as many projects write them."""
+
+    __getattr__ = dict.__getitem__
+
+
+class Weighted:
+    """A term of a loss with an object as a default, in a tuple that no other object has."""
+
+    def __init__(self) -> None:
+        self.settings = types.SimpleNamespace(scale=1.0)
+
+    def term(self) -> Callable[[Tensor, Tensor], Tensor]:
+        def weighted(out: Tensor, y: Tensor, *, settings: Any = self.settings) -> Tensor:
+            error: Tensor = F.mse_loss(out, y) * settings.scale
+            return error
+
+        return weighted
+
+
+def many_terms() -> Program:
+    weights = [Weighted() for _ in range(12)]
+    terms = [weight.term() for weight in weights]
+    return Program(
+        linear(),
+        lambda out, y: torch.stack([term(out, y) for term in terms]).sum(),
+        late(lambda: setattr(weights[-1].settings, "scale", 2.0)),
+    )
+
+
+def with_options() -> Program:
+    class Configured(Net):
+        options = Options(scale=2.0)
+
+    return Program(Configured(lambda self, x: self.layer(x) * self.options.scale))
+
+
+def hook_of_mode(layer: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+    return out * 2 if layer.training else out
+
+
+def with_hook() -> Program:
+    model = linear()
+    model.layer.register_forward_hook(hook_of_mode)
+    return Program(model, before=late(model.layer.eval))
+
+
 FOLLOWED: dict[str, Make] = {
+    "one of many terms": many_terms,
+    "options as a class variable": with_options,
+    "the mode that a hook reads": with_hook,
     "the mode of the whole": layers(nn.Dropout(1.0), before=lambda model, index: model.train(index % 2 == 0)),
     "the mode of a part": layers(nn.BatchNorm1d(4), before=lambda model, index: model[1].train(index < LATE)),
     "the mode that another layer reads": changed(
@@ -442,6 +492,18 @@ def changing_places(self: Any, x: Tensor) -> Any:
     return self.layer(x) * self.one.sum()
 
 
+def filled_from_the_first_batch() -> Program:
+    def forward(self: Any, x: Tensor) -> Any:
+        if not self.is_ready:
+            self.mean.copy_(x.detach().mean(0))
+            self.is_ready = True
+        return self.layer(x - self.mean)
+
+    model = Net(forward, is_ready=False)
+    model.register_buffer("mean", torch.zeros(4))
+    return Program(model)
+
+
 PLACES = r"model\.(one|other)"
 REFUSED: dict[str, tuple[Make, str]] = {
     "a count": (
@@ -452,6 +514,19 @@ REFUSED: dict[str, tuple[Make, str]] = {
     "a count in a list": (counting_in_a_list, r"criterion\.seen\[\d\] \(from nothing to 1\)"),
     "Python's generator": (drawing(random.random), "(compute the same at every call|not draw from random)"),
     "numpy's generator": (drawing(np.random.rand), "(compute the same at every call|not draw from numpy)"),
+    "a generator of the model": (
+        unchanged(lambda self, x: self.layer(x) * (1 + (self.draws.random() < 0.01)), draws=random.Random(0)),
+        "not draw from a Random",
+    ),
+    "numpy's of the model": (
+        unchanged(lambda self, x: self.layer(x) * (1 + (self.draws.random() < 0.01)), draws=np.random.default_rng(0)),
+        "not draw from a Generator",
+    ),
+    "a buffer filled once": (
+        # contract: "and so is a buffer that only the first run fills"
+        filled_from_the_first_batch,
+        r"change the same parts of its state .*model\.is_ready \(from False to True\).*before init",
+    ),
     "an iterator": (iterating(lambda: itertools.cycle([1.0, 2.0])), "what no attribute shows, such as an iterator"),
     "a hidden state": (
         # contract: "A tensor that it reads is not replaced by it"

@@ -112,6 +112,16 @@ def test_a_next_state_of_other_strides(compiled: Compiled) -> None:
         state = assert_follows(transposed, run, state, torch.ones(2, 1))
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_columns_of_a_matrix_stay_what_they_are(backend: str) -> None:
+    def step(state: Any, batch: Tensor) -> Any:
+        return {"columns": state["columns"], "sum": state["sum"] + (state["columns"] * batch).sum(1)}, None
+
+    columns = torch.arange(24.0).view(4, 6)[:, :3]
+    run = jit(step, backend=backend, donate=False)
+    assert_follows(step, run, {"columns": columns, "sum": torch.zeros(4)}, torch.ones(3, 4, 3))
+
+
 def test_the_state_may_be_written_in_place(compiled: Compiled) -> None:
     def step(state: Any, batch: Tensor) -> Any:
         state["w"].add_(batch)

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,24 @@ LONG = (
     *("executed", "distributed", "private_names", "counted", "elastic", "step_parity", "donation", "stats", "step"),
     *("joint_counts", "fusion"),
 )
+#: Folders whose tests all have this mark. A run that leaves it out does not import them.
+MARKS = {
+    "jit": "compiled",
+    "cpu": "compiled",
+    "databases": "compiled",
+    "gpu_program": "inductor",
+    "cuda": "cuda",
+    "peers": "peers",
+}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what has no test to run, because `--doctest-modules` imports every file that is collected."""
+    if collection_path.is_dir():
+        has_tests = f"not {MARKS.get(collection_path.name)}" not in config.option.markexpr
+    else:
+        has_tests = collection_path.name.startswith("test_")
+    return None if has_tests else True
 
 
 def is_left_out(example: doctest.DocTest | None) -> bool:
@@ -36,6 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # `thorough(keep=n)`: all cases of a test but its first n are left to `make test-all`.
     seen: Counter[str] = Counter()
     for item in items:
+        if mark := MARKS.get(item.path.parent.name):
+            item.add_marker(mark)
         marker = item.get_closest_marker("thorough")
         if marker is not None:
             test = item.nodeid.partition("[")[0]

@@ -32,6 +32,8 @@ PART_PROGRAMS := $(addprefix tests/,upstream/test_upstream.py gpu_program/test_c
 	$(addprefix jit/test_,captured_tensors.py whole_operations.py permutations.py memory.py))
 SELECT := not cuda and not peers and not models$(if $(CXX_FOUND),, and not inductor)
 SELECT_MODELS := models$(if $(CXX_FOUND),, and not inductor)
+# mypy uses the stubs of the pinned torch.
+LINT := $(if $(filter $(PINNED),$(TORCH)),lint)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -56,12 +58,16 @@ check: $(VENV)/installed
 run-check: $(VENV)/installed
 	$(PYTEST) $(BY_FILE) -m "$(SELECT) and not inductor and not compiled and not processes and not slow and not rest" $(ARGS)
 
-# mypy uses the stubs of the pinned torch. The packages of models are on the path of their own tests only: Lightning imports
-# any torchvision that it finds, and the import fails if that was built for another torch.
-test test-all: $(VENV)/installed $(VENV)/models/installed
-	$(MAKE) --jobs 2 $(if $(filter $(PINNED),$(TORCH)),lint) run-$@
+test: $(VENV)/installed $(VENV)/models/installed
+	$(MAKE) --jobs 2 $(LINT) run-test
 
+test-all: $(VENV)/installed $(VENV)/models/installed
+	$(MAKE) --jobs 2 $(LINT) run-test-all
+
+# The packages of models are on the path of their own tests only: Lightning imports any torchvision that it finds, and the
+# import fails if that was built for another torch.
 run-test: CASES := and not rest
+run-test-all: CASES :=
 run-test run-test-all: $(VENV)/installed $(VENV)/models/installed
 	@$(if $(CXX_FOUND),,echo "No C++ compiler: leaving out the tests marked inductor (install g++ to run them).")
 	$(PYTEST) $(BY_FILE) -m "$(SELECT) $(CASES)" $(ARGS)

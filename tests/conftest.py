@@ -25,7 +25,7 @@ LONG = (
     *("executed", "distributed", "private_names", "counted", "elastic", "step_parity", "donation", "stats", "step"),
     *("joint_counts", "fusion"),
 )
-#: Folders whose tests all have this mark. A run that leaves it out does not import them.
+#: Folders and files whose tests all have this mark. A run that leaves it out does not import them.
 MARKS = {
     "jit": "compiled",
     "cpu": "compiled",
@@ -33,16 +33,15 @@ MARKS = {
     "gpu_program": "inductor",
     "cuda": "cuda",
     "peers": "peers",
+    **dict.fromkeys(("test_lightning", "test_lightning_step", "test_examples"), "slow"),  # they import Lightning
 }
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Leave out what has no test to run, because `--doctest-modules` imports every file that is collected."""
-    if collection_path.is_dir():
-        has_tests = f"not {MARKS.get(collection_path.name)}" not in config.option.markexpr
-    else:
-        has_tests = collection_path.name.startswith("test_")
-    return None if has_tests else True
+    has_tests = collection_path.is_dir() or collection_path.name.startswith("test_")
+    is_not_run = f"not {MARKS.get(collection_path.stem)}" in config.option.markexpr
+    return True if is_not_run or not has_tests else None
 
 
 def is_left_out(example: doctest.DocTest | None) -> bool:
@@ -55,8 +54,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # `thorough(keep=n)`: all cases of a test but its first n are left to `make test-all`.
     seen: Counter[str] = Counter()
     for item in items:
-        if mark := MARKS.get(item.path.parent.name):
-            item.add_marker(mark)
+        for name in (item.path.stem, item.path.parent.name):
+            if name in MARKS:
+                item.add_marker(MARKS[name])
         marker = item.get_closest_marker("thorough")
         if marker is not None:
             test = item.nodeid.partition("[")[0]

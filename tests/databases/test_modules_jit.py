@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -121,22 +120,14 @@ TRANSFORMS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@functools.lru_cache(sum(INPUTS.values()))  # for the next transform of a module
-def expected_of(name: str, number: int, dtype: str | None) -> Trained | None:
-    """Return what torch's loop leaves; None if it fails."""
-    try:
-        return by_torch(*built(modules()[name], number), dtype)
-    except Exception:
-        return None
-
-
-def outcome(name: str, number: int, dtype: str | None, transform: str) -> str:
+def outcome(info: Any, number: int, dtype: str | None, transform: str) -> str:
     """Return "equal", or what differs between a step and torch's loop."""
-    expected = expected_of(name, number, dtype)
-    if expected is None:
+    try:
+        expected = by_torch(*built(info, number), dtype)
+    except Exception:
         return "fails in torch's loop"
     try:
-        found = by_step(*built(modules()[name], number), dtype, TRANSFORMS[transform])
+        found = by_step(*built(info, number), dtype, TRANSFORMS[transform])
     except Exception as error:
         return f"{transform} {refusal(error)}"
     if found.scale != expected.scale or not all(map(is_same, found.losses, expected.losses)):
@@ -149,11 +140,11 @@ def outcome(name: str, number: int, dtype: str | None, transform: str) -> str:
 @pytest.mark.parametrize("transform", TRANSFORMS)
 @pytest.mark.parametrize("name", modules())
 def test_two_steps_on_its_inputs_are_those_of_torchs_loop(name: str, transform: str) -> None:
-    inputs = inputs_of(modules()[name])
+    info = modules()[name]
     outcomes: Counter[str] = Counter()
     for dtype, count in INPUTS.items():
-        for number in range(len(inputs[:count])):
-            outcomes[outcome(name, number, dtype, transform)] += 1
+        for number in range(len(inputs_of(info)[:count])):
+            outcomes[outcome(info, number, dtype, transform)] += 1
     usual = ("equal", "fails in torch's loop")
     unusual = {text: count for text, count in outcomes.items() if text not in usual}
     assert unusual == KNOWN_MODULES.get(f"{name} {transform}", {})

@@ -22,7 +22,6 @@ import torch._dynamo
 import torch._inductor
 import torch._inductor.compile_fx
 import torch.distributed as dist
-import torch.distributed.tensor
 from torch import Tensor, nn
 from torch.utils import _pytree
 

@@ -1,7 +1,7 @@
 # make demo    train a small language model in float16
-# make check   lint, types and the eager tests, in three minutes: for use while you work
-# make test    lint, types, and tests of everything: about seven minutes; TORCH=2.11.0 for another torch, in its own environment
-# make test-all    what make test leaves out too: twenty minutes more
+# make check   lint, types and the quick tests of what compiles nothing: for use while you work
+# make test    lint, types, and tests of every part; TORCH=2.11.0 for another torch, in its own environment
+# make test-all    the same with all cases of the tests
 # make test-newest  a part of the tests on the newest torch, in an environment of its own: about ten minutes
 # make docs    the site, from docs/ into site/; a warning is an error
 # make bench   measure on this machine's CPU: over an hour; results under benchmarks/results
@@ -32,6 +32,8 @@ PART_PROGRAMS := $(addprefix tests/,upstream/test_upstream.py gpu_program/test_c
 	$(addprefix jit/test_,captured_tensors.py whole_operations.py permutations.py memory.py))
 SELECT := not cuda and not peers and not models$(if $(CXX_FOUND),, and not inductor)
 SELECT_MODELS := models$(if $(CXX_FOUND),, and not inductor)
+# mypy uses the stubs of the pinned torch.
+LINT := $(if $(filter $(PINNED),$(TORCH)),lint)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -41,7 +43,7 @@ BY_FILE := --dist loadfile --no-loadscope-reorder
 PYTEST_MODELS = PYTHONPATH=$(VENV)/models $(PYTEST) $(BY_FILE)
 
 GPU := gpu $(addprefix gpu-,tests step phase price rest parity roofline sanitize float8 verify)
-.PHONY: help demo check test test-all test-newest part lint docs bench fuzz peers package $(GPU) clean
+.PHONY: help demo check run-check test test-all run-test run-test-all test-newest part lint docs bench fuzz peers package $(GPU) clean
 
 help:
 	@sed -n 's/^# \(make .*\)/\1/p' Makefile
@@ -49,19 +51,27 @@ help:
 demo: $(VENV)/installed
 	$(BIN)/python examples/train_gpt.py $(ARGS)
 
-check: lint
-	$(PYTEST) $(BY_FILE) -m "$(SELECT) and not inductor and not compiled and not processes and not slow" $(ARGS)
+# The lint runs beside the tests, which leave a core idle now and then.
+check: $(VENV)/installed
+	$(MAKE) --jobs 2 lint run-check
 
-# mypy uses the stubs of the pinned torch. The packages of models are on the path of their own tests only: Lightning imports
-# any torchvision that it finds, and the import fails if that was built for another torch.
-test: $(if $(filter $(PINNED),$(TORCH)),lint) $(VENV)/installed $(VENV)/models/installed
+run-check: $(VENV)/installed
+	$(PYTEST) $(BY_FILE) -m "$(SELECT) and not inductor and not compiled and not processes and not slow and not rest" $(ARGS)
+
+test: $(VENV)/installed $(VENV)/models/installed
+	$(MAKE) --jobs 2 $(LINT) run-test
+
+test-all: $(VENV)/installed $(VENV)/models/installed
+	$(MAKE) --jobs 2 $(LINT) run-test-all
+
+# The packages of models are on the path of their own tests only: Lightning imports any torchvision that it finds, and the
+# import fails if that was built for another torch.
+run-test: CASES := and not rest
+run-test-all: CASES :=
+run-test run-test-all: $(VENV)/installed $(VENV)/models/installed
 	@$(if $(CXX_FOUND),,echo "No C++ compiler: leaving out the tests marked inductor (install g++ to run them).")
-	$(PYTEST) $(BY_FILE) -m "$(SELECT) and not rest" $(ARGS)
-	$(PYTEST_MODELS) -m "$(SELECT_MODELS) and not rest" $(MODELS_TESTS)
-
-test-all: test
-	$(PYTEST) $(BY_FILE) -m "$(SELECT) and rest" $(ARGS)
-	$(PYTEST_MODELS) -m "$(SELECT_MODELS) and rest" $(MODELS_TESTS)
+	$(PYTEST) $(BY_FILE) -m "$(SELECT) $(CASES)" $(ARGS)
+	$(PYTEST_MODELS) -m "$(SELECT_MODELS) $(CASES)" $(MODELS_TESTS)
 
 # `pip install` brings a user the newest torch, so a change is tested with it too: every rule of a step, and a few programs.
 test-newest:

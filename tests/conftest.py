@@ -8,6 +8,7 @@ import logging
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +25,23 @@ LONG = (
     *("executed", "distributed", "private_names", "counted", "elastic", "step_parity", "donation", "stats", "step"),
     *("joint_counts", "fusion"),
 )
+#: Folders and files whose tests all have this mark. A run that leaves it out does not import them.
+MARKS = {
+    "jit": "compiled",
+    "cpu": "compiled",
+    "databases": "compiled",
+    "gpu_program": "inductor",
+    "cuda": "cuda",
+    "peers": "peers",
+    **dict.fromkeys(("test_lightning", "test_lightning_step", "test_examples"), "slow"),  # they import Lightning
+}
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out what has no test to run, because `--doctest-modules` imports every file that is collected."""
+    has_tests = collection_path.is_dir() or collection_path.name.startswith("test_")
+    is_not_run = f"not {MARKS.get(collection_path.stem)}" in config.option.markexpr
+    return True if is_not_run or not has_tests else None
 
 
 def is_left_out(example: doctest.DocTest | None) -> bool:
@@ -36,6 +54,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     # `thorough(keep=n)`: all cases of a test but its first n are left to `make test-all`.
     seen: Counter[str] = Counter()
     for item in items:
+        for name in (item.path.stem, item.path.parent.name):
+            if name in MARKS:
+                item.add_marker(MARKS[name])
         marker = item.get_closest_marker("thorough")
         if marker is not None:
             test = item.nodeid.partition("[")[0]

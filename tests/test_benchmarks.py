@@ -214,8 +214,11 @@ def test_an_update_of_an_agent_is_that_of_torchs_loop(
 
 
 @pytest.mark.processes
-def test_a_command_that_takes_too_long_is_ended_and_a_failure_is_told(tmp_path: Path) -> None:
+def test_a_command_that_takes_too_long_is_ended_and_a_failure_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     gpu = import_module("gpu")
+    monkeypatch.setattr(gpu, "GRACE", 1)  # in a process of the background, which ignores SIGINT, it is waited for
     child = "import signal; signal.pause()"
     parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
     assert gpu.run([sys.executable, "-c", parent], 1) == "stopped after 1 s"

@@ -106,6 +106,7 @@ def test_the_core_finds_layers_in_one_place() -> None:
             assert 'import_module(f"funcamp' not in file.read_text(), name
 
 
+@pytest.mark.processes
 def test_a_step_runs_without_any_layer() -> None:
     """The core by itself: `funcamp/__init__.py`, which imports the layers that have public names, is left out."""
     code = """
@@ -136,6 +137,7 @@ def test_a_step_runs_without_any_layer() -> None:
     assert set(rooms) <= set(CORE)
 
 
+@pytest.mark.processes
 def test_the_drop_in_needs_few_files() -> None:
     """`GradScaler` by itself, without `funcamp/__init__.py`: who uses only it reads and loads no more than this."""
     code = """

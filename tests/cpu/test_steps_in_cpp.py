@@ -45,6 +45,7 @@ def assert_in_cpp_as_in_python(step: Step, state: Any, batch: Any, **options: An
     return after, _pytree.tree_map(lambda *values: torch.stack(values), *rows)
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
 def test_a_training_step_with_a_skip_and_dropout(policy: str) -> None:
@@ -84,6 +85,7 @@ def everything(state: dict[str, Tensor], batch: dict[str, Any]) -> tuple[dict[st
     return {"weight": weight, "count": count, "fixed": state["fixed"]}, metrics
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
 @pytest.mark.parametrize("exact", [False, True])
 def test_results_and_batches_of_all_kinds(exact: bool) -> None:

@@ -54,7 +54,7 @@ def test_float16_learns_beside_steps_that_overflow() -> None:
 def test_captured_step_has_the_numbers_of_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
     rows = history("float16", "engine", 12, traced)
-    assert rows == by_engine("float16", 40)[:12]
+    assert rows == by_engine("float16", 12)
 
 
 @pytest.mark.parametrize("dtype", grpo.DTYPES)
@@ -63,8 +63,9 @@ def test_gap_is_zero_if_rollout_and_trainer_are_one_program(dtype: str) -> None:
         assert row["gap"] == row["gap_max"] == 0.0
 
 
+@pytest.mark.slow
 def test_gap_of_float16_is_a_fifth_of_bfloat16s_or_less() -> None:
-    half, brain = (by_engine("float16", 40)[:12], by_engine("bfloat16", 12))
+    half, brain = by_engine("float16", 12), by_engine("bfloat16", 12)
     assert 0.0 < mean(half, "gap") < mean(brain, "gap") / 5
     assert max(row["gap_max"] for row in half) < max(row["gap_max"] for row in brain) / 5
 

@@ -13,6 +13,7 @@ from tests.fuzz.case import case_of
 
 
 @pytest.mark.thorough(keep=6)
+@pytest.mark.compiled
 @pytest.mark.parametrize("seed", range(60))
 def test_traced_training_is_torchs(seed: int) -> None:
     torch.set_num_threads(1)
@@ -21,6 +22,7 @@ def test_traced_training_is_torchs(seed: int) -> None:
 
 
 @pytest.mark.thorough
+@pytest.mark.compiled
 def test_a_failing_case_is_found_and_cut_down(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.fuzz import blocks
 

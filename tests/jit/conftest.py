@@ -1,9 +1,8 @@
-"""Every test of `jit` traces or compiles; and the three ways in which a program uses the memory of a state."""
+"""The three ways in which a program uses the memory of a state."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,13 +10,6 @@ import pytest
 from funcamp import jit
 from funcamp._jit import cuda_graph
 from tests.support.stand_in import StandIn
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    folder = Path(__file__).parent
-    for item in items:  # those of the complete session
-        if folder in item.path.parents:
-            item.add_marker("compiled")
 
 
 @pytest.fixture(params=["donated", "captured", "undonated"])

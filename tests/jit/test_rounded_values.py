@@ -64,7 +64,7 @@ def gradients(state: list[Tensor], dtypes: list[torch.dtype]) -> tuple[list[Tens
     return [value + 0 for value in state], found
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.parametrize(("of_linear", "of_convolutions"), [("bfloat16", "float16"), ("float16", "bfloat16")])
 def test_what_compares_elements_finds_the_eager_ones(of_linear: str, of_convolutions: str) -> None:
     dtypes = [getattr(torch, name) for name in (of_linear, of_linear, of_convolutions, of_convolutions)]

@@ -29,6 +29,7 @@ class Sums(nn.Module):
         return mean
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
 def test_sums_of_layers_are_the_eager_ones(policy: str) -> None:

@@ -217,6 +217,7 @@ def test_the_script_may_change_folder_and_output(
     assert "The loop: 0 mistakes in 4 backward passes." in capsys.readouterr().out
 
 
+@pytest.mark.compiled
 def test_torch_compile_knows_torchs_functions_afterwards(tmp_path: Path) -> None:
     """It keeps a table of them, and a report may run when the table is made."""
     torch.compiler.reset()

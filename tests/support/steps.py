@@ -31,7 +31,9 @@ def traced(step: Any) -> Any:
 
 
 #: Runs a test with a step as it is, and traced.
-eager_and_traced = pytest.mark.parametrize("wrap", [eager, traced], ids=["eager", "jit"])
+eager_and_traced = pytest.mark.parametrize(
+    "wrap", [pytest.param(eager, id="eager"), pytest.param(traced, id="jit", marks=pytest.mark.compiled)]
+)
 
 
 def assert_as_eager(

@@ -122,6 +122,7 @@ RIGHT: dict[str, tuple[Callable[[], Verification], str]] = {
 
 
 @pytest.mark.thorough(keep=7)
+@pytest.mark.compiled
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_is_equal_to_torchs_loop(name: str) -> None:
     call, most = RIGHT[name]

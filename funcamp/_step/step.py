@@ -245,9 +245,10 @@ class TrainStep(Fixed):
                 this state, and the next step uses them.
                 `model.load_state_dict(loss_fn.state_dict(...))` works as before. If the module gets other tensors or
                 other memory, the sharing ends without an error: `Module.to` with another dtype or device,
-                `load_state_dict(assign=True)`. The module then has separate values that no step changes. A donated step counts as an in-place write: `backward` of an earlier loss of the module raises,
-                as after `optimizer.step()`. In flat storage, a write into one parameter of a group also counts for a
-                loss that reads another parameter of the group; with flat=False they count separately.
+                `load_state_dict(assign=True)`. The module then has separate values that no step changes. A donated step
+                counts as an in-place write: `backward` of an earlier loss of the module raises, as after
+                `optimizer.step()`. In flat storage, a write into one parameter of a group also counts for a loss that
+                reads another parameter of the group; with flat=False they count separately.
 
         Raises:
             TypeError: params is missing; a leaf is an integer tensor, a sparse tensor or not a tensor; buffers is not a

@@ -175,6 +175,7 @@ INDUCTOR: dict[str, tuple[Callable[[], bool], bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough  # it depends on torch only
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", INDUCTOR)
 def test_generated_code_is_wrong_where_it_is_said(name: str) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from funcamp import jit
+from tests.support.helpers import assert_same
 
 pytestmark = [pytest.mark.inductor, pytest.mark.usefixtures("one_thread")]
 
@@ -78,3 +79,23 @@ def test_what_compares_elements_finds_the_eager_ones(of_linear: str, of_convolut
         for got, wanted in zip(found[name], values):
             limit = 4 * torch.finfo(wanted.dtype).eps * wanted.abs().max().item()
             torch.testing.assert_close(got, wanted, rtol=0, atol=limit, msg=f"{name}: {got} instead of {wanted}")
+
+
+def test_a_stored_value_is_read_rounded_in_its_own_loop() -> None:
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        low = (x * 3).bfloat16()
+        return state + 1, [low, low + x]
+
+    x = torch.full((64,), 1 + 2.0**-12)
+    _, found = jit(step)(torch.zeros(()), x)
+    assert_same(found, step(torch.zeros(()), x)[1])
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_bfloat16_is_rounded_in_between_where_it_is_asked_for(exact: bool) -> None:
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return state + 1, (x.bfloat16() * 1.01 - x.bfloat16() * 1.0).float()
+
+    x = torch.linspace(1, 2, 64)
+    _, found = jit(step, exact=exact)(torch.zeros(()), x)
+    assert torch.equal(found, step(torch.zeros(()), x)[1]) == exact

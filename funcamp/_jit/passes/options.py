@@ -71,13 +71,14 @@ def _needs_rounding(program: Program) -> bool:
     bfloat16 it may have more digits than in eager mode: rounding takes a tenth of a step. But the largest of them is
     then no longer one of them, a bin may be another, and float16 must overflow.
     """
+    always = program.target.exact or not program.target.on_cpu
     for graph in program.graphs():
         aliases = Aliases(graph)
         for node in graph.nodes:
             dtypes = {_dtype_of(part) for part in (node, *node.all_input_nodes)}
             if torch.float16 in dtypes:
                 return True
-            if torch.bfloat16 in dtypes and (not program.target.on_cpu or _is_exact(node, aliases)):
+            if torch.bfloat16 in dtypes and (always or _is_exact(node, aliases)):
                 return True
     return False
 

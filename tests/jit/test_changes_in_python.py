@@ -504,6 +504,12 @@ def filled_from_the_first_batch() -> Program:
     return Program(model)
 
 
+def layer_made_late(self: Any, x: Tensor) -> Any:
+    if not hasattr(self, "last"):
+        self.last = nn.Linear(4, 4)
+    return self.last(self.layer(x))
+
+
 PLACES = r"model\.(one|other)"
 REFUSED: dict[str, tuple[Make, str]] = {
     "a count": (
@@ -631,6 +637,12 @@ def test_a_change_is_followed(name: str, first_values: Callable[[], None]) -> No
 def test_a_change_in_a_step_that_something_calls_is_followed(name: str, where: str) -> None:
     expected = losses_of(FOLLOWED[name], jitted=False)
     assert_same(losses_of(FOLLOWED[name], jitted=True, where=where), expected)
+
+
+def test_a_layer_of_the_first_forward_pass_is_refused_as_by_the_eager_step() -> None:
+    for jitted in (False, True):
+        with pytest.raises(ValueError, match="no trainable parameter, which no step would train, and a forward pass"):
+            losses_of(unchanged(layer_made_late), jitted=jitted)
 
 
 @pytest.mark.parametrize("name", REFUSED)

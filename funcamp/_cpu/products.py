@@ -5,7 +5,7 @@ primitive of oneDNN. Nothing can be computed in its loop. On processors of AMD t
 the widest registers.
 
 - Small products always become kernels. A product in bfloat16 is one of float32 with casts, which become part of the
-  loops around it.
+  loops around it. What is computed in its loop reads the sum after the cast (`emulate_precision_casts`).
 - Larger ones of float32 do if the kernel is faster here, measured once for a shape when a program is compiled
   (`_cpu/product_times.py`). The choice is part of the program in Inductor's cache. In bfloat16 processors multiply
   faster than in float32.

@@ -37,6 +37,9 @@ LOST_ORDER = VERSION < (2, 12)
 #: `_upstream/bugs.py`. Fixed in 2.14 or 2.15.
 #: https://github.com/pytorch/pytorch/issues/185509
 LOST_WRITES = VERSION < (2, 15)
+#: Inductor reads a rounded value back unrounded, even with emulate_precision_casts: `_upstream/bugs.py`.
+#: https://github.com/pytorch/pytorch/issues/185337
+UNROUNDED = VERSION < (2, 13)
 #: C++ that Inductor generates ignores errors of `index_put` and `scatter_reduce`: `_upstream/bugs.py`.
 #: https://github.com/pytorch/pytorch/pull/190909
 LOST_ERRORS = VERSION < (2, 14)

@@ -84,8 +84,9 @@ def lost_order(recompute: Any) -> Any:
 
 @_bug(
     "torch._inductor.codegen.cpp.CppKernel.cache_dtype_convert",
-    why="C++ that Inductor generates reads a value that it has stored rounded back unrounded, and other loops do not",
+    why="Inductor reads a rounded value back unrounded, even with emulate_precision_casts",
     evidence="https://github.com/pytorch/pytorch/issues/185337",
+    present=_upstream.UNROUNDED,
 )
 def unrounded(_: Any) -> Any:
     """Let a kernel forget the value before rounding."""

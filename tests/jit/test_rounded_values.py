@@ -91,11 +91,23 @@ def test_a_stored_value_is_read_rounded_in_its_own_loop() -> None:
     assert_same(found, step(torch.zeros(()), x)[1])
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_bfloat16_is_rounded_in_between_where_it_is_asked_for(exact: bool) -> None:
-    def step(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        return state + 1, (x.bfloat16() * 1.01 - x.bfloat16() * 1.0).float()
+def test_a_compensated_sum_keeps_what_is_rounded_away() -> None:
+    def step(state: list[Tensor], update: Tensor) -> tuple[list[Tensor], None]:
+        total, compensation = state
+        compensation = compensation + update
+        new_total = total + compensation
+        return [new_total, compensation + (total - new_total)], None
 
-    x = torch.linspace(1, 2, 64)
-    _, found = jit(step, exact=exact)(torch.zeros(()), x)
-    assert torch.equal(found, step(torch.zeros(()), x)[1]) == exact
+    run, state = jit(step), [torch.ones(64).bfloat16(), torch.zeros(64).bfloat16()]
+    for _ in range(40):
+        state, _ = run(state, torch.full((64,), 1e-3).bfloat16())
+    torch.testing.assert_close(state[0].float() + state[1].float(), torch.full((64,), 1.04), rtol=0, atol=1e-3)
+
+
+def test_no_probability_of_a_category_is_above_one() -> None:
+    def step(state: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return state + 1, torch.distributions.Categorical(logits=logits / 0.7, validate_args=False).logits
+
+    logits = (torch.randn(64, 8, generator=torch.Generator().manual_seed(0)) * 30).bfloat16()
+    _, log_probabilities = jit(step)(torch.zeros(()), logits)
+    assert log_probabilities.max() <= 0

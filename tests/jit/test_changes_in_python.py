@@ -639,6 +639,19 @@ def test_a_change_in_a_step_that_something_calls_is_followed(name: str, where: s
     assert_same(losses_of(FOLLOWED[name], jitted=True, where=where), expected)
 
 
+class CachedTable(Net):
+    @functools.lru_cache  # noqa: B019
+    def table(self, size: int) -> Tensor:
+        return torch.arange(float(size))
+
+
+def test_a_cache_on_a_method_keeps_no_tensor_of_a_trace() -> None:
+    model = CachedTable(lambda self, x: self.layer(x) * self.table(4))
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    jit(step, backend="eager")(step.init(), batches()[0])
+    assert model.table(4).tolist() == [0, 1, 2, 3]
+
+
 def test_a_layer_of_the_first_forward_pass_is_refused_as_by_the_eager_step() -> None:
     for jitted in (False, True):
         with pytest.raises(ValueError, match="no trainable parameter, which no step would train, and a forward pass"):

@@ -19,6 +19,9 @@ from funcamp._types import Tree
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+#: All that is written by CUDA graphs. A graph knows addresses only, so no step may keep its state in another one's.
+_pinned_memories: weakref.WeakSet[StateMemory] = weakref.WeakSet()
+
 
 class StateMemory:
     """The memory in which programs read a state and write its successor: donated, or static for CUDA graphs.
@@ -90,9 +93,12 @@ class StateMemory:
         )
 
     def _tensors_outside(self) -> Iterator[Tensor]:
-        """Yield the captured tensors whose memory no state may have."""
+        """Yield the tensors whose memory this state may not have: captured ones, and what other graphs write."""
         for captured in self.captured:
             yield from captured.outside_state
+        for other in list(_pinned_memories):
+            if other is not self:
+                yield from other.current.leaves
 
     def keep(self, leaves: list[Tensor]) -> Tree:
         """Return the next state, of which a program that does not donate has made the leaves."""
@@ -104,6 +110,7 @@ class StateMemory:
     def pin(self) -> None:
         """Keep the state where it is, because a CUDA graph has its addresses."""
         self._is_pinned = True
+        _pinned_memories.add(self)
 
     def move_away_from(self, tensors: list[Tensor]) -> None:
         """Copy the state elsewhere if it shares memory with tensors that a new program reads besides its arguments.

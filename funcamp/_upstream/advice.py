@@ -76,7 +76,8 @@ def advise(call: str, error: Exception, *, uses_func: bool = False) -> None:
         if _module_that_raised(error).startswith(("torch._decomp", "torch._refs", "torch._prims")):
             raise RuntimeError(
                 f"{call}: the batch must not be empty: torch divides by its number of elements, 0, where it traces a "
-                "mean; leave a batch of 0 rows out, or take it by the eager step"
+                "mean; leave a batch of 0 rows out, or, on several ranks, which all take the step, pad it with rows "
+                "that do not count"
             ) from error
         return
     fixes = _FIXES_FOR_FUNC if uses_func else _FIXES

@@ -74,6 +74,17 @@ def test_a_state_from_elsewhere_is_copied_in_and_the_former_keeps_its_values(gra
     assert graphs.captures == 1
 
 
+def test_two_steps_that_are_captured_apart_never_read_each_others_states(graphs: StandIn) -> None:
+    run, another = jit(add, backend="aot_eager"), jit(add, backend="aot_eager")
+    first, _ = run({"x": torch.zeros(()), "n": torch.tensor(0)}, torch.ones(2))
+    second, _ = another(first, torch.ones(2))
+    third, _ = run({"x": torch.tensor(100.0), "n": torch.tensor(7)}, torch.ones(2))
+    fourth, _ = another(second, torch.ones(2))
+    assert numbers(third["x"], fourth["x"]) == [102, 6]
+    fifth, _ = run(fourth, torch.ones(2))
+    assert numbers(fourth["x"], fifth["x"]) == [6, 8]
+
+
 def test_a_capture_that_fails_leaves_the_state_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn(fails=True))
     run, state = jit(add, backend="aot_eager"), {"x": torch.zeros(()), "n": torch.tensor(0)}

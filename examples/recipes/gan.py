@@ -2,7 +2,7 @@
 
     python examples/recipes/gan.py
 
-Watch `gap`, from the mean of the generated points to that of the real ones. Each network uses the other's float16
+Watch `gap`, from the mean of the generated points to that of the real ones. Each network uses the other's
 parameters as constants (`compute_params`): no detach, no zero_grad, and no gradient that is not needed.
 """
 

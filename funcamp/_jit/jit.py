@@ -31,17 +31,18 @@ def jit(
     """Compile a pure step with a donated state; on a GPU replay it as one CUDA graph.
 
     The step is traced at the first call for each batch signature: structure, shapes, dtypes, devices, the values of
-    leaves that are not tensors, and the autocast and the default dtype around the call. Its Python runs then; a second
-    time, and with the same operations, if the run changed something in Python. It computes from its state, its batch
-    and tensors that it reads by reference, and writes nothing but its state. Every call looks at what an ordinary loop
-    changes: training flags, layers, hooks, and plain values in the modules, objects and variables of the step. After a
-    change it is traced again, and each combination of values that computes something else is a program. So anything
-    that changes often must be a leaf of the state or of the batch, or a tensor that is written in place. Everything
-    deeper is a constant (docs/contract.md). While a step is traced no other thread may use torch's default generator.
-    Threads that call one jitted step take turns. No sync, except at the first call for a signature.
+    leaves that are not tensors, and the autocast and the default dtype around the call. Its Python runs then, and up to
+    twice more if a run changed something in Python; the last two must record the same operations. It computes from its
+    state, its batch and tensors that it reads by reference, and writes nothing but its state. Every call looks at what
+    an ordinary loop changes: training flags, layers, hooks, and plain values in the modules, objects and variables of
+    the step. After a change it is traced again, and each combination of values that computes something else is a
+    program. So anything that changes often must be a leaf of the state or of the batch, or a tensor that is written in
+    place. Everything deeper is a constant (docs/contract.md). While a step is traced no other thread may call its
+    module or use torch's default generator. Threads that call one jitted step take turns. No sync, except at the first
+    call for a signature.
 
     A first call of more than two seconds reports on stderr what it does and how long it took, or through `logging` if
-    "funcamp" has a handler at level INFO. `logging.getLogger("funcamp").setLevel("WARNING")` silences it.
+    the logger "funcamp" is enabled for INFO. `logging.getLogger("funcamp").setLevel("WARNING")` silences it.
 
     Args:
         step: `(state, batch) -> (state, metrics)`, pure, with any pytrees of tensors. The new state must have the
@@ -67,7 +68,7 @@ def jit(
             compiles at once, with one graph per signature.
         max_signatures: maximum number of programs. One more shape or structure of batches raises. For one more value,
             of a constant in the batch or of what the step reads in Python, the oldest program of a value is dropped,
-            with a log line that names the place, and made again when it is needed.
+            and made again when it is needed; the first time the log names the place.
         without: names of passes, of Inductor's options, and of corrections of torch to leave out, to find the one that
             makes a number wrong or a step slow. Without a correction numbers may be wrong where torch is.
         explain: print each of them that a program gets to stderr, with its reason, when it is compiled.

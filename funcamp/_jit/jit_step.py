@@ -98,7 +98,7 @@ class JitStep(Fixed):
         return len({*map(id, self._executables.values())})
 
     def __call__(self, state: Tree, batch: Tree, *more: NoReturn) -> tuple[Tree, Tree]:
-        """Take one step, or `unroll` steps. Compiles at the first call for a batch signature. No sync.
+        """Take one step, or `unroll` steps. Compiles as `compile_after` says. No sync.
 
         Threads take turns: each gets the successor of the state that it passed.
 
@@ -171,8 +171,8 @@ class JitStep(Fixed):
             example_state: a state for `load_step(path).example_state`, so that the file alone can train. Not changed.
 
         Raises:
-            RuntimeError: no call has compiled the step yet; a program is not compiled by Inductor, or runs on several
-                ranks.
+            RuntimeError: no call has compiled the step yet; a program is not compiled by Inductor, runs on several
+                ranks, or reads a module in the memory of the state; its code is gone from Inductor's cache folder.
             TypeError: the state, the batch or the metrics contain an object of a class that is neither Python's nor
                 funcamp's; path is not a path.
             ValueError: example_state is unlike the state; path ends in `.safetensors`.

@@ -163,7 +163,7 @@ def clip_by_norm(max_norm: float | Tensor) -> Callable[[Update], Update]:
 
     grad = grad * min(1, max_norm / (norm + 1e-6)), as `clip_grad_norm`. The norm is that of the gradients that the part
     gets: inside `by_group` those of its group. As the first part of a training step's chain it takes the norm that the
-    step has read already, and works with slices over ranks; anywhere else it reads the gradients once more. No sync.
+    step has read already; anywhere else it reads the gradients once more. No sync.
 
     Args:
         max_norm: a positive Python number, or a tensor of shape ().

@@ -255,8 +255,8 @@ class TrainStep(Fixed):
                 dict of tensors; flat or consume is not a bool; group is not callable; consume is set for a loss that is
                 not of `module_loss`, or for a module with DTensors or other tensor subclasses.
             ValueError: params has no tensor, or not the names of the module; buffers are given for a loss without, or
-                with other names than the module's; group is given with `Params`; flat is False with `Params`, a group,
-                or a sharded state; consume is set with params or buffers, or for a sharded state.
+                with other names than the module's; flat is False with a group, or for a sharded state; consume is set
+                with params or buffers, or for a sharded state.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))

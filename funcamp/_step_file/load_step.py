@@ -32,8 +32,8 @@ def load_step(path: str | os.PathLike[str], *, also: JitStep | None = None) -> L
 
     Raises:
         TypeError: path is not a path; also is not a step of `jit` or `load_step`.
-        ValueError: path is not such a file, or it was made with another torch or Python, for a GPU of another
-            architecture, or for a processor with instructions that this one lacks.
+        ValueError: path is not such a file, or it was made with another funcamp, torch, Python or system, for a GPU of
+            another architecture, or for a processor with instructions that this one lacks.
         FileNotFoundError: there is no file.
 
     Example:

@@ -111,7 +111,9 @@ def _fingerprint(params: Params) -> int:
 
 @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
 def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> TrainState:
-    """Return the state in the dict that `torch.distributed.checkpoint.load` filled. No sync.
+    """Return the state in the dict that `torch.distributed.checkpoint.load` filled.
+
+    Syncs: reads the scale.
 
     Args:
         saved: the dict of `sharded_state_dict`, filled.
@@ -122,7 +124,8 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
 
     Raises:
         TypeError: like is not a `TrainState`, or saved not a dict.
-        ValueError: saved has other names, shapes or dtypes than like, or its parameters have another order.
+        ValueError: saved has other names, shapes or dtypes than like, or its parameters have another order; the scale
+            is not above 0.
 
     Example:
         >>> loss_fn = module_loss(torch.nn.Linear(2, 1), torch.nn.functional.mse_loss)

@@ -23,7 +23,7 @@ class Quantized(NamedTuple):
     """A tensor in float8 with its scale: a pytree of two tensors, made by `quantize`."""
 
     values: Tensor
-    """float8_e4m3fn or float8_e5m2: tensor * scale, saturated; NaN or infinite where the tensor is not finite."""
+    """float8_e4m3fn or float8_e5m2: tensor * scale, saturated; NaN where the tensor is not finite."""
     scale: Tensor
     """float32: shape (), or with the dimension of `dim` 1."""
 

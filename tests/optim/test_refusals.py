@@ -344,7 +344,7 @@ CLASSES: dict[Any, str] = {
     ChangesText: "its step changes 'phase'|must be a tensor or a number",
     AsksTooMuch: "in more than 16 ways",
     DependsAndAsks: (
-        # contract: "need more than one parameter at a time"
+        # contract: "whose parameters depend on each other, and branch more than 16 ways together"
         "depends on another one|more than 16 ways|changes lr"
     ),
     UsesLists: "pass foreach=False",

@@ -122,7 +122,7 @@ MOST_TOKENS: dict[str, int] = {
     "_jit": 22_471,
     "report": 27_993,
     "_optim": 20_915,
-    "_trace": 14_394,
+    "_trace": 14_362,
     "_autograd": 9_810,
     "_step": 10_283,
     "_cpu": 6_848,

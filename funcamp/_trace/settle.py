@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -62,16 +61,19 @@ def settle(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_know
     first = before = _values_of(survey)
     former: Graph | None = None
     changes_before: list[_Change] = []
+    drawn_before: list[Any] = []
     try:
         for _ in range(_MAX_RUNS):
             generators = [*host_generators(), *survey.generators]
             generators_before = states_of(generators)
             with _emptied_caches(survey):
                 graph = trace_once()
-            has_drawn = _note_draws(graph, generators, generators_before)
+            states = zip(generators, generators_before, states_of(generators))
+            drawn = [generator for generator, before_run, now in states if before_run != now]
+            _refuse_draws(drawn, drawn_before)
             after = _values_of(Survey(roots))
             changes = _changes(before, after)
-            has_changed_nothing = not changes and not has_drawn and not survey.has_hidden_state
+            has_changed_nothing = not changes and not drawn and not survey.has_hidden_state
             _refuse_writes(graph, before)
             _refuse_replaced(graph, changes)
             if former is not None:
@@ -80,7 +82,7 @@ def settle(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_know
             if has_changed_nothing or is_known(graph) or is_like_former:
                 _log_notes(graph, changes)
                 return graph._replace(changed_places={change.place.identity for change in changes})
-            former, before, changes_before = graph, after, changes
+            former, before, changes_before, drawn_before = graph, after, changes, drawn
     except BaseException:
         _put_back(roots, first)
         raise
@@ -224,28 +226,20 @@ def _log_notes(graph: Graph, changes: Iterable[_Change]) -> None:
         _log.warning("jit: %s", note)
 
 
-def _note_draws(graph: Graph, generators: list[Any], generators_before: list[bytes]) -> bool:
-    """Return whether numbers were drawn from generators of Python or numpy during a run.
+def _refuse_draws(drawn: list[Any], drawn_before: list[Any]) -> None:
+    """Raise HostError if two runs in a row drew from a generator of Python or numpy: one may be another thread's.
 
-    Two runs may draw numbers that lead to the same operations, as a layer that is rarely left out.
+    Both may draw numbers that lead to the same operations, as of a layer that is rarely left out.
 
-    Raises:
-        HostError: the step drew them: from a generator of its own, or as there is no other thread that could have.
+    Args:
+        drawn: the generators from which numbers were drawn during a run.
+        drawn_before: the same of the run before.
     """
-    others = [thread for thread in threading.enumerate() if not thread.name.startswith("funcamp")]
-    has_drawn = False
-    for generator, before, now in zip(generators, generators_before, states_of(generators)):
-        if before == now:
-            continue
-        has_drawn = True
-        is_global = isinstance(generator, ModuleType)
-        name = generator.__name__ if is_global else f"a {type(generator).__name__}"
-        if len(others) == 1 or not is_global:
+    for generator in drawn:
+        if generator in drawn_before:
+            is_global = isinstance(generator, ModuleType)
+            name = generator.__name__ if is_global else f"a {type(generator).__name__}"
             raise HostError(
-                f"not draw from {name}, as a program would repeat the numbers at every step: {_DRAW_INSTEAD}"
+                f"not draw from {name}, as a program would repeat the numbers at every step: {_DRAW_INSTEAD}; another "
+                "thread that draws meanwhile needs a generator of its own"
             )
-        graph.notes.add(
-            f"another thread, or the step, drew from {name} while it was traced; a program would repeat the step's "
-            f"numbers: {_DRAW_INSTEAD}"
-        )
-    return has_drawn

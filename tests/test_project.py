@@ -119,7 +119,7 @@ def test_changelog_of_the_release_is_short() -> None:
 #: The tokens of code that a room may have. A figure may only be lowered, or raised in a commit that names the users who
 #: need it, and why nothing simpler serves them.
 MOST_TOKENS: dict[str, int] = {
-    "_jit": 22_471,
+    "_jit": 22_604,
     "report": 27_993,
     "_optim": 20_915,
     "_trace": 14_362,
@@ -128,13 +128,13 @@ MOST_TOKENS: dict[str, int] = {
     "_cpu": 6_848,
     "numerics": 6_742,
     "_verify": 4_571,
-    "_upstream": 3_981,
-    "_amp": 5_631,
+    "_upstream": 4_081,
+    "_amp": 5_650,
     "files beside": 5_237,
     "_storage": 4_516,
     "_scaler": 4_546,
     "rules": 4_401,
-    "_step_file": 2_738,
+    "_step_file": 2_876,
     "distributed": 3_484,
     "float8": 2_316,
     "command line": 1_032,

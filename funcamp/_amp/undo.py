@@ -36,10 +36,15 @@ _warned: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
 
 def combine_flags(flags: list[Tensor], device: torch.device | None) -> Tensor:
     """Combine flags into one, 1.0 or 0.0, on a device; by default the first flag's."""
-    found_inf = flags[0] if device is None else flags[0].to(device, non_blocking=True)
+    found_inf = flags[0] if device is None else _on(device, flags[0])
     for flag in flags[1:]:
-        found_inf = torch.maximum(found_inf, flag.to(found_inf.device, non_blocking=True))
+        found_inf = torch.maximum(found_inf, _on(found_inf.device, flag))
     return found_inf
+
+
+def _on(device: torch.device, flag: Tensor) -> Tensor:
+    """Return a flag on a device; the host waits for one that it will read."""
+    return flag.to(device, non_blocking=device.type != "cpu")
 
 
 def read_any(flags: Flags) -> bool:
@@ -130,7 +135,7 @@ def _restore_if_set(flags: Flags, tensors: list[Tensor], copies: list[Tensor]) -
     with torch.no_grad():
         is_set = combine_flags(list(flags.values()), None) != 0
         devices = {tensor.device for tensor in tensors}
-        is_set_on = {device: is_set.to(device, non_blocking=True) for device in devices}
+        is_set_on = {device: _on(device, is_set) for device in devices}
         for tensor, copy in zip(tensors, copies):
             torch.where(is_set_on[tensor.device], copy, tensor, out=tensor)
 

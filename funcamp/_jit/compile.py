@@ -111,7 +111,7 @@ def compile_graph(
         graph.captured,
         written=written_inputs(graph),
         wrappers=graph.wrappers if graph.has_subclasses else None,
-        as_eager=not target.by_inductor,
+        calls_torch=not (target.by_inductor and target.on_cpu),
         steps=None if has_loop else steps,
         outputs=graph.outputs,
     )

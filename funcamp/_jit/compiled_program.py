@@ -28,8 +28,8 @@ class Surroundings(NamedTuple):
     """The numbers of the inputs that it writes."""
     wrappers: Sequence[Wrapper | None] | None
     """Those of the results, if some tensors are DTensors."""
-    as_eager: bool
-    """Whether it calls torch's operations in Python, which look at autocast and record derivatives."""
+    calls_torch: bool
+    """Whether it calls torch's operations in Python, which look at autocast and record derivatives: on a GPU some."""
     steps: Steps | None
     """Those of a call, if their loop is in Python."""
     outputs: Outputs
@@ -44,7 +44,7 @@ class Surroundings(NamedTuple):
             compiled = around(compiled)
         run = self._with_captured(compiled)
         # Only a captured tensor may require gradients.
-        if self.as_eager or self.captured:
+        if self.calls_torch or self.captured:
             run = _outside_autograd(run)
         if self.wrappers is not None:
             run = _with_wrapped(run, self.wrappers)

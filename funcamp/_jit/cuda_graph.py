@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +21,18 @@ from funcamp._upstream.failed_capture import clear
 _WARM_UPS = 3
 
 
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Context manager: Python collects no garbage. It might free another graph, which is illegal in a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class CudaGraphs:
     """torch.cuda's graphs, in one memory pool and on one stream: memory of another stream is not reused."""
 
@@ -28,15 +42,15 @@ class CudaGraphs:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def warm_up(self, run: Callable[[], Any], times: int) -> None:
-        """Run some times on a side stream, because lazy initialization must not happen in the capture."""
+        """Run some times on the stream of the capture, because lazy initialization must not happen in the capture."""
         with torch.random.fork_rng([self._device]), torch.cuda.device(self._device):
-            side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                for _ in range(times):
-                    run()
-            torch.cuda.current_stream().wait_stream(side)
-            torch.cuda.synchronize()
+            self._stream.wait_stream(torch.cuda.current_stream())
+            try:
+                with torch.cuda.stream(self._stream):
+                    for _ in range(times):
+                        run()
+            finally:
+                torch.cuda.synchronize()
 
     def capture(self, run: Callable[[], list[Tensor]]) -> tuple[Callable[[], None], list[Tensor]]:
         """Record a run without executing it; return its replay function and the tensors that a replay fills.
@@ -48,10 +62,15 @@ class CudaGraphs:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
+            # The memory that cuBLAS works in is kept for each stream: a graph's must be in its pool, and no other's.
+            own_workspaces = _upstream.find(
+                "torch._inductor.cudagraph_trees.clear_cublas_manager", contextlib.nullcontext
+            )
             try:
-                graph.capture_begin(self._pool, capture_error_mode="thread_local")
-                outputs = run()
-                graph.capture_end()
+                with _no_collection(), own_workspaces():
+                    graph.capture_begin(self._pool, capture_error_mode="thread_local")
+                    outputs = run()
+                    graph.capture_end()
             except BaseException:
                 failed_pool = self._pool
                 self._pool = torch.cuda.graph_pool_handle()
@@ -104,6 +123,7 @@ class Captured:
         """The compiled function. A graph keeps no memory that it reads, such as a program's constants."""
         # Not clone(), which makes a column of a matrix dense: the program reads these strides.
         self._batch = [copy_in_layout(leaf.to(state[0].device), leaf.stride()) for leaf in batch]
+        self._batch_memory = [local(leaf) for leaf in self._batch]
         state = [leaf.detach() for leaf in state]  # separate references to the static storage
         self._state = state
 
@@ -139,7 +159,7 @@ class Captured:
             values: the state, which is in its static storage, and a batch.
         """
         if batch := values[len(self._state) :]:
-            _upstream.copy_each(self._batch, batch, non_blocking=True)
+            _upstream.copy_each(self._batch_memory, [local(leaf) for leaf in batch], non_blocking=True)
         self._replay()
         torch.autograd.graph.increment_version(self._state)  # torch's operations do this, a replay does not
         copies = [torch.empty_like(result) for result in self._results]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._dtensor import is_distributed
+from funcamp._dtensor import is_distributed, local
 from funcamp._jit.kinds import Kind, check_like
 from funcamp._memory import Memory, is_private, overlaps_itself
 from funcamp._types import Tree
@@ -33,9 +33,9 @@ class OwnedState:
         #: The containers of the tree with what is in them; None if one is of an unknown class.
         self._containers = _tree.contents(tree)
         # Callers may give their handles of it other memory; these references keep the original.
-        self._statics = [leaf.detach() for leaf in self.leaves] if is_written else []
+        self.statics = [leaf.detach() for leaf in self.leaves] if is_written else []
         #: The memory that steps write.
-        self.memory = Memory(self._statics)
+        self.memory = Memory(self.statics)
 
     def is_of(self, state: Tree) -> bool:
         """Return whether a state is this one, with no leaf replaced."""
@@ -70,13 +70,13 @@ class OwnedState:
             if leaf is not None:
                 values.append(leaf.detach().clone() if self.memory.meets(leaf) else leaf.detach())
         handles = self.leaves
-        statics = self._statics
+        statics = self.statics
         self.leaves = statics
         self.tree = None
         self._containers = []
-        self._statics = [static.detach() for static in statics]
+        self.statics = [static.detach() for static in statics]
         while handles:  # one after the other: those that no caller has are freed
-            handle = handles.pop()
+            handle = local(handles.pop())
             handle.set_(handle.clone())  # type: ignore[call-overload]
         for static, value in zip(statics, values):
             static.copy_(value)
@@ -167,7 +167,9 @@ def layouts_for(batch: list[Tensor]) -> Layouts:
 
 def _is_readable(leaf: Tensor, stride: tuple[int, ...] | None) -> bool:
     """Return whether a program for these strides may read a tensor as it is."""
-    return leaf.stride() == stride and not leaf.is_inference() and not _is_more_than_memory(leaf)
+    # Kernels of a GPU assume that a tensor begins at a multiple of 16 bytes.
+    is_aligned = leaf.device.type == "cpu" or local(leaf).data_ptr() % 16 == 0
+    return is_aligned and leaf.stride() == stride and not leaf.is_inference() and not _is_more_than_memory(leaf)
 
 
 def _is_more_than_memory(leaf: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 #: All that is written by CUDA graphs. A graph knows addresses only, so no step may keep its state in another one's.
 _pinned_memories: weakref.WeakSet[StateMemory] = weakref.WeakSet()
+_pinning = threading.Lock()
 
 
 class StateMemory:
@@ -96,9 +98,10 @@ class StateMemory:
         """Yield the tensors whose memory this state may not have: captured ones, and what other graphs write."""
         for captured in self.captured:
             yield from captured.outside_state
-        for other in list(_pinned_memories):
-            if other is not self:
-                yield from other.current.leaves
+        with _pinning:
+            others = [memory for memory in _pinned_memories if memory is not self]
+        for other in others:
+            yield from other.current.statics
 
     def keep(self, leaves: list[Tensor]) -> Tree:
         """Return the next state, of which a program that does not donate has made the leaves."""
@@ -110,7 +113,8 @@ class StateMemory:
     def pin(self) -> None:
         """Keep the state where it is, because a CUDA graph has its addresses."""
         self._is_pinned = True
-        _pinned_memories.add(self)
+        with _pinning:
+            _pinned_memories.add(self)
 
     def move_away_from(self, tensors: list[Tensor]) -> None:
         """Copy the state elsewhere if it shares memory with tensors that a new program reads besides its arguments.

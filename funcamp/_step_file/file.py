@@ -40,6 +40,7 @@ from funcamp._jit.compiled_program import Code, CompiledProgram, Surroundings
 from funcamp._jit.donation import Layouts
 from funcamp._jit.executable import Executable, Options
 from funcamp._jit.kinds import Kind, check_like
+from funcamp._jit.passes.program import Flat
 from funcamp._jit.signature import Key
 from funcamp._step_file.machine import check_machine, this_machine
 from funcamp._types import Tree
@@ -189,10 +190,13 @@ def _saved(key: Key, executable: Executable) -> SavedProgram:
 
 def _libraries(module: ModuleType) -> list[Path]:
     """Return the libraries that Python of Inductor's has loaded, in the order of its lines."""
-    # Each is a module with one function, which has a global name.
+    # Each is a module with one function, which has a global name. Other names are of torch's own library.
     owners = [getattr(value, "__self__", None) for value in vars(module).values()]
-    files = [owner.__file__ for owner in owners if isinstance(owner, ModuleType) and hasattr(owner, "__file__")]
-    return [Path(str(file)) for file in files]
+    libraries: list[Path] = []
+    for owner in owners:
+        if isinstance(owner, ModuleType) and hasattr(owner, "__file__") and not owner.__name__.startswith("torch."):
+            libraries.append(Path(str(owner.__file__)))
+    return libraries
 
 
 def runnable(saved: SavedProgram) -> Executable:
@@ -214,9 +218,27 @@ def runnable(saved: SavedProgram) -> Executable:
     vars(module).update(saved.module_tensors)
     surroundings = saved.surroundings
     code = Code(module, saved.constants)
-    program = CompiledProgram(code.run, surroundings, code)
+    is_for_gpu = surroundings.calls_torch
+    run = _on_aligned(code.run, frozenset(surroundings.written)) if is_for_gpu else code.run
+    program = CompiledProgram(run, surroundings, code)
     captured = surroundings.captured
     return Executable(program, surroundings.outputs, saved.layouts, captured, captured, description=None)
+
+
+def _on_aligned(run: Flat, written: frozenset[int]) -> Flat:
+    """Return a function whose inputs begin at a multiple of 16 bytes, as the kernels of a GPU assume.
+
+    Those that are written are the state, which begins there (`take_over`).
+    """
+
+    def run_on_aligned(inputs: list[Tensor]) -> list[Tensor]:
+        aligned: list[Tensor] = []
+        for number, value in enumerate(inputs):
+            is_aligned = number in written or value.data_ptr() % 16 == 0
+            aligned.append(value if is_aligned else value.clone())
+        return run(aligned)
+
+    return run_on_aligned
 
 
 @contextlib.contextmanager

@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 
 def load_step(path: str | os.PathLike[str], *, also: JitStep | None = None) -> LoadedStep:
-    """Load a step that `run.save(path)` wrote, and call it as before: nothing is traced or compiled.
+    """Load a step that `run.save(path)` wrote, and call it as before: nothing is traced.
 
-    No Python of the model, the loss or the optimizer is needed. The same state and batch give the same bits as the
-    step that was saved; on CUDA the first call captures. Everything that was a constant of the step is one of the
-    file, and so are the tensors that it read besides its arguments.
+    No Python of the model, the loss or the optimizer is needed. The same state and batch give the same bits as the step
+    that was saved. On a CPU nothing is compiled. On CUDA Triton compiles kernels that its cache lacks, and may choose
+    other configurations of a sum than before; the first call captures. Everything that was a constant of the step is
+    one of the file, and so are the tensors that it read besides its arguments.
 
     The file contains compiled code, which runs in this process: load only a file from someone whose programs you would
     run. Nothing else in it is executed. No sync.

@@ -110,6 +110,7 @@ PRIVATE = {
     "torch._inductor.virtualized.V": "products take longer on a CPU",
     "torch._inductor.ir": "products take longer on a CPU",
     "torch._inductor.codegen.cpp_wrapper_cpu.CppWrapperCpu.generate_end": "small steps on a CPU take longer",
+    "torch._inductor.cudagraph_trees.clear_cublas_manager": "captured steps may share memory that cuBLAS works in",
     "torch._inductor.pattern_matcher.stable_topological_sort": "tracked samples are counted one by one",
     "torch._prims_common.suggest_memory_format": "batch norms of channels-last images take longer under jit on a CPU",
     "torch._scaled_mm": "float8 products work with emulate=True only",
@@ -242,9 +243,20 @@ transforms_active: Callable[[], bool] = find("torch._C._are_functorch_transforms
 is_wrapped: Callable[[Tensor], bool] = find("torch._C._functorch.is_functorch_wrapped_tensor", _has_no_storage)
 is_differentiated: Callable[[Tensor], bool] = find("torch._C._functorch.is_gradtrackingtensor")
 unwrapped: Callable[[Tensor], Tensor] = find("torch._C._functorch.get_unwrapped")
-copy_each: Callable[..., None] = find("torch._foreach_copy_")
+_copy_together: Callable[..., None] = find("torch._foreach_copy_")
 multiply_each: Callable[..., None] = find("torch._foreach_mul_")
 norm_of_each: Callable[..., list[Tensor]] = find("torch._foreach_norm")
 unscale_each: Callable[..., None] = find("torch._amp_foreach_non_finite_check_and_unscale_")
 #: torch's kernel for the scale's rule; False if torch has none.
 update_scale = find("torch._amp_update_scale_", False)
+#: On a GPU torch copies no tensors of these together (2.11 to 2.15).
+_COPIED_APART = {torch.uint16, torch.uint32, torch.uint64, torch.float8_e8m0fnu}
+
+
+def copy_each(targets: list[Tensor], sources: list[Tensor], *, non_blocking: bool = False) -> None:
+    """Copy tensors into others, together if torch can."""
+    if _COPIED_APART.isdisjoint([target.dtype for target in targets]):
+        _copy_together(targets, sources, non_blocking=non_blocking)
+        return
+    for target, source in zip(targets, sources):
+        target.copy_(source, non_blocking=non_blocking)

@@ -160,3 +160,24 @@ def test_counters_on_the_host_are_read_for_with_a_warning_and_refused_in_a_captu
         with pytest.raises(RuntimeError, match="capturable=True"):
             scaler.step(optimizer)
     torch.cuda.synchronize()
+
+
+@pytest.mark.parametrize("first", ["cpu", "cuda"])
+def test_a_flag_reaches_parameters_on_the_host_before_it_is_read(first: str) -> None:
+    """Two devices in one optimizer; the flag of the GPU is late, behind much work."""
+    second = "cuda" if first == "cpu" else "cpu"
+    params = [torch.nn.Parameter(torch.ones(2, device=device)) for device in (first, second)]
+    optimizer = torch.optim.SGD(params, lr=1.0)
+    scaler = GradScaler("cuda", init_scale=2.0, skip="select")
+    busy = torch.ones(4096, 4096, device="cuda")
+    for value in (float("inf"), 2.0):
+        for param in params:
+            infinite_on_gpu = value if param.device.type == "cuda" else 2.0
+            param.grad = torch.full((2,), infinite_on_gpu, device=param.device)
+        for _ in range(20):
+            busy = busy @ busy * 1e-4
+        scaler.scale(torch.ones((), device="cuda"))
+        scaler.step(optimizer)
+        scaler.update()
+        expected = 1.0 if value == float("inf") else -1.0
+        assert [param.tolist() for param in params] == [[expected] * 2] * 2

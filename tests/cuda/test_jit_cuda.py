@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from funcamp import MetricReader, ScalerConfig, clone, jit, stateless
-from tests.support.helpers import assert_no_sync, assert_same, to
+from tests.support.helpers import assert_close, assert_no_sync, assert_same, to
 from tests.support.launch import BOUND, ENVIRONMENT, ROOT
-from tests.support.models import Task, mlp, on_gpu
+from tests.support.models import Task, cnn, mlp, on_gpu
 from tests.support.patterns import PATTERNS, state, step_of
 from tests.support.steps import build
 
@@ -107,6 +107,33 @@ def test_two_shapes_and_an_unrolled_step() -> None:
     after, means = jit(step, unroll=4)({"x": torch.zeros((), device="cuda")}, torch.ones(4, 3, device="cuda"))
     assert after["x"].item() == ((3 * 0.5 + 3) * 0.5 + 3) * 0.5 + 3
     assert means.tolist() == [1.0] * 4
+
+
+def test_tokens_in_uint16_are_a_batch() -> None:
+    def step(state: Any, tokens: Tensor) -> Any:
+        return {"sum": state["sum"] + tokens.long().sum()}, tokens
+
+    run, current = jit(step), {"sum": torch.tensor(0, device="cuda")}
+    for number in range(3):
+        tokens = torch.full((3,), number, dtype=torch.uint16, device="cuda")
+        current, returned = run(current, tokens)
+        assert_same(returned, tokens)
+    assert current["sum"].item() == 9
+
+
+@pytest.mark.parametrize("capture", [True, False])
+def test_a_callers_autocast_casts_nothing_in_a_program(capture: bool) -> None:
+    """Inductor calls torch's convolution, which would cast to the region's dtype."""
+    task = on_gpu(cnn())
+    step = build(task, stateless(torch.optim.AdamW), policy="bfloat16")
+    run, inside, alone = jit(step, capture=capture), step.init(), step.init()
+    for index in range(3):
+        alone, expected = run(alone, task.batch(index))
+    run = jit(step, capture=capture)
+    for index in range(3):
+        with torch.autocast("cuda", torch.float16):
+            inside, metrics = run(inside, task.batch(index))
+    assert_close((inside.params.tree(), metrics.loss), (alone.params.tree(), expected.loss), 1e-3)
 
 
 def test_a_step_that_cannot_be_captured_is_an_error_and_leaves_the_process_usable() -> None:

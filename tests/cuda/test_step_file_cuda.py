@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from funcamp import ScalerConfig, clone, jit, load_step, stateless
 from tests.support.helpers import assert_no_sync, assert_same
@@ -36,3 +37,19 @@ def test_a_step_from_a_file_replays_the_same_bits(capture: bool, tmp_path: Path)
     assert found.skipped > 0
     with assert_no_sync():
         loaded(found, batches[0])
+
+
+def test_a_step_with_a_metric_on_the_host_and_a_batch_that_begins_anywhere(tmp_path: Path) -> None:
+    def step(state: dict[str, Tensor], batch: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        total = state["total"] + (batch * 2).sum()
+        return {"total": total}, {"constant": torch.tensor(0.25) * 2, "doubled": batch * 2}
+
+    run, data = jit(step, capture=False), torch.arange(64.0, device="cuda")
+    first, _ = run({"total": torch.zeros((), device="cuda")}, data[:32])
+    run.save(tmp_path / "step.pt", example_state=first)
+    loaded = load_step(tmp_path / "step.pt")
+    current = loaded.example_state
+    for start in range(4):
+        expected = data[start : start + 32]
+        current, metrics = loaded(current, expected)
+        assert_same((metrics["doubled"], metrics["constant"].item()), (expected * 2, 0.5))

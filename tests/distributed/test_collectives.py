@@ -9,17 +9,20 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree
 
 import funcamp
 from funcamp import distributed
+from funcamp._jit import cuda_graph
 from funcamp.distributed import DataParallel
+from tests.support.helpers import assert_same
 from tests.support.models import Task, mlp
 from tests.support.operations import Operations
+from tests.support.stand_in import StandIn
 from tests.support.steps import build
 
 pytestmark = pytest.mark.usefixtures("rank_0_of_4")
@@ -77,6 +80,25 @@ def test_a_rank_stores_its_part_only() -> None:
         for leaf in leaves:
             part = leaf.to_local()
             assert part.untyped_storage().nbytes() == 4 * part.numel() == leaf.numel()
+
+
+@pytest.mark.parametrize("donate", [True, False])
+def test_another_sharded_state_is_copied_into_a_captured_step(donate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
+    step = build(mlp(), ADAMW, parallel=DataParallel(shard=True))
+    run = funcamp.jit(step, backend="eager", donate=donate)
+    batch = mlp().batch(0)
+    first, _ = run(step.init(), batch)
+    other, _ = run(step.init(), batch)
+    kept = funcamp.clone(other)
+    assert_same(locals_of(first), locals_of(other))
+    run(other, batch)
+    assert_same(locals_of(first), locals_of(kept))
+
+
+def locals_of(state: Any) -> list[Tensor]:
+    """This rank's parts of a state."""
+    return [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in _pytree.tree_leaves(state)]
 
 
 @pytest.mark.compiled

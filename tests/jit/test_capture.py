@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcamp import ScalerConfig, jit, stateless
+from funcamp import ScalerConfig, _upstream, jit, stateless
 from funcamp._jit import cuda_graph
 from tests.support.models import mlp
 from tests.support.stand_in import FakeCuda, StandIn
@@ -83,6 +83,24 @@ def test_two_steps_that_are_captured_apart_never_read_each_others_states(graphs:
     assert numbers(third["x"], fourth["x"]) == [102, 6]
     fifth, _ = run(fourth, torch.ones(2))
     assert numbers(fourth["x"], fifth["x"]) == [6, 8]
+
+
+def test_tokens_in_uint16_are_copied_one_by_one_because_torch_has_no_other_kernel(
+    graphs: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy_together = _upstream._copy_together
+
+    def as_on_a_gpu(targets: list[Tensor], sources: list[Tensor], **options: Any) -> None:
+        assert torch.uint16 not in {target.dtype for target in targets}
+        copy_together(targets, sources, **options)
+
+    def count(state: Any, tokens: Tensor) -> Any:
+        return {"sum": state["sum"] + tokens.long().sum()}, tokens
+
+    monkeypatch.setattr(_upstream, "_copy_together", as_on_a_gpu)
+    batches = [torch.full((3,), number, dtype=torch.uint16) for number in range(3)]
+    assert_as_eager(count, jit(count, backend="aot_eager"), {"sum": torch.tensor(0)}, batches)
+    assert graphs.captures == 1
 
 
 def test_a_capture_that_fails_leaves_the_state_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

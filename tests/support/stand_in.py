@@ -96,6 +96,7 @@ class FakeCuda:
             "graph_pool_handle": self._pool,
         }.items():
             monkeypatch.setattr(torch.cuda, name, fake)
+        monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None, raising=False)
         monkeypatch.setattr(failed_capture, "_end_pool", self.end)
         monkeypatch.setattr(failed_capture, "_release_pool", lambda index, pool: None)
 

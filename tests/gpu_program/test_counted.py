@@ -92,7 +92,7 @@ def test_small_kernels_are_joined_where_no_tensor_is_large(monkeypatch: pytest.M
 
 
 def test_memory_of_attentions_seeds_is_no_other_buffers() -> None:
-    """torch describes them as on the GPU; outside of a capture they are on the host. A count is as large as they are."""
+    """torch describes them as on the GPU; outside of a capture they are on the host. A count has their size."""
 
     def step(state: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x = state.detach().requires_grad_()

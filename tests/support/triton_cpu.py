@@ -186,7 +186,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, _: bool = False, *, scale: Any = None
 ) -> tuple[Any, ...]:
     assert dropout == 0.0
-    scores, _ = _scores(q, k, causal, scale)
+    scores = _scores(q, k, causal, scale)[0]
     logsumexp = scores.logsumexp(-1)
     out = _rows_first(((scores - logsumexp[..., None]).exp() @ v.float()).to(q.dtype))
     seed, offset = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)

@@ -154,7 +154,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "by_group state": (lambda: by_group({"vector": SGD}).update(W, W, {}), TypeError, "opt_state must hold a state for each"),
     "module_loss criterion": (lambda: module_loss(torch.nn.Linear(1, 1), 3), TypeError, "criterion must be callable; got 3"),  # type: ignore[arg-type]
     # the step
-    "step loss_fn": (lambda: make_train_step(3, SGD), TypeError, "loss_fn must be callable; got 3"),  # type: ignore[arg-type]
     "step policy": (lambda: make_train_step(LOSS, SGD, policy=16), TypeError, "policy must be a Policy.*a torch.dtype or None; got 16"),  # type: ignore[arg-type]
     "step policy true": (lambda: make_train_step(LOSS, SGD, policy="16-true"), ValueError, "make_train_step: policy must be one of float16, bfloat16, float32; got '16-true'"),
     "step module": (lambda: make_train_step(torch.nn.Linear(1, 1), SGD), TypeError, r"write module_loss\(model, criterion\).*got the module Linear itself"),

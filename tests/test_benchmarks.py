@@ -44,11 +44,6 @@ def results_shown_in(page: Path) -> set[str]:
     return set(RESULT_FILE.findall(page.read_text()))
 
 
-def test_links_of_the_readme_lead_to_files() -> None:
-    targets = re.findall(r"\]\(([^)#]+)\)", README.read_text())
-    assert [target for target in targets if not (README.parent / target).is_file()] == []
-
-
 def test_the_readme_has_every_script_and_every_result_in_its_table() -> None:
     table = "\n".join(rows_of_the_readme())
     assert [file.name for file in SCRIPT_FILES if f"]({file.name})" not in table and file.name != "gpu.py"] == []
@@ -177,7 +172,6 @@ def test_a_row_of_reinforcement_learning_has_a_curve_of_every_seed(
     assert all([len(curve) for curve in curves] == [2, 2] for curves in row["curves"].values())
     assert 0 < float(row["gap"]) <= float(row["gap_max"]) < 1e-5
     assert row["skipped"] == [0, 0]
-    assert script.measure("trainer", "float32", 2, 1)["gap_max"] == "0.0e+00"
     report = SimpleNamespace(rows=[row], stem=tmp_path / "x")
     script.draw(report)
     assert (tmp_path / "x.png").stat().st_size > 10_000
@@ -251,9 +245,7 @@ class _Doubling(torch.optim.Optimizer):
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize(
-    ("factor", "grade"), [(1.0, "equal to the bit"), (1.0 + 1e-6, "near"), (1.001, "wrong"), (2.0, "wrong")]
-)
+@pytest.mark.parametrize(("factor", "grade"), [(1.0, "equal to the bit"), (1.0 + 1e-6, "near"), (1.001, "wrong")])
 def test_an_optimizer_that_does_not_follow_itself_is_found(factor: float, grade: str) -> None:
     script = import_module("optimizers")
     row = script.measure(script.Case("own", _Doubling, {"factor": factor}), "eager")

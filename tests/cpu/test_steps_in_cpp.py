@@ -45,7 +45,7 @@ def assert_in_cpp_as_in_python(step: Step, state: Any, batch: Any, **options: An
     return after, _pytree.tree_map(lambda *values: torch.stack(values), *rows)
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.inductor
 @pytest.mark.parametrize("policy", ["bfloat16", "float16"])
 def test_a_training_step_with_a_skip_and_dropout(policy: str) -> None:
@@ -63,7 +63,7 @@ TABLE = torch.arange(5.0)
 
 
 def everything(state: dict[str, Tensor], batch: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
-    """Results of all kinds: transposed, of other dtypes, empty, a leaf of the state, of the batch, twice the same."""
+    """Results of all kinds: transposed, of other dtypes, drawn, empty, a leaf of the state, of the batch, twice one."""
     x, flags, (rows, expanded, scalar) = batch["x"], batch["flags"], batch["views"]
     weight = state["weight"] + x.sum(0)
     weight[0] = 7
@@ -80,6 +80,7 @@ def everything(state: dict[str, Tensor], batch: dict[str, Any]) -> tuple[dict[st
         "empty": x[:0],
         "captured": TABLE * weight,
         "constant": torch.full((2, 3), 3.0),
+        "drawn": torch.rand(3),
         "of views": (rows * expanded).sum(0) * scalar,
     }
     return {"weight": weight, "count": count, "fixed": state["fixed"]}, metrics

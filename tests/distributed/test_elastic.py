@@ -52,15 +52,11 @@ def test_a_restarted_run_ends_in_the_uninterrupted_ones_bits(program: list[str],
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(
-    ("name", "timeout", "message"),
-    [("SIGKILL", 600, "by peer|[Bb]roken pipe"), ("SIGSTOP", 12, "[Tt]imed out")],
-)
-def test_if_a_process_dies_or_stops_the_others_raise(name: str, timeout: int, message: str, tmp_path: Path) -> None:
+def test_if_a_process_stops_the_others_raise(tmp_path: Path) -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     environment = {**ENVIRONMENT, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "2"}
     environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-    command = [sys.executable, "-m", DYING, name, "3", "train_ddp", *TINY, f"--timeout={timeout}", f"--out={tmp_path}"]
+    command = [sys.executable, "-m", DYING, "SIGSTOP", "3", "train_ddp", *TINY, "--timeout=12", f"--out={tmp_path}"]
     started = [
         subprocess.Popen(command, cwd=ROOT, env={**environment, "RANK": str(rank)}, stderr=subprocess.PIPE, text=True)
         for rank in range(2)
@@ -74,7 +70,7 @@ def test_if_a_process_dies_or_stops_the_others_raise(name: str, timeout: int, me
     # It raised and printed. At the interpreter's end a thread of the group it never left may still abort it: see
     # `end` in examples/_processes.py.
     assert started[0].returncode in (1, -signal.SIGABRT), printed
-    assert re.search(rf"RuntimeError: .*({message})", printed), printed
+    assert re.search("RuntimeError: .*[Tt]imed out", printed), printed
 
 
 @pytest.mark.thorough

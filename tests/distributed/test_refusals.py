@@ -39,10 +39,6 @@ def sharded(*group: Any, **options: Any) -> Any:
     return made(Parallel(*group, shard=True), **options)
 
 
-def first(step: Any) -> Any:
-    return step.init()
-
-
 def loaded_in_another_order() -> object:
     step = funcamp.make_train_step(lambda p, x: (p["a"] * p["b"] * x).sum(), SGD, parallel=Parallel(shard=True))
     state, like = (step.init({name: torch.ones(2, 2) for name in names}) for names in ("ab", "ba"))
@@ -51,9 +47,9 @@ def loaded_in_another_order() -> object:
 
 def loaded_with_two_counts() -> object:
     step = sharded(optimizer=funcamp.stateless(torch.optim.Adam), model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
-    saved = step.state_dict(first(step))
+    saved = step.state_dict(step.init())
     saved["opt_state.state.step.0.bias"] = saved["opt_state.state.step.0.bias"] - 1
-    return step.load_state_dict(saved, like=first(step))
+    return step.load_state_dict(saved, like=step.init())
 
 
 STATE: Any = {}
@@ -74,12 +70,12 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         lambda: sharded(optimizer=funcamp.stateless(torch.optim.Adafactor)).init(), TypeError, "only an elementwise optimizer takes them"
     ),
     "FSDP2": (lambda: made(model=fully_shard(nn.Linear(4, 4), mesh=mesh(4))), TypeError, "model must be the module itself"),
-    "a complete state": (lambda: sharded()(first(made(Parallel())), BATCH), ValueError, "state must be sharded over this step's ranks"),
-    "a state of other ranks": (lambda: sharded()(first(sharded(mesh(2, 2))), BATCH), ValueError, "state must be sharded over this step's ranks"),
-    "a sharded state": (lambda: made(Parallel())(first(sharded()), BATCH), ValueError, "state must not be sharded"),
-    "a sharded state alone": (lambda: made()(first(sharded()), BATCH), ValueError, r"step: state must not be sharded; distributed\.gather_state"),
-    "a sharded state's loss": (lambda: made().loss(first(sharded()), BATCH), ValueError, "loss: state must not be sharded"),
-    "a sharded state's tree": (lambda: first(sharded()).params.tree(), TypeError, r"distributed\.gather_state makes them complete"),
+    "a complete state": (lambda: sharded()(made(Parallel()).init(), BATCH), ValueError, "state must be sharded over this step's ranks"),
+    "a state of other ranks": (lambda: sharded()(sharded(mesh(2, 2)).init(), BATCH), ValueError, "state must be sharded over this step's ranks"),
+    "a sharded state": (lambda: made(Parallel())(sharded().init(), BATCH), ValueError, "state must not be sharded"),
+    "a sharded state alone": (lambda: made()(sharded().init(), BATCH), ValueError, r"step: state must not be sharded; distributed\.gather_state"),
+    "a sharded state's loss": (lambda: made().loss(sharded().init(), BATCH), ValueError, "loss: state must not be sharded"),
+    "a sharded state's tree": (lambda: sharded().init().params.tree(), TypeError, r"distributed\.gather_state makes them complete"),
     "sharded_state_dict": (lambda: sharded_state_dict(STATE), TypeError, "sharded_state_dict: state must be a TrainState"),
     "load like": (lambda: load_sharded_state_dict({}, STATE), TypeError, "like must be a TrainState"),
     "load two counts": (loaded_with_two_counts, ValueError, "saved must hold one count for all parameters"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import funcamp
 from tests.recipes import example
-from tests.support.helpers import assert_close, assert_same, clone, values_of
+from tests.support.helpers import assert_same, clone, values_of
 from tests.support.operations import Operations
 from tests.support.steps import eager, eager_and_traced
 
@@ -25,20 +24,7 @@ pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.compiled]
 def step_for(model: nn.Module, **options: Any) -> Any:
     loss_fn = funcamp.module_loss(model, nn.functional.mse_loss)
     sgd = funcamp.stateless(torch.optim.SGD, lr=0.02, momentum=0.9)
-    return funcamp.make_train_step(loss_fn, sgd, CONFIG, **{"policy": "float16", **options})
-
-
-def run(step: Any, wrap: Any, batch: Callable[[int], Any], accumulate: int | None = None, steps: int = 20) -> Any:
-    """The state after some steps, and every step's metrics; the draws are those of one seed."""
-    torch.manual_seed(1)
-    state, call, history = step.init(), wrap(step), []
-    for index in range(steps):
-        parts = [batch(index * (accumulate or 1) + part) for part in range(accumulate or 1)]
-        whole = tuple(map(torch.stack, zip(*parts))) if accumulate else parts[0]
-        state, metrics = call(state, whole)
-        history.append(metrics)
-    assert 4 <= history[-1].skipped < 20 or steps < 20
-    return state, history
+    return funcamp.make_train_step(loss_fn, sgd, CONFIG, policy="float16", **options)
 
 
 def batch_of(index: int) -> Any:
@@ -58,15 +44,27 @@ class Checkpointed(nn.Module):
         return out.float()
 
 
+def trained(model: nn.Module, wrap: Any) -> Any:
+    """The state after 20 steps of two micro-batches, and every step's metrics; the draws are those of one seed."""
+    step, history = step_for(model, accumulate=2), []
+    torch.manual_seed(1)
+    state, call = step.init(), wrap(step)
+    for index in range(20):
+        pairs = zip(batch_of(2 * index), batch_of(2 * index + 1))
+        state, metrics = call(state, tuple(map(torch.stack, pairs)))
+        history.append(metrics)
+    assert 4 <= state.skipped < 20
+    return state, history
+
+
 @eager_and_traced
-@pytest.mark.parametrize("accumulate", [None, 2])
 @pytest.mark.parametrize("middle", [nn.Tanh(), nn.BatchNorm1d(16), nn.Dropout(0.5)], ids=str)
-def test_checkpointed_step_is_the_step_without(middle: nn.Module, accumulate: int | None, wrap: Any) -> None:
+def test_checkpointed_step_is_the_step_without(middle: nn.Module, wrap: Any) -> None:
     ends = []
     for on, how in ((True, wrap), (False, eager)):
         model = Checkpointed(middle, on)
         before = clone(values_of(model))
-        ends.append(run(step_for(model, accumulate=accumulate or 1), how, batch_of, accumulate))
+        ends.append(trained(model, how))
         assert_same(values_of(model), before)
     assert_same(*ends)  # the running statistics too: torch's loop updates them twice
 
@@ -82,11 +80,3 @@ def test_checkpointed_blocks_are_computed_twice(wrap: Any) -> None:
             call(state, batch_of(1))
         counts.append(ran.counts["aten.gelu"])
     assert counts == [3, 6]
-
-
-@pytest.mark.thorough
-@pytest.mark.inductor
-def test_inductor_follows() -> None:
-    ends = [run(step_for(RECIPE.make_model(), policy=None), how, batch_of, steps=5) for how in (funcamp.jit, eager)]
-    found, expected = (state.params.tree() for state, _ in ends)
-    assert_close(found, expected, 1e-5)

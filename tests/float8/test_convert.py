@@ -136,7 +136,6 @@ def test_every_way_to_run_a_step_is_the_eager_one(config: float8.Float8Config, w
 
 
 @pytest.mark.compiled
-@pytest.mark.inductor
 def test_verify_compares_a_converted_model_with_torchs_loop() -> None:
-    report = funcamp.verify(made(converted(), 1.0), [batch(number) for number in range(4)])
+    report = funcamp.verify(traced(made(converted(), 1.0)), [batch(number) for number in range(4)])
     assert report.ok, str(report)

@@ -5,6 +5,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 
@@ -30,8 +33,9 @@ def test_a_failing_case_is_found_and_cut_down(monkeypatch: pytest.MonkeyPatch) -
         return x * (2 if torch.compiler.is_compiling() else 1)
 
     monkeypatch.setattr(blocks.Normed, "forward", wrong)
-    case = case_of(3)
-    planted = case.__class__(**{**vars(case), "blocks": ("nn.GELU()", "blocks.Normed()", "nn.SiLU()")})
+    parts: dict[str, Any] = {"blocks": ("nn.GELU()", "blocks.Normed()"), "options": ("accumulate=2",)}
+    parts |= {"operations": ((2, "clone"),), "sizes": (8, 8, 8, 3), "criterion": "mse", "policy": None}
+    planted = replace(case_of(3), **parts)
     found = failure(planted, backend_of("eager"))
     assert found.startswith("ApartError: compiled step differs from eager step at step 0"), found
     small = cut_down(planted, backend_of("eager"))

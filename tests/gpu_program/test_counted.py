@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from funcamp import float8, stateless
@@ -90,12 +91,19 @@ def test_small_kernels_are_joined_where_no_tensor_is_large(monkeypatch: pytest.M
     assert mlp.__wrapped__("float16", 2, without=()).launches == apart.launches
 
 
-@pytest.mark.parametrize("policy", [None, "float16"])
-def test_memory_of_attentions_seeds_is_no_other_buffers(policy: str | None) -> None:
-    """torch describes them as on the GPU; outside of a capture they are on the host."""
-    step = step_of(Gpt(2), cross_entropy, adamw, policy)
-    tokens = torch.zeros(4, CONTEXT, dtype=torch.int64)
-    body = program_of(step, step.init(), (tokens, tokens)).body
+def test_memory_of_attentions_seeds_is_no_other_buffers() -> None:
+    """torch describes them as on the GPU; outside of a capture they are on the host. A count has their size."""
+
+    def step(state: torch.Tensor, batch: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = state.detach().requires_grad_()
+        out = batch
+        for _ in range(2):
+            out = F.scaled_dot_product_attention(out * x, out, out)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        return state - grad, (grad > 0).sum()
+
+    x = torch.zeros(2, 2, CONTEXT, 16)
+    body = program_of(step, x, x).body
     attentions = re.findall(r"(buf\d+) = torch.ops.aten._scaled_dot_product\w*attention.default", body)
     assert len(attentions) == 2
     for attention in attentions:

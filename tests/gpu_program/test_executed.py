@@ -37,7 +37,7 @@ def wide() -> Task:
 @pytest.mark.thorough
 def test_an_mlp_with_clipping_follows_the_eager_step() -> None:
     task = mlp()
-    assert_follows_eager(step_of(task.model, task.criterion, adamw, max_norm=1.0), task.batch, 1e-2, 8)
+    assert_follows_eager(step_of(task.model, task.criterion, adamw, scale=2.0**20, max_norm=1.0), task.batch, 1e-2, 5)
 
 
 @pytest.mark.thorough
@@ -71,18 +71,18 @@ def test_float32_with_large_matrices_and_without_exact_follows_the_eager_step() 
 
 def test_layers_in_float8_follow_the_eager_step() -> None:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 16))
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
     float8.convert(model)
 
     def batch(number: int) -> tuple[Tensor, Tensor]:
         draw = torch.Generator().manual_seed(number)
-        large = 2.0**20 if number % 3 == 2 else 1.0  # its gradients overflow at this scale
+        large = 2.0**20 if number % 2 else 1.0  # its gradients overflow at this scale
         return torch.randn(16, 16, generator=draw), torch.randn(16, 16, generator=draw) * large
 
     # Triton 3.7's interpreter loses the carry when it rounds up to a power of two: 1.95 becomes 1 instead of 2. AdamW
     # would make whole steps of that.
     sgd = stateless(torch.optim.SGD, lr=0.1)
-    assert_follows_eager(step_of(model, F.mse_loss, sgd, "bfloat16", 2.0**120, max_norm=1.0), batch, 3e-2, 6)
+    assert_follows_eager(step_of(model, F.mse_loss, sgd, "bfloat16", 2.0**120, max_norm=1.0), batch, 3e-2, 4)
 
 
 @pytest.mark.thorough

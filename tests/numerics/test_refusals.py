@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from funcamp import loss, module_loss
+from funcamp import module_loss
 from funcamp.numerics import Records, probe, stats, tap, track_scales
 from tests.support.helpers import assert_refused
 
@@ -53,7 +53,6 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "no module chosen": (lambda: track(MODEL, lambda *_: False), ValueError, "must choose a module at least"),
     "no record of a module": (lambda: track(PAIR)({}, {"a": probe()}), ValueError, "must hold a Record for every tapped module; got none for 'b'"),
     "a loss without probes": (lambda: track(LOSS)({}, (INTEGERS, INTEGERS)), TypeError, "must be called with params, probes"),
-    "a loss with probes again": (lambda: loss(track(LOSS), probes=["a"]), TypeError, "function must not be a loss already"),
 }  # fmt: skip
 
 

@@ -154,13 +154,6 @@ def test_records_of_any_parts_add_up_to_that_of_all_numbers(values: list[float],
     assert_counts(whole, x.tolist())
 
 
-def test_samples_of_vmap_add_up_to_all_numbers() -> None:
-    x = torch.tensor(SPECIAL * 4).reshape(4, -1)
-    samples = vmap(stats)(x)
-    assert samples.count.tolist() == [15.0] * 4
-    assert_close(samples.total().row, stats(x).row, 1e-15)
-
-
 def test_counts_of_many_elements_in_one_bin() -> None:
     # more than one table of counts, and more than float32 counts exactly
     record = stats(torch.ones(1).expand(2**24 + 3))

@@ -199,20 +199,6 @@ def test_a_step_with_taps_is_the_step_without(name: str, run: Any) -> None:
 
 
 @pytest.mark.compiled
-def test_two_steps_on_one_state_track_at_a_cadence() -> None:
-    task = mlp()
-    loss_fn = module_loss(task.model, task.criterion)
-    pure = made(loss_fn)
-    step, alone, look = (jit(each, backend="eager") for each in (pure, pure, made(track_scales(loss_fn))))
-    state, other = pure.init(), pure.init()
-    for index in range(4):
-        state, metrics = (look if index % 3 == 0 else step)(state, task.batch(index))
-        other, _ = alone(other, task.batch(index))
-        assert bool(metrics.records) == (index % 3 == 0)
-    assert_close(state.params.tree(), other.params.tree(), 1e-6)
-
-
-@pytest.mark.compiled
 @pytest.mark.parametrize("run", [eager, without_donation])
 def test_a_loss_taps_what_it_wants(run: Any) -> None:
     def tapped(params: dict[str, Tensor], probes: dict[str, Record], x: Tensor) -> Tensor:

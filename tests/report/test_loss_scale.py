@@ -114,9 +114,12 @@ def test_no_scale_helps_and_the_operation_at_fault_is_named(
     how: str, kind: type[Net], operation: str, backward: bool
 ) -> None:
     report = report_of(how, made(kind), times(1.0), 2.0**10)
-    cause = report.cause()
+    cause, first = report.cause(), report.first_nonfinite()
     assert cause is not None
-    assert (cause.operation.name, cause.operation.backward, cause.made) == (operation, backward, True)
+    assert first is not None
+    assert first.operation is cause.operation
+    assert (cause.operation.name, cause.operation.backward) == (operation, backward)
+    assert (cause.kind, cause.made) == ("inf", True)
     assert cause.operation.line is not None
     file, line = cause.operation.line
     assert f"class {kind.__name__}(" in "".join(Path(file).read_text().splitlines(keepends=True)[line - 6 : line])

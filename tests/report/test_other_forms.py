@@ -163,6 +163,15 @@ def test_a_discriminator_may_be_stepped_after_the_passes_that_are_watched(is_mis
     assert names(auditor) == ["optimizer-not-stepped"] * is_mistake
 
 
+def test_the_sum_of_gradients_of_two_scalers_is_a_mistake() -> None:
+    other = scaler_of()
+
+    def differentiate_another(model: nn.Module) -> None:
+        other.scale(model(torch.ones(1, 4)).sum()).backward()
+
+    assert names(train(before_step=differentiate_another, passes=1)) == ["update-in-window"]
+
+
 @pytest.mark.parametrize("clears", [False, True])
 def test_passes_without_a_step_are_a_mistake_of_a_cut_run_if_gradients_are_cleared(clears: bool) -> None:
     def clear(model: nn.Module) -> None:

@@ -4,7 +4,7 @@ A class takes the arguments of its rule under the library's names and in its ord
 (devices, process groups, the wrapped optimizer) is left out. A default is the constructor's own; where the constructor
 has none, it is what the library's own caller passes. `scale` is a value that float32 holds, counters go by the
 library's names, and `update` is one step. Where a library raises, `raised` is True for that step, and the state is what
-the exception leaves behind.
+the exception leaves behind. torch's own class is taken as it is.
 
 Libraries that keep the scale in a Python float are stated in float32: every result is rounded. Subnormal scales are
 kept, as IEEE has it; XLA and TensorFlow on a CPU and apex's kernel (built with --use_fast_math) flush them to zero.
@@ -13,7 +13,11 @@ kept, as IEEE has it; XLA and TensorFlow on a CPU and apex's kernel (built with 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from tests.support.oracle import float32
 
@@ -41,26 +45,35 @@ def div64(a: float, b: float) -> float:
     return float32(a / b)
 
 
+class Library:
+    """A rule whose first scale is the argument that `first` names, rounded to float32."""
+
+    first = "init_scale"
+    scale: float
+
+    def __post_init__(self) -> None:
+        self.scale = float32(getattr(self, self.first))
+
+
 @dataclass
-class Megatron:
+class Megatron(Library):
     """`DynamicGradScaler`, megatron/core/optimizer/grad_scaler.py, NVIDIA/Megatron-LM (megatron-core 0.16.1).
 
     Hysteresis comes back on growth alone, so the overflows it forgives need not be consecutive. Growth reaches inf.
     Factors are float32 tensors. The defaults are what Megatron passes from `OptimizerConfig`.
     """
 
+    first = "initial_scale"
     initial_scale: float = 2.0**32
     min_scale: float = 1.0
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 1000
     hysteresis: int = 2
-    scale: float = field(init=False)
-    _growth_tracker: int = field(default=0, init=False)
-    _hysteresis_tracker: int = field(init=False)
+    _growth_tracker = 0
 
     def __post_init__(self) -> None:
-        self.scale = float32(self.initial_scale)
+        super().__post_init__()
         self._hysteresis_tracker = self.hysteresis
 
     def update(self, found_inf: bool) -> None:
@@ -77,7 +90,7 @@ class Megatron:
 
 
 @dataclass
-class DeepSpeedDynamicOld:
+class DeepSpeedDynamicOld(Library):
     """`DynamicLossScaler`, deepspeed/runtime/fp16/loss_scaler.py, DeepSpeed 0.9.0 to 0.17.0: a Python float.
 
     Counts iterations, not good steps; at the minimum it raises before either counter moves. A spent hysteresis stays at
@@ -91,14 +104,12 @@ class DeepSpeedDynamicOld:
     delayed_shift: int = 1
     consecutive_hysteresis: bool = False
     raise_error_at_min_scale: bool = True
-    scale: float = field(init=False)
-    cur_iter: int = field(default=0, init=False)
-    last_overflow_iter: int = field(default=-1, init=False)
-    cur_hysteresis: int = field(init=False)
-    raised: bool = field(default=False, init=False)
+    cur_iter = 0
+    last_overflow_iter = -1
+    raised = False
 
     def __post_init__(self) -> None:
-        self.scale = float32(self.init_scale)
+        super().__post_init__()
         self.cur_hysteresis = self.delayed_shift
 
     def update(self, found_inf: bool) -> None:
@@ -152,7 +163,7 @@ class DeepSpeedDynamic(DeepSpeedDynamicOld):
 
 
 @dataclass
-class DeepSpeedFP16:
+class DeepSpeedFP16(Library):
     """`FP16_Optimizer._update_scale`, deepspeed/runtime/fp16/fused_optimizer.py, DeepSpeed 0.9.0 to 0.19.8.
 
     The first growth comes after `scale_window + 1` good steps, later ones `scale_window` apart; no hysteresis, no error
@@ -162,13 +173,9 @@ class DeepSpeedFP16:
     init_scale: float = 2.0**32
     scale_window: int = 1000
     min_scale: float = 1.0
-    scale: float = field(init=False)
-    scale_factor: float = field(default=2.0, init=False)
-    cur_iter: int = field(default=0, init=False)
-    last_overflow_iter: int = field(default=-1, init=False)
-
-    def __post_init__(self) -> None:
-        self.scale = float32(self.init_scale)
+    scale_factor = 2.0
+    cur_iter = 0
+    last_overflow_iter = -1
 
     def update(self, found_inf: bool) -> None:
         if found_inf:
@@ -182,57 +189,51 @@ class DeepSpeedFP16:
 
 
 @dataclass
-class ApexAmp:
+class ApexAmp(Library):
     """`LossScaler`, apex/amp/scaler.py, NVIDIA/apex (b82c6bd7; the first clamp is later, read in a 2025 fork).
 
-    `scale_factor` is never read: it halves and doubles. A `min_loss_scale` of 0 is no minimum. The growth test follows
-    an overflow too, so a `scale_window` of 0 undoes each backoff. A `loss_scale` other than "dynamic" is static.
+    With `loss_scale="dynamic"`. It has a `scale_factor` that is never read: it halves and doubles. A `min_loss_scale`
+    of 0 is no minimum. The growth test follows an overflow too, so a `scale_window` of 0 undoes each backoff.
     """
 
-    loss_scale: float | str = "dynamic"
     init_scale: float = 2.0**16
-    scale_factor: float = 2.0
     scale_window: int = 2000
     min_loss_scale: float | None = None
     max_loss_scale: float = 2.0**24
-    scale: float = field(init=False)
-    dynamic: bool = field(init=False)
-    _unskipped: int = field(default=0, init=False)
+    _unskipped = 0
 
     def __post_init__(self) -> None:
-        self.dynamic = self.loss_scale == "dynamic"
-        self.scale = float32(min(self.max_loss_scale, self.init_scale) if self.dynamic else float(self.loss_scale))
+        self.scale = float32(min(self.max_loss_scale, self.init_scale))
 
     def update(self, found_inf: bool) -> None:
-        if found_inf and self.dynamic:
+        if found_inf:
             self.scale = float32(max(self.min_loss_scale or 0.0, self.scale / 2.0))
             self._unskipped = 0
         else:
             self._unskipped += 1
-        if self.dynamic and self._unskipped == self.scale_window:
+        if self._unskipped == self.scale_window:
             self.scale = float32(min(self.max_loss_scale, self.scale * 2.0))
             self._unskipped = 0
 
 
 @dataclass
-class ApexHysteresis:
+class ApexHysteresis(Library):
     """`update_scale_hysteresis`, csrc/update_scale_hysteresis.cu, NVIDIA/apex (79b7f4f2, 16aaa783).
 
     Any clean step refills the hysteresis; a forgiven overflow still resets the growth tracker. The factors are doubles.
     Growth to inf is dropped. The defaults are those of NeMo's `GradScaler`, which calls it.
     """
 
+    first = "current_scale"
     current_scale: float = 2.0**16
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     hysteresis: int = 1
-    scale: float = field(init=False)
-    growth_tracker: int = field(default=0, init=False)
-    hysteresis_tracker: int = field(init=False)
+    growth_tracker = 0
 
     def __post_init__(self) -> None:
-        self.scale = float32(self.current_scale)
+        super().__post_init__()
         self.hysteresis_tracker = self.hysteresis
 
     def update(self, found_inf: bool) -> None:
@@ -250,22 +251,19 @@ class ApexHysteresis:
 
 
 @dataclass
-class Jmp:
+class Jmp(Library):
     """`DynamicLossScale.adjust`, jmp/_src/loss_scale.py, google-deepmind/jmp (jmp 0.0.4), not under `jit`.
 
     Backoff divides. Under `jit` a factor other than a power of two becomes a product with its rounded reciprocal, and
     `min_loss_scale` becomes 1. An overflow lifts a scale that is below the minimum.
     """
 
+    first = "loss_scale"
     loss_scale: float = 2.0**15
     counter: int = 0
     period: int = 2000
     factor: float = 2
     min_loss_scale: float = 1.0
-    scale: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.scale = float32(self.loss_scale)
 
     def update(self, found_inf: bool) -> None:
         if found_inf:
@@ -279,22 +277,20 @@ class Jmp:
 
 
 @dataclass
-class Flax:
+class Flax(Library):
     """`DynamicScale`, flax/training/dynamic_scale.py, google/flax (flax 0.12.8), `scale` an array.
 
     Growth is tested before the count, so it takes `growth_interval + 1` good steps, and it stops at float32's largest.
     Where `scale` is still a Python float, as at a first step outside `jit`, the product is a double one.
     """
 
+    first = "scale"
     growth_factor: float = 2.0
     backoff_factor: float = 0.5
     growth_interval: int = 2000
     fin_steps: int = 0
     scale: float = 65536.0
     minimum_scale: float | None = FLOAT32_TINY
-
-    def __post_init__(self) -> None:
-        self.scale = float32(self.scale)
 
     def update(self, found_inf: bool) -> None:
         grow = self.fin_steps == self.growth_interval
@@ -308,19 +304,16 @@ class Flax:
 
 
 @dataclass
-class Keras:
+class Keras(Library):
     """`LossScaleOptimizer`, keras/src/optimizers/loss_scale_optimizer.py, keras-team/keras (keras 3.15.1).
 
     The factors are fixed, and there is no bound: growth reaches inf, backoff reaches 0, and both stay.
     """
 
+    first = "initial_scale"
     initial_scale: float = 2.0**15
     dynamic_growth_steps: int = 2000
-    scale: float = field(init=False)
-    step_counter: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.scale = float32(self.initial_scale)
+    step_counter = 0
 
     def update(self, found_inf: bool) -> None:
         if found_inf:
@@ -332,21 +325,18 @@ class Keras:
 
 
 @dataclass
-class TensorFlow:
+class TensorFlow(Library):
     """`_DynamicLossScaleState`, tf_keras/src/mixed_precision/loss_scale_optimizer.py, keras-team/tf-keras (2.21.0).
 
     The minimum is 1, written in: an overflow lifts a smaller scale to it. Backoff divides, but in a `tf.function` it
     is a product with the rounded reciprocal. The defaults are what `LossScaleOptimizer` passes.
     """
 
+    first = "initial_loss_scale"
     initial_loss_scale: float = 2.0**15
     growth_steps: int = 2000
     multiplier: float = 2.0
-    scale: float = field(init=False)
-    counter: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.scale = float32(self.initial_loss_scale)
+    counter = 0
 
     def update(self, found_inf: bool) -> None:
         if found_inf:
@@ -359,24 +349,21 @@ class TensorFlow:
 
 
 @dataclass
-class PaddleKernel:
+class PaddleKernel(Library):
     """`update_loss_scaling`, paddle/phi/kernels/impl/amp_kernel_impl.h, PaddlePaddle/Paddle (3.3.1, 20ffb9f4).
 
     Every `decr_every_n_nan_or_inf`-th consecutive overflow backs off; the minimum is 1, written in. The ratios are
     floats. The defaults are those of `paddle.static.amp.decorate`; its older overload has 2**15, 1000, 2, 2.0 and 0.8.
     """
 
+    first = "prev_loss_scaling"
     prev_loss_scaling: float = 2.0**16
     incr_every_n_steps: int = 2000
     decr_every_n_nan_or_inf: int = 1
     incr_ratio: float = 2.0
     decr_ratio: float = 0.5
-    scale: float = field(init=False)
-    num_good_steps: int = field(default=0, init=False)
-    num_bad_steps: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.scale = float32(self.prev_loss_scaling)
+    num_good_steps = 0
+    num_bad_steps = 0
 
     def update(self, found_inf: bool) -> None:
         if found_inf:
@@ -393,23 +380,20 @@ class PaddleKernel:
 
 
 @dataclass
-class PaddleDygraph:
+class PaddleDygraph(Library):
     """`AmpScaler._update`, python/paddle/amp/grad_scaler.py, PaddlePaddle/Paddle (3.3.1): the kernel's rule unbounded.
 
     No minimum and no guard against inf. `GradScaler` has the same rule and defaults of 2**16 and 2000 steps.
     """
 
+    first = "init_loss_scaling"
     init_loss_scaling: float = 2.0**15
     incr_ratio: float = 2.0
     decr_ratio: float = 0.5
     incr_every_n_steps: int = 1000
     decr_every_n_nan_or_inf: int = 1
-    scale: float = field(init=False)
-    _incr_count: int = field(default=0, init=False)
-    _decr_count: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.scale = float32(self.init_loss_scaling)
+    _incr_count = 0
+    _decr_count = 0
 
     def update(self, found_inf: bool) -> None:
         if found_inf:
@@ -425,7 +409,7 @@ class PaddleDygraph:
 
 
 @dataclass
-class Fairseq:
+class Fairseq(Library):
     """`DynamicLossScaler`, fairseq/optim/dynamic_loss_scaler.py, facebookresearch/fairseq (0d77035e): a Python float.
 
     An overflow calls `check_overflow`, a clean step `update`. At the minimum the old scale comes back and `_iter` does
@@ -439,15 +423,11 @@ class Fairseq:
     tolerance: float = 0.0
     threshold: float | None = None
     min_loss_scale: float = 1e-4
-    scale: float = field(init=False)
-    _iter: int = field(default=0, init=False)
-    _last_overflow_iter: int = field(default=-1, init=False)
-    _last_rescale_iter: int = field(default=-1, init=False)
-    _overflows_since_rescale: int = field(default=0, init=False)
-    raised: bool = field(default=False, init=False)
-
-    def __post_init__(self) -> None:
-        self.scale = float32(self.init_scale)
+    _iter = 0
+    _last_overflow_iter = -1
+    _last_rescale_iter = -1
+    _overflows_since_rescale = 0
+    raised = False
 
     def update(self, found_inf: bool) -> None:
         self.raised = False
@@ -474,28 +454,27 @@ class Fairseq:
             self.scale, self.raised = before, True
 
 
-@dataclass
 class ShardedCpu:
-    """`ShardedGradScaler._amp_update_scale_cpu_`, torch/distributed/fsdp/sharded_grad_scaler.py, torch 2.13.0.
+    """torch's own `ShardedGradScaler`; backoff comes first in its arguments."""
 
-    Unlike `torch._amp_update_scale_`, the factors are rounded to float32 and growth reaches inf. Backoff comes first in
-    the arguments.
-    """
+    def __init__(
+        self,
+        init_scale: float = 2.0**16,
+        backoff_factor: float = 0.5,
+        growth_factor: float = 2.0,
+        growth_interval: int = 2000,
+    ) -> None:
+        self.growth_interval = growth_interval
+        numbers = (init_scale, backoff_factor, growth_factor, growth_interval)
+        self.scaler: Any = ShardedGradScaler("cpu", *numbers, process_group=None)
+        self.scaler.scale(torch.zeros(()))
 
-    init_scale: float = 2.0**16
-    backoff_factor: float = 0.5
-    growth_factor: float = 2.0
-    growth_interval: int = 2000
-    scale: float = field(init=False)
-    _growth_tracker: int = field(default=0, init=False)
-
-    def __post_init__(self) -> None:
-        self.scale = float32(self.init_scale)
+    @property
+    def scale(self) -> float:
+        scale: float = self.scaler.get_scale()
+        return scale
 
     def update(self, found_inf: bool) -> None:
-        if found_inf:
-            self.scale, self._growth_tracker = mul32(self.scale, self.backoff_factor), 0
-            return
-        self._growth_tracker += 1
-        if self._growth_tracker == self.growth_interval:
-            self.scale, self._growth_tracker = mul32(self.scale, self.growth_factor), 0
+        flags = {torch.device("cpu"): torch.full((1,), float(found_inf))}
+        self.scaler._per_optimizer_states[0] = {"stage": None, "found_inf_per_device": flags}
+        self.scaler.update()

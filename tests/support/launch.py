@@ -21,8 +21,6 @@ class Ended(NamedTuple):
     """A launch that is over."""
 
     code: int
-    launcher: str
-    """stdout and stderr of torchrun itself."""
     stdout: list[str]
     """What each rank printed, one attempt after the other."""
     everything: str
@@ -49,7 +47,7 @@ def torchrun(world: int, *arguments: object, restarts: int = 0, bound: int = BOU
             "".join(file.read_text() for file in sorted(Path(folder).glob(f"*/attempt_*/{rank}/stdout.log")))
             for rank in range(world)
         ]
-        return Ended(launcher.returncode, own, stdout, _everything(folder, own))
+        return Ended(launcher.returncode, stdout, _everything(folder, own))
 
 
 def _everything(folder: str, own: str) -> str:

@@ -182,58 +182,27 @@ def _rows_first(value: Tensor) -> Tensor:
     return value.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float | None) -> tuple[Tensor, Tensor]:
-    scores, _ = _scores(q, k, causal, scale)
-    logsumexp = scores.logsumexp(-1)
-    out = (scores - logsumexp[..., None]).exp() @ v.float()
-    return _rows_first(out.to(q.dtype)), logsumexp
-
-
-def _attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, logsumexp: Tensor, causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    scores, scale = _scores(q, k, causal, scale)
-    shares, grad = (scores - logsumexp[..., None]).exp(), grad.float()
-    inner = shares * (grad @ v.float().mT - (grad * out.float()).sum(-1, keepdim=True)) * scale
-    found = inner @ k.float(), inner.mT @ q.float(), shares.mT @ grad
-    return tuple(_rows_first(one.to(q.dtype)) for one in found)  # type: ignore[return-value]
-
-
-def _flash(
+def _attention(
     q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0, causal: bool = False, _: bool = False, *, scale: Any = None
 ) -> tuple[Any, ...]:
     assert dropout == 0.0
+    scores = _scores(q, k, causal, scale)[0]
+    logsumexp = scores.logsumexp(-1)
+    out = _rows_first(((scores - logsumexp[..., None]).exp() @ v.float()).to(q.dtype))
     seed, offset = torch.zeros(2, dtype=torch.uint64), torch.zeros((), dtype=torch.uint64)
-    out, logsumexp = _attention(q, k, v, causal, scale)
     return out, logsumexp, None, None, q.shape[2], k.shape[2], seed, offset, torch.empty(0)
 
 
-def _flash_backward(*args: Any, scale: float | None = None) -> tuple[Tensor, ...]:
+def _attention_backward(*args: Any, scale: float | None = None) -> tuple[Tensor, ...]:
     grad, q, k, v, out, logsumexp = args[:6]
-    return _attention_backward(grad, q, k, v, out, logsumexp, args[11], scale)
-
-
-def _efficient(
-    q: Tensor, k: Tensor, v: Tensor, bias: object, wanted: bool, dropout: float = 0.0, causal: bool = False, *,
-    scale: Any = None,
-) -> tuple[Tensor, ...]:  # fmt: skip
-    assert dropout == 0.0
-    assert bias is None
-    out, logsumexp = _attention(q, k, v, causal, scale)
-    padded = torch.zeros(*logsumexp.shape[:2], -(-q.shape[2] // 32) * 32)  # its rows are aligned
-    padded[..., : q.shape[2]] = logsumexp
-    zero = torch.zeros((), dtype=torch.int64)
-    return out, padded, zero, zero
-
-
-def _efficient_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, scale: Any = None) -> object:
-    _, out, logsumexp, *_ = args
-    return *_attention_backward(grad, q, k, v, out, logsumexp[..., : q.shape[2]], args[7], scale), None
+    scores, factor = _scores(q, k, args[11], scale)
+    shares, grad = (scores - logsumexp[..., None]).exp(), grad.float()
+    inner = shares * (grad @ v.float().mT - (grad * out.float()).sum(-1, keepdim=True)) * factor
+    found = inner @ k.float(), inner.mT @ q.float(), shares.mT @ grad
+    return tuple(_rows_first(one.to(q.dtype)) for one in found)
 
 
 _INSTEAD: dict[object, Callable[..., object]] = {
-    _aten._scaled_dot_product_flash_attention.default: _flash,
-    _aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
-    _aten._scaled_dot_product_efficient_attention.default: _efficient,
-    _aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
+    _aten._scaled_dot_product_flash_attention.default: _attention,
+    _aten._scaled_dot_product_flash_attention_backward.default: _attention_backward,
 }

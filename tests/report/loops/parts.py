@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 
-def model_and_optimizer(lr: float = 0.01) -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-    return model, torch.optim.SGD(model.parameters(), lr=lr)
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
 
 
 def scaler_of(init_scale: float = 2.0**10) -> torch.amp.GradScaler:

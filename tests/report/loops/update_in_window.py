@@ -22,6 +22,7 @@ for number, (x, y) in enumerate(batches(8)):
         scaler.step(extra_optimizer)
         extra_optimizer.zero_grad()
     if ends_window:
+        scaler.unscale_(optimizer)
         scaler.step(optimizer)
         optimizer.zero_grad()
     if ends_window or not right:

@@ -1,4 +1,4 @@
-"""Several losses of one batch: differentiated by one line, or scaled and differentiated from iterators."""
+"""Several losses of one batch: of one line, from iterators, or the second without the scale after unscale_."""
 
 import torch
 from torch.nn.functional import l1_loss, mse_loss
@@ -7,17 +7,21 @@ from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
-for step, (x, y) in enumerate(batches(9)):
+for step, (x, y) in enumerate(batches(12)):
     optimizer.zero_grad()
     with torch.autocast("cpu", torch.float16):
         output = model(x)
         losses = [mse_loss(output, y), l1_loss(output, y)]
-    if step % 3 == 0:
+    if step % 4 == 0:
         for number, loss in enumerate(losses):
             scaler.scale(loss).backward(retain_graph=number == 0)
-    elif step % 3 == 1:
+    elif step % 4 == 1:
         torch.autograd.backward(list(scaler.scale(iter(losses))))
-    else:
+    elif step % 4 == 2:
         torch.autograd.backward(map(scaler.scale, losses))  # type: ignore[arg-type]
+    else:
+        scaler.scale(losses[0]).backward(retain_graph=True)
+        scaler.unscale_(optimizer)
+        losses[1].backward()
     scaler.step(optimizer)
     scaler.update()

@@ -65,7 +65,7 @@ def casts_of_groups(graph: fx.Graph) -> list[str]:
     return names
 
 
-def joins_of(graph: fx.Graph) -> list[fx.Node]:
+def joins_of(graph: fx.Graph) -> list[Any]:
     """The concatenations in bfloat16."""
     joins = graph.find_nodes(op="call_function", target=aten.cat.default)
     return [join for join in joins if join.meta["val"].dtype == torch.bfloat16]

@@ -21,7 +21,7 @@ from funcamp import GradScaler
 
 pytestmark = pytest.mark.slow
 
-STEPS, LOOPS, PARTS = 5, 1000, 4
+STEPS, LOOPS, PARTS = 5, 1000, 8
 NUMBERS: dict[str, Any] = {"init_scale": 2.0**10, "growth_factor": 1.7, "backoff_factor": 0.4, "growth_interval": 2}
 
 #: A fused step that torch begins and fails, for it has no flag to give; funcamp says so before. The loop ends.

@@ -24,15 +24,13 @@ class Normalized(nn.Module):
 
 
 @pytest.mark.inductor
-@pytest.mark.parametrize("policy", ["bfloat16", "float16"])
-@pytest.mark.parametrize("rows", [2, 32])
-def test_gradient_before_a_batch_norm(policy: str, rows: int) -> None:
+def test_gradient_before_a_batch_norm() -> None:
     generator = torch.Generator().manual_seed(0)
-    batch = 3 * torch.randn(rows, 8, generator=generator), torch.randn(rows, 16, generator=generator)
+    batch = 3 * torch.randn(2, 8, generator=generator), torch.randn(2, 16, generator=generator)
 
     def gradient(wrap: Any) -> Tensor:
         model, sgd = Normalized(), stateless(torch.optim.SGD, lr=1.0)
-        step = make_train_step(module_loss(model, mse_loss), sgd, ScalerConfig(2.0**8), policy=policy)
+        step = make_train_step(module_loss(model, mse_loss), sgd, ScalerConfig(2.0**8), policy="bfloat16")
         state, _ = wrap(step)(step.init(), batch)
         moved: Tensor = model.first.weight.detach() - state.params["first.weight"]
         return moved

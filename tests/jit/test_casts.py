@@ -2,42 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.nn import functional as F
 
-from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
+from funcamp import ScalerConfig, jit, stateless
 from funcamp._jit import passes
 from funcamp._jit.passes import casts
 from funcamp._jit.passes.program import Program, Target
 from tests.support.helpers import assert_same
+from tests.support.models import Task, cnn, mlp
+from tests.support.steps import build
 
 aten = torch.ops.aten
-WIDTH, WORDS, ROWS = 16, 32, 4
-
-
-class Gpt(nn.Module):
-    """Embeddings, matrices of one row length and of another, norms, and a head that may be tied."""
-
-    def __init__(self, *, tied: bool) -> None:
-        super().__init__()
-        self.words, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 64), nn.Linear(64, WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        if tied:
-            self.head.weight = self.words.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens)
-        for _ in range(2):  # each weight is used twice
-            x = x + self.down(F.gelu(self.up(self.norm(x))))
-        out: Tensor = self.head(x)
-        return out
+ADAMW = stateless(torch.optim.AdamW, lr=1e-2)
 
 
 @pytest.fixture
@@ -57,69 +40,64 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[fx.Graph]:
     return seen
 
 
-def trained(tied: bool, accumulate: int, **options: Any) -> Any:
+def trained(make: Callable[[], Task], accumulate: int = 1, **options: Any) -> Any:
     """The state after some jitted steps."""
-    torch.manual_seed(0)
-    loss_fn = module_loss(Gpt(tied=tied), lambda out, y: F.cross_entropy(out.float().flatten(0, -2), y.flatten()))
-    adamw = stateless(torch.optim.AdamW, lr=1e-2)
-    step = make_train_step(loss_fn, adamw, ScalerConfig(2.0**10), policy="bfloat16", accumulate=accumulate)
+    task = make()
+    step = build(task, ADAMW, config=ScalerConfig(2.0**10), policy="bfloat16", accumulate=accumulate)
     run, state = jit(step, backend="eager", **options), step.init()
-    for seed in range(3):
-        torch.manual_seed(seed)
-        tokens = torch.randint(WORDS, (accumulate, 2, ROWS) if accumulate > 1 else (2, ROWS))
-        state, _ = run(state, (tokens, tokens))
+    for number in range(3):
+        parts = [task.batch(accumulate * number + part) for part in range(accumulate)]
+        batch = tuple(map(torch.stack, zip(*parts))) if accumulate > 1 else parts[0]
+        state, _ = run(state, batch)
     return state
 
 
-def casts_of_inputs(graph: fx.Graph) -> list[str]:
-    """The inputs that are cast to bfloat16, and those of which a part is."""
+def casts_of_groups(graph: fx.Graph) -> list[str]:
+    """The inputs in flat storage that are cast to bfloat16, and those of which a part is."""
     names = []
     for node in graph.find_nodes(op="call_function", target=aten._to_copy.default):
         source = node.args[0]
         while source.op != "placeholder" and len(source.all_input_nodes) == 1:
             source = source.all_input_nodes[0]
-        if source.op == "placeholder" and node.kwargs.get("dtype") == torch.bfloat16:
+        is_group = source.op == "placeholder" and source.meta["val"].dim() == 1
+        if is_group and node.kwargs.get("dtype") == torch.bfloat16:
             names.append(source.name)
     return names
 
 
+def joins_of(graph: fx.Graph) -> list[Any]:
+    """The concatenations in bfloat16."""
+    joins = graph.find_nodes(op="call_function", target=aten.cat.default)
+    return [join for join in joins if join.meta["val"].dtype == torch.bfloat16]
+
+
 @pytest.mark.usefixtures("one_thread")
-@pytest.mark.parametrize(("tied", "accumulate"), [(True, 1), (False, 2)])
-def test_a_group_is_cast_once_and_no_number_changes(graphs: list[fx.Graph], tied: bool, accumulate: int) -> None:
-    found = trained(tied, accumulate)
-    cast = casts_of_inputs(graphs[0])
-    # Matrices of two row lengths, and biases; a head that is an embedding too, in the group of embeddings.
-    assert len(cast) == len(set(cast)) == (4 if tied else 3)
-    joins = graphs[0].find_nodes(op="call_function", target=aten.cat.default)
-    assert sum(join.meta["val"].dtype == torch.bfloat16 for join in joins) == 2 * accumulate
-    assert_same(found, trained(tied, accumulate, without=["casts"]))
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_group_is_cast_once_and_no_number_changes(graphs: list[fx.Graph], accumulate: int) -> None:
+    found = trained(mlp, accumulate)
+    cast = casts_of_groups(graphs[0])
+    # Three groups of matrices, and biases; what the norm has beside these is not cast.
+    assert len(cast) == len(set(cast)) == 4
+    assert len(joins_of(graphs[0])) == 3 * accumulate  # the gradients of the matrices
+    assert_same(found, trained(mlp, accumulate, without=["casts"]))
 
 
-class Convolutions(nn.Module):
-    """Gradients in the order of channels, and parts of a size that needs zeros after it."""
+def in_the_order_of_channels() -> Task:
+    """Its gradients are in another order than its parameters, and of a size that needs zeros after it."""
+    task = cnn()
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Conv2d(3, 5, 3, bias=False), nn.Conv2d(5, 7, 3, bias=False)
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        x, target = task.batch(number)
+        return x.contiguous(memory_format=torch.channels_last), target
 
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.second(torch.relu(self.first(x.contiguous(memory_format=torch.channels_last))))
-        return out
+    return task._replace(batch=batch)
 
 
 @pytest.mark.usefixtures("one_thread")
 def test_gradients_of_convolutions_are_joined_before_they_are_cast(graphs: list[fx.Graph]) -> None:
-    def state_after(**options: Any) -> Any:
-        torch.manual_seed(0)
-        loss_fn = module_loss(Convolutions(), lambda out, y: (out.float() - y).square().mean())
-        step = make_train_step(loss_fn, stateless(torch.optim.AdamW, lr=1e-2), policy="bfloat16")
-        return jit(step, backend="eager", **options)(step.init(), (torch.rand(2, 3, 6, 6), torch.rand(2, 7, 2, 2)))[0]
-
-    found = state_after()
-    (join,) = graphs[0].find_nodes(op="call_function", target=aten.cat.default)
-    assert join.meta["val"].dtype == torch.bfloat16
-    assert any(part.target is aten.new_zeros.default for part in join.args[0])
-    assert_same(found, state_after(without=["casts"]))
+    found = trained(in_the_order_of_channels)
+    assert any(part.target is aten.new_zeros.default for join in joins_of(graphs[0]) for part in join.args[0])
+    assert_same(found, trained(in_the_order_of_channels, without=["casts"]))
 
 
 def part_written(flat: Tensor) -> tuple[Tensor, ...]:

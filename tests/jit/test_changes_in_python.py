@@ -149,7 +149,7 @@ class Config:
 
 
 class Items(dict[str, float]):
-    """Raises KeyError for an attribute that is not there."""
+    """Options by name or as attributes, as many projects write them. One that is not there raises KeyError."""
 
     __getattr__ = dict.__getitem__
 
@@ -305,12 +305,6 @@ def keeps_output(self: Any, x: Tensor) -> Any:
     return out
 
 
-class Options(dict[str, float]):
-    """Options by name or as attributes, as many projects write them."""
-
-    __getattr__ = dict.__getitem__
-
-
 class Weighted:
     """A term of a loss with an object as a default, in a tuple that no other object has."""
 
@@ -337,7 +331,7 @@ def many_terms() -> Program:
 
 def with_options() -> Program:
     class Configured(Net):
-        options = Options(scale=2.0)
+        options = Items(scale=2.0)
 
     return Program(Configured(lambda self, x: self.layer(x) * self.options.scale))
 

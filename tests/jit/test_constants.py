@@ -8,7 +8,6 @@ import enum
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy
 import pytest
 import torch
 
@@ -33,9 +32,7 @@ X = torch.ones(1)
 #: Two batches, and the number of programs for them. As in JAX, what is equal by a class's own `==` is one constant.
 BATCHES: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
     "an integer and a float": (lambda: 2, lambda: 2.0, 2),
-    "an integer and a bool": (lambda: 1, lambda: True, 2),
     "two zeros": (lambda: 0.0, lambda: -0.0, 2),
-    "numpy": (lambda: 2, lambda: numpy.int64(2), 2),
     "an enum": (lambda: 1, lambda: Mode.FIRST, 2),
     "fields": (lambda: Options(1), lambda: Options(2), 2),
     "equal fields": (lambda: Options((1, None, "a", torch.half)), lambda: Options((1, None, "a", torch.half)), 1),

@@ -11,9 +11,9 @@ from funcamp import jit, make_train_step, module_loss, stateless
 from tests.support.steps import assert_as_eager
 
 
+@pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
-@pytest.mark.parametrize("policy", [None, "bfloat16"])
-@pytest.mark.parametrize("norm", [nn.BatchNorm1d, nn.LayerNorm])
+@pytest.mark.parametrize(("norm", "policy"), [(nn.LayerNorm, "bfloat16"), (nn.BatchNorm1d, None)])
 def test_a_compiled_step_with_dropout_is_that_of_eager_mode(norm: type[nn.Module], policy: str | None) -> None:
     model = nn.Sequential(nn.Linear(6, 16), norm(16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 1))
     step = make_train_step(module_loss(model, F.mse_loss), stateless(torch.optim.SGD, lr=0.01), policy=policy)

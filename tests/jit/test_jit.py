@@ -49,15 +49,6 @@ def test_the_state_passed_in_is_consumed_and_clone_keeps_one() -> None:
     assert run(third, {"x": torch.ones(1)})[0]["total"] == 3
 
 
-def test_without_donation_the_state_stays() -> None:
-    run, first = eager_backend(add, donate=False), start()
-    second, _ = run(first, {"x": torch.ones(1)})
-    third, _ = run(second, {"x": torch.ones(1)})
-    assert [s["total"].item() for s in (first, second, third)] == [0, 1, 2]
-    again, _ = run(first, {"x": torch.ones(1)})
-    assert again["total"] == 1
-
-
 REFUSED: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
     "dtype": (lambda s: s.update(total=torch.zeros((), dtype=torch.int32)), r"at \['total'\] it has a torch.int32"),
     "shape": (lambda s: s.update(rest=[torch.ones(2), None]), r"at \['rest'\]\[0\] it has .* shape \(2,\)"),

@@ -14,6 +14,7 @@ from funcamp import (
     all_finite,
     clip_grad_norm,
     init,
+    make_train_step,
     merge,
     scaled_grad_and_value,
     skip_step,
@@ -32,21 +33,21 @@ CONFIG = ScalerConfig(min_scale=1.0, max_scale=2.0**24)
 ADAMW = stateless(torch.optim.AdamW, lr=lambda applied: 1e-3 / (1 + applied))
 
 
-def train_step(state: Any, params: Any, opt_state: Any, x: torch.Tensor) -> Any:
-    grad_fn = scaled_grad_and_value(lambda p, x: (x @ p["w"]).half().float().square().mean())
-    (grads, state), loss = grad_fn(state, params, x)
-    grads, norm = clip_grad_norm(grads, 1.0)
-    new = ADAMW.update(params, grads, opt_state)
-    return skip_step(state, new=new, old=(params, opt_state)), update(state, CONFIG), loss, norm
+def loss_fn(params: Any, x: torch.Tensor) -> Any:
+    return (x @ params["w"]).half().float().square().mean()
 
 
-PARAMS = {"w": torch.randn(3, 2)}
+STEP = make_train_step(loss_fn, ADAMW, CONFIG, max_norm=1.0)
+PARAMS, X = {"w": torch.randn(3, 2)}, torch.randn(5, 3)
 CALLS: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
     "unscale_and_check": (unscale_and_check, (init(), GRADS)),
     "all_finite": (all_finite, (GRADS,)),
     "update-new_scale": (lambda s, n: update(s, CONFIG, new_scale=n), (init(), torch.ones(1))),
     "merge": (merge, (init(), init(), init())),
-    "train_step": (train_step, (init(), PARAMS, ADAMW.init(PARAMS), torch.randn(5, 3))),
+    "clip_grad_norm": (lambda grads: clip_grad_norm(grads, 1.0), (GRADS,)),
+    "skip_step": (lambda s, new, old: skip_step(s, new=new, old=old), (init(), GRADS, GRADS)),
+    "scaled_grad_and_value": (scaled_grad_and_value(loss_fn), (init(), PARAMS, X)),
+    "step": (STEP, (STEP.init(PARAMS), X)),
 }
 
 

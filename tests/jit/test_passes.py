@@ -45,7 +45,7 @@ def step(state: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Any]:
     return {"flat": new[0], "kernel": new[1], "counts": counts}, loss.detach()
 
 
-@pytest.mark.thorough(keep=1)
+@pytest.mark.thorough
 @pytest.mark.inductor
 @pytest.mark.parametrize("name", sorted(one.name for one in PASSES))
 def test_a_program_without_one_of_them_computes_the_same(name: str) -> None:

@@ -102,17 +102,6 @@ def test_an_old_value_has_its_program_and_the_oldest_is_dropped_with_a_warning(
     assert run.programs == 3
 
 
-def test_a_parameter_that_is_frozen_is_noticed() -> None:
-    model, step, run, state = made(donate=False)
-    run(state, (X, Y))
-    model.linear.bias.requires_grad_(False)
-    for call in (step, run):
-        with pytest.raises(ValueError, match="bias' was a trainable parameter and is a frozen parameter"):
-            call(state, (X, Y))
-    model.linear.bias.requires_grad_(True)
-    run(state, (X, Y))
-
-
 def test_what_a_schedule_reads_is_followed() -> None:
     settings = {"rate": 0.1}
     sgd = stateless(torch.optim.SGD, lr=lambda count: torch.ones(()) * settings["rate"])

@@ -79,7 +79,6 @@ OPTIMIZERS: dict[str, Row] = {
         "lr cannot be assigned.* Make another with lr=0.1",
     ),
     "assigned group": (lambda: setattr(GROUPED, "group", abs), AttributeError, "group cannot be assigned"),
-    "state of SGD": (updated(ADAMW, SGD), ValueError, "update: opt_state must hold the entries that"),
     "state of a chain": (
         updated(ADAMW, chain(ADAMW, average(0.5))),
         TypeError,

@@ -1,4 +1,4 @@
-"""Which parameter's gradient is not finite. In the metrics of a step: tests/step/test_observe.py."""
+"""Which parameter's gradient is not finite. In the metrics of a step: tests/step/test_step_metrics.py."""
 
 from __future__ import annotations
 

@@ -209,18 +209,6 @@ def test_a_schedule_goes_on_where_it_was(name: str) -> None:
 # Within a run.
 
 
-def test_another_step_with_another_rate_goes_on_from_the_same_state() -> None:
-    task = mlp()
-    loop, step = pair("AdamW", task)
-    state = steps(step, step.init(), task, range(5))
-    other = step_of("AdamW", task, lr=0.003)
-    state = steps(other, state, task, range(5, 9))
-    loop.run(task, range(5))
-    loop.optimizer.param_groups[0]["lr"] = 0.003
-    loop.run(task, range(5, 9))
-    assert_same_saved(other.to_torch(state), loop.saved())
-
-
 @FLAT
 def test_layers_are_frozen_and_unfrozen_in_mid_run(flat: bool) -> None:
     """As torch's loop, whose optimizer leaves alone what has no gradient; momenta stay for later."""

@@ -41,7 +41,6 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "no such parameter": (lambda: ravel([X, {"b": X}])[2], IndexError, r"2 must be in .tree\(\), a list of a torch.float32 tensor"),
     "a tree of a batch of states": (lambda: torch.func.vmap(STEP.init)({"w": torch.ones(3, 2)}).params.tree(), ValueError, r"no batch dimension; got \(3, \d+\): take the tree under vmap"),
     "a lazy module": (lambda: module_loss(nn.Sequential(nn.LazyLinear(3)), mse_loss), ValueError, "model must have its shapes; '0.weight' is lazy: call the model on a batch"),
-    "a criterion with parameters": (called(MODEL, nn.Bilinear(2, 2, 1)), ValueError, "must have no trainable parameter, .*; got one, a torch.float32"),
     "a buffer that is deleted": (called(Deletes(2), mse_loss), ValueError, "must keep its buffers; .* deleted 'running_mean'"),
     "consume a number": (lambda: MODULE.init(consume=1), TypeError, "init: consume must be True or False; got 1"),
     "consume without a module": (lambda: STEP.init(W, consume=True), TypeError, "init: consume must be False for a loss that module_loss did not make"),

@@ -118,7 +118,7 @@ class Cached(Pair):
 @pytest.mark.filterwarnings("ignore:.*spectral_norm:FutureWarning")
 @pytest.mark.parametrize("make", [interleaved, one_storage, attributes, Cached])
 def test_memory_that_is_not_shared_or_not_written_is_taken(make: Any) -> None:
-    relative = 1e-6 if make is interleaved else None  # torch multiplies with gaps in another order
+    relative = 1e-6 if make is interleaved else 0.0  # torch multiplies with gaps in another order
     assert_as_torchs_loop(lambda: (make(), F.mse_loss), BATCHES, relative=relative)
 
 
@@ -188,10 +188,13 @@ def test_a_module_that_changed_after_its_loss_was_made(change: str) -> None:
     model, (make, text) = Pair(), CHANGES[change]
     model.b.bias.requires_grad_(False)
     step = make_train_step(module_loss(model, F.mse_loss), SGD)
-    state = step.init()
+    state, run = step.init(), jit(step, backend="eager", donate=False)
     step(state, (X, X))
+    run(state, (X, X))
     make(model)
-    for call in (step, jit(step, backend="eager", donate=False), step.loss, lambda *_: step.init()):
+    # A program that was compiled before does not see a parameter that is set to None.
+    later = jit(step, backend="eager", donate=False) if change == "remove" else run
+    for call in (step, later, step.loss, lambda *_: step.init()):
         with pytest.raises(ValueError, match=f"must stay {text}"):
             call(state, (X, X))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, optim
 
 from funcamp import ScalerConfig, TrainStep
-from tests.support.helpers import assert_close, assert_same, clone
+from tests.support.helpers import assert_close, clone
 from tests.support.torch_loop import Scaled, linear_loss, linear_step
 
 Make = Callable[[Any], Any]
@@ -86,10 +86,7 @@ def assert_same_rows(actual: Rows, expected: Rows, *, exact: bool = True) -> Non
     """Equal hyperparameters at every step; equal parameters, or within a rounding of every update."""
     assert [numbers for numbers, _ in actual] == [numbers for numbers, _ in expected]
     for (_, params), (_, params_expected) in zip(actual, expected, strict=True):
-        if exact:
-            assert_same({name: params[name] for name in SHAPES}, params_expected)
-        else:
-            assert_close({name: params[name] for name in SHAPES}, params_expected, 5e-7)
+        assert_close({name: params[name] for name in SHAPES}, params_expected, 0.0 if exact else 5e-7)
 
 
 def all_of(cls: Any, **numbers: Any) -> Callable[[Leaves], optim.Optimizer]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from funcamp import jit, make_train_step, module_loss, stateless
-from tests.support.helpers import assert_close, assert_same, clone
+from tests.support.helpers import assert_close, clone
 from tests.support.models import Task
 
 SGD = stateless(torch.optim.SGD, lr=0.1)
@@ -41,20 +41,13 @@ def assert_as_eager(
     run: Callable[[Any, Any], Any],
     state: Any,
     batches: Iterable[Any],
-    relative: float | None = None,
+    relative: float = 0.0,
 ) -> list[Any]:
     """Compare what two forms of a step return for each batch; return the metrics of the second.
 
     Both begin with a clone of the state, and draw the same random numbers. They are compared bit for bit, or within a
     fraction of each leaf's norm. In the end the metrics of all calls must still be what they were.
     """
-
-    def compare(found: object, expected: object) -> None:
-        if relative is None:
-            assert_same(found, expected)
-        else:
-            assert_close(found, expected, relative)
-
     expected, found, rows = clone(state), clone(state), []
     for number, batch in enumerate(batches):
         torch.manual_seed(number)
@@ -63,8 +56,8 @@ def assert_as_eager(
         torch.manual_seed(number)
         found, metrics = run(found, batch)
         rows.append((metrics, clone(expected_metrics)))
-        compare((found, metrics), (expected, expected_metrics))
+        assert_close((found, metrics), (expected, expected_metrics), relative)
         assert relative or torch.equal(torch.get_rng_state(), drawn), "other counts of random numbers are drawn"
     for row in rows:
-        compare(*row)
+        assert_close(*row, relative)
     return [metrics for metrics, _ in rows]

@@ -174,7 +174,7 @@ def assert_as_torchs_loop(
     config: Mapping[str, Any] = MappingProxyType({"init_scale": 1.0}),
     engine: Any = None,
     change: Callable[[Any], Any] = lambda loss_fn: loss_fn,
-    relative: float | None = None,
+    relative: float = 0.0,
 ) -> list[float]:
     """Train a module in torch's loop of automatic mixed precision and by a step; return the scales.
 
@@ -192,13 +192,6 @@ def assert_as_torchs_loop(
         change: what makes the loss of the step from that of `module_loss`.
         relative: the fraction.
     """
-
-    def compare(found: object, expected: object) -> None:
-        if relative is None:
-            assert_same(found, expected)
-        else:
-            assert_close(found, expected, relative)
-
     cls, arguments = optimizer
     torch.manual_seed(0)
     model, criterion = make()
@@ -216,10 +209,10 @@ def assert_as_torchs_loop(
         loss, _, _ = loop.step(batch)
         torch.manual_seed(number)
         state, metrics = run(state, batch)
-        compare(metrics.loss, loss)
+        assert_close(metrics.loss, loss, relative)
         scales.append(loop.scaler.get_scale())
         assert state.scaler.scale.item() == scales[-1]
         assert not any(leaf.requires_grad for leaf in _pytree.tree_leaves((state, metrics)))
-    compare(loss_fn.state_dict(state.params, state.buffers), dict(own.state_dict()))
+    assert_close(loss_fn.state_dict(state.params, state.buffers), dict(own.state_dict()), relative)
     assert_same({name: values_of(model)[name] for name in before}, before)
     return scales

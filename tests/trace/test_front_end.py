@@ -12,14 +12,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from funcamp import ScalerConfig, jit, make_train_step, module_loss, stateless
-from tests.recipes import values
+from funcamp import jit, module_loss
 from tests.support.helpers import assert_same, clone
 from tests.support.steps import assert_as_eager
-from tests.support.torch_loop import advance, scaler_for
-
-CONFIG = ScalerConfig(2.0**24, growth_interval=4)
-SGD = stateless(torch.optim.SGD, lr=0.05, momentum=0.9)
+from tests.support.torch_loop import assert_as_torchs_loop
 
 
 def compiled(step: Any) -> Any:
@@ -67,26 +63,22 @@ class AsItComes(nn.Module):
         return out.float()
 
 
+def with_kept_buffers(loss_fn: Any) -> Any:
+    return module_loss(loss_fn.model, loss_fn.criterion, keep_buffers=True)
+
+
 @pytest.mark.compiled
 def test_a_model_as_it_comes_is_torchs_loop() -> None:
-    torch.manual_seed(0)
-    model, twin = AsItComes(), AsItComes()
-    twin.load_state_dict(model.state_dict())
-    step = make_train_step(module_loss(model, F.mse_loss, keep_buffers=True), SGD, CONFIG, policy="float16")
-    optimizer = torch.optim.SGD(twin.parameters(), lr=0.05, momentum=0.9)
-    scaler, state, run = scaler_for(CONFIG, "cpu"), step.init(), compiled(step)
-    for _ in range(8):
-        x, y = torch.randn(4, 3, 8, requires_grad=True), torch.randn(4, 2)
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            expected = F.mse_loss(twin(x), y)
-        scaler.scale(expected).backward()
-        scaler.step(optimizer)
-        state, metrics = run(state, (x.detach().requires_grad_(), y))
-        assert (metrics.scale.item(), metrics.found_inf.item()) == advance(scaler)
-        assert_same(metrics.loss, expected.detach())
-    weights, tree = values(twin), state.params.tree()
-    assert_same(tree, {name: weights[name] for name in tree})
+    batches = [(torch.randn(4, 3, 8, requires_grad=True), torch.randn(4, 2)) for _ in range(8)]
+    scales = assert_as_torchs_loop(
+        lambda: (AsItComes(), F.mse_loss),
+        batches,
+        compiled,
+        policy="float16",
+        config={"init_scale": 2.0**24, "growth_interval": 4},
+        change=with_kept_buffers,
+    )
+    assert scales[0] < 2.0**24
 
 
 def add(state: Any, batch: Tensor) -> Any:

@@ -143,10 +143,13 @@ def test_exhausted_where_deepspeed_raises(library: str) -> None:
 
 # paddle_dygraph has the defaults of paddle.amp.GradScaler, not of the class that has the rule
 @pytest.mark.parametrize("library", [library for library in LIBRARIES if library != "paddle_dygraph"])
-def test_preset_starts_with_its_librarys_defaults(library: str) -> None:
+def test_a_preset_has_its_librarys_defaults(library: str) -> None:
     config, rule = getattr(presets, library)(), LIBRARIES[library]()
     assert config.init_scale == rule.scale
     assert config.growth_interval == next(getattr(rule, name) for name in NAMES["interval"] if hasattr(rule, name))
+    ours, theirs = (inspect.signature(make).parameters for make in (getattr(presets, library), LIBRARIES[library]))
+    for name in ours.keys() & theirs.keys():
+        assert ours[name].default == theirs[name].default, name
 
 
 @pytest.mark.parametrize("library", ["jmp", "deepspeed", "deepspeed_old", "deepspeed_fp16", "fairseq"])

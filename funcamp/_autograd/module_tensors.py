@@ -73,7 +73,8 @@ class ModuleTensors:
         """Return the frozen parameters that are plain tensors, by name: a quantized one has no memory of its own."""
         frozen: dict[str, Tensor] = {}
         for name, (tensor, kind) in _entries_of(self._model).items():
-            if kind == FROZEN and not hasattr(tensor, "__tensor_flatten__"):
+            is_plain = not tensor.is_quantized and not hasattr(tensor, "__tensor_flatten__")
+            if kind == FROZEN and is_plain:
                 frozen[name] = tensor
         return frozen
 

@@ -336,7 +336,9 @@ def _compiled(
         with torch.random.fork_rng(gpus, enabled=bool(gpus)):
             return compile_traced(graph, target, options, steps)
 
-    if compile_at_once or not options.compile_after or target.backend == "eager":
+    # Ranks round alike: none runs operation by operation what another one has compiled.
+    compile_at_once = compile_at_once or target.is_distributed or not options.compile_after
+    if compile_at_once or target.backend == "eager":
         progress.phase("compiling")
         run = compiled_for(target)
         progress.phase("running")

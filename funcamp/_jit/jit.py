@@ -63,9 +63,9 @@ def jit(
         compile_after: number of calls with a second or later batch signature before it is compiled too. Until then the
             traced operations run one by one, so that the last, smaller batch of an epoch costs a trace and no
             compilation; sums round as in eager mode, and a line of the log at level INFO reports it. 0 compiles every
-            program at its first call: choose it if a batch has a Python bool for a part of the step that does not
-            run every time (a delayed update), because the program of each value is called often. A captured step always
-            compiles at once, with one graph per signature.
+            program at its first call: choose it if a batch has a Python bool for a part of the step that does not run
+            every time (a delayed update), because the program of each value is called often. A captured step always
+            compiles at once, with one graph per signature; so does a step on several ranks, which must round alike.
         max_signatures: maximum number of programs. One more shape or structure of batches raises. For one more value,
             of a constant in the batch or of what the step reads in Python, the oldest program of a value is dropped,
             and made again when it is needed; the first time the log names the place.

@@ -235,7 +235,11 @@ class JitStep(Fixed):
         else:
             is_as_noted = known_program is not None and executable.layouts.are_outside(tensors, owned.memory)
             inputs = tensors if is_as_noted else arranged(tensors, executable.layouts, owned.memory)
-            results = executable.run([*owned.leaves, *inputs])
+            try:
+                results = executable.run([*owned.leaves, *inputs])
+            except RuntimeError as error:
+                advise("jit", error)
+                raise
         if executable is not self._last:  # a comparison takes less time than an assignment
             self._last = executable
         # Tensors of a known call are read as they are, so only a call that did so is noted.

@@ -129,6 +129,7 @@ def consumed_loss(call: str, step: TrainStep, params: Tree, buffers: object, con
     if step._options.parallel.shard:
         raise ValueError(
             f"{call}: consume must be False with {step._options.parallel!r}, because a parameter of the module "
-            'cannot be a view of a part; got True. model.to("meta") after init frees the module\'s memory'
+            'cannot be a view of a part; got True. model.to("meta") after init frees the memory of a module without '
+            "frozen parameters, which a step reads"
         )
     return step.loss_fn

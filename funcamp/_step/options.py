@@ -50,6 +50,8 @@ def described(loss_fn: Loss, optimizer: object, config: ScalerConfig, options: O
     values["optimizer"] = optimizer
     values["keep_buffers"] = loss_fn.keep_buffers
     values["flat"] = flat
+    values["weight"] = None if options.weight is None else "given"
+    values["observe"] = list(options.observe)
     for name in ("policy", "max_norm", "max_value", "accumulate", "ema_decay"):
         values[name] = getattr(options, name)
     return [f"{name} is {_ADDRESS.sub('', repr(value))}" for name, value in values.items()]

@@ -45,6 +45,15 @@ def refuse_packing(func: Operation) -> None:
         )
 
 
+def refuse_waiting(func: Operation) -> None:
+    """Raise HostError for a collective that waits in Python, of which a program would be empty."""
+    if getattr(func, "namespace", None) == "c10d":
+        raise HostError(
+            f"not wait for other ranks in Python; {line_in_stack()} does: call all_reduce and so on of "
+            "torch.distributed._functional_collectives, which a program contains"
+        )
+
+
 def refuse_draw_on_host(result: object, home: Set[str]) -> None:
     """Raise HostError if torch drew on the CPU what a CUDA graph would repeat at every replay."""
     for tensor in fake_tensors_of(result):

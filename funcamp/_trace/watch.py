@@ -26,6 +26,7 @@ from funcamp._trace.refusals import (
     refuse_move,
     refuse_packing,
     refuse_python_branches,
+    refuse_waiting,
 )
 from funcamp._trace.torch_draws import TraceDraws
 from funcamp._trace.trace_errors import read_error
@@ -110,6 +111,7 @@ class TraceWatch(TorchDispatchMode):
         kwargs = kwargs or {}
         refuse_python_branches(func, args)
         refuse_packing(func)
+        refuse_waiting(func)
         tags = getattr(func, "tags", ())
         draws = torch.Tag.nondeterministic_seeded in tags
         if self._computes_host_values and not draws and self._host_values.follows(func, args, kwargs):

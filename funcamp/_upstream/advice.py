@@ -47,6 +47,8 @@ _FIXES = {
     "differentiates it: return it, and take torch.func.grad for a gradient inside it",
     "backward through the graph a second time": "the step differentiates the loss: return it without calling "
     "backward; for a gradient inside the loss take torch.autograd.grad with create_graph=True",
+    "_c10d_functional_": "a collective failed; another rank has ended, or has stopped for longer than the timeout of "
+    "init_process_group",
     "incompatible with .grad()": "torch.autograd.grad does not take torch.utils.checkpoint with use_reentrant=True; "
     "pass use_reentrant=False",
 }

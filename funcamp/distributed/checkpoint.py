@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._memory import Memory
 from funcamp._step.state import TrainState, check_train_state
 from funcamp._step.state_dict import check_scale, copies_like, gather, tensors_by_name
 from funcamp._storage.params import Params, clone
@@ -36,7 +37,14 @@ def gather_state(state: TrainState) -> TrainState:
         >>> distributed.gather_state(state).params is state.params
         True
     """
-    return gather("gather_state", state)
+    full_state = gather("gather_state", state)
+    if full_state.params is state.params:
+        return full_state
+    # What is not sharded, and on one rank every leaf, is the state's own tensor, which a donated step writes.
+    own = Memory(leaf for leaf in _tree.leaves(state) if leaf is not None)
+    leaves, spec = _tree.flatten(full_state)
+    gathered: TrainState = _tree.map_leaves(lambda leaf: leaf.clone() if own.meets(leaf) else leaf, leaves, spec)
+    return gathered
 
 
 def sharded_state_dict(state: TrainState) -> dict[str, Tensor]:

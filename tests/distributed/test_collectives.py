@@ -96,6 +96,27 @@ def test_another_sharded_state_is_copied_into_a_captured_step(donate: bool, monk
     assert_same(locals_of(first), locals_of(kept))
 
 
+def test_ranks_compile_every_program_at_once_so_that_none_rounds_otherwise(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", "funcamp")
+    step = build(mlp(), ADAMW, parallel=DataParallel())
+    run, state = funcamp.jit(step, backend="aot_eager"), step.init()
+    x, y = mlp().batch(0)
+    for rows in (8, 4):
+        state, _ = run(state, (x[:rows], y[:rows]))
+    assert "one by one" not in caplog.text
+
+
+def test_a_gathered_state_keeps_its_values_while_the_step_goes_on() -> None:
+    step = build(mlp(), ADAMW, parallel=DataParallel(shard=True))
+    run = funcamp.jit(step, backend="eager")
+    state, _ = run(step.init(), mlp().batch(0))
+    kept = distributed.gather_state(state)
+    expected = funcamp.clone(kept)
+    for number in range(2):
+        state, _ = run(state, mlp().batch(number))
+    assert_same(kept, expected)
+
+
 def locals_of(state: Any) -> list[Tensor]:
     """This rank's parts of a state."""
     return [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in _pytree.tree_leaves(state)]

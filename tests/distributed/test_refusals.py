@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -52,6 +52,12 @@ def loaded_with_two_counts() -> object:
     return step.load_state_dict(saved, like=step.init())
 
 
+def waiting(state: Tensor, batch: Tensor) -> Any:
+    total = batch.sum()
+    dist.all_reduce(total)
+    return state + total, total
+
+
 STATE: Any = {}
 #: What is called, the error, and its words.
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
@@ -79,6 +85,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "sharded_state_dict": (lambda: sharded_state_dict(STATE), TypeError, "sharded_state_dict: state must be a TrainState"),
     "load like": (lambda: load_sharded_state_dict({}, STATE), TypeError, "like must be a TrainState"),
     "load two counts": (loaded_with_two_counts, ValueError, "saved must hold one count for all parameters"),
+    "a collective that waits in Python": (lambda: funcamp.jit(waiting, backend="eager")(torch.zeros(()), torch.ones(2)), RuntimeError, "not wait for other ranks in Python; .*test_refusals.py.*_functional_collectives"),
     "load another layout": (loaded_in_another_order, ValueError, "in its order; got another layout"),
 }  # fmt: skip
 

@@ -720,11 +720,14 @@ def test_a_draw_on_which_little_depends_is_refused(draw: Callable[[], float]) ->
 
 @DRAWS
 def test_a_draw_in_one_run_may_be_that_of_another_thread(draw: Callable[[], float]) -> None:
-    draws = iter([draw])
+    def program() -> Program:
+        draws = iter([draw])
 
-    def criterion(out: Tensor, y: Tensor) -> Tensor:
-        for draw_once in draws:
-            draw_once()
-        return F.mse_loss(out, y)
+        def criterion(out: Tensor, y: Tensor) -> Tensor:
+            for draw_once in draws:
+                draw_once()
+            return F.mse_loss(out, y)
 
-    losses_of(lambda: Program(linear(), criterion), jitted=True)
+        return Program(linear(), criterion)
+
+    assert_same(losses_of(program, jitted=True), losses_of(program, jitted=False))

@@ -8,6 +8,7 @@ import linecache
 import os
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -209,6 +210,7 @@ def _user_frames() -> Iterator[FrameType]:
 
 
 def _is_users(file: str) -> bool:
-    if file.startswith(_NOT_USERS):
+    generated = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
+    if file.startswith((*_NOT_USERS, generated)):
         return False
     return not file.startswith(_STANDARD_LIBRARY) or any(name in file for name in _INSTALLED)

@@ -128,7 +128,8 @@ def _check_counts(call: str, values: Mapping[str, Tensor], stored: Mapping[str, 
             raise ValueError(
                 f"{call}: saved must hold one count for all parameters that lie in one group of flat storage; got "
                 f"{value.item():g} for {name!r} and {stored[name].item():g} for another, as after a part was frozen or "
-                "added later: use init(flat=False), or give such parameters a label of their own, init(group=...)"
+                "added later: use init(flat=False), or, if the state is sharded, give such parameters a label of their "
+                "own, init(group=...)"
             )
 
 

@@ -119,12 +119,12 @@ def test_changelog_of_the_release_is_short() -> None:
 #: The tokens of code that a room may have. A figure may only be lowered, or raised in a commit that names the users who
 #: need it, and why nothing simpler serves them.
 MOST_TOKENS: dict[str, int] = {
-    "_jit": 22_625,
+    "_jit": 22_651,
     "report": 28_025,
     "_optim": 20_915,
     "_trace": 14_396,
     "_autograd": 9_818,
-    "_step": 10_309,
+    "_step": 10_310,
     "_cpu": 6_848,
     "numerics": 6_742,
     "_verify": 4_571,

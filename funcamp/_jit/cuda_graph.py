@@ -7,6 +7,7 @@ import functools
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -19,6 +20,17 @@ from funcamp._jit.passes.program import Flat
 from funcamp._upstream.failed_capture import clear
 
 _WARM_UPS = 3
+
+
+def own_workspaces() -> AbstractContextManager[object]:
+    """Context manager around a capture: the memory that cuBLAS works in is in the graph's pool, and no other's.
+
+    cuBLAS keeps it for each stream.
+    """
+    # Looked up here because it takes a second to import.
+    manager = _upstream.find("torch._inductor.cudagraph_trees.clear_cublas_manager", contextlib.nullcontext)
+    around: AbstractContextManager[object] = manager()
+    return around
 
 
 @contextlib.contextmanager
@@ -62,10 +74,6 @@ class CudaGraphs:
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             torch.cuda.synchronize()
             torch.cuda.empty_cache()
-            # The memory that cuBLAS works in is kept for each stream: a graph's must be in its pool, and no other's.
-            own_workspaces = _upstream.find(
-                "torch._inductor.cudagraph_trees.clear_cublas_manager", contextlib.nullcontext
-            )
             try:
                 with _no_collection(), own_workspaces():
                     graph.capture_begin(self._pool, capture_error_mode="thread_local")

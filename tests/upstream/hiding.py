@@ -153,6 +153,11 @@ def tracked(funcamp: Any) -> Any:
     return {name: record.forward.count for name, record in metrics.records.items()}
 
 
+def captured(_: Any) -> Any:
+    """What a captured step asks for besides."""
+    return [importlib.import_module("funcamp._jit.cuda_graph").own_workspaces() is not None]
+
+
 def product(funcamp: Any) -> Any:
     return funcamp.float8.scaled_mm(torch.ones(16, 16), torch.ones(16, 16))
 
@@ -175,6 +180,7 @@ COMPILED: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     ),
     "compiled": (compiled, _TRACED),
     "tracked": (tracked, ("torch._inductor",)),
+    "captured": (captured, ("torch._inductor.cudagraph",)),
 }
 
 

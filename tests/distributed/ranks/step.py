@@ -215,6 +215,7 @@ def test_ranks_that_differ_are_refused_on_all() -> None:
         ({"lr": 0.1 + other}, f"on rank {last} .*lr=1.1"),
         ({"lr": torch.tensor(0.5 + other)}, r"lr=tensor\(1.5000\)"),
         ({"policy": "bfloat16" if other else None}, "policy is .*bfloat16"),
+        ({"weight": tokens if other else None}, "weight is 'given'"),
         ({"own": {"buckets": 1 + other, "group": mesh, "shard": True}}, f"on rank {last} buckets of DataParallel is 2"),
         ({"flat": not other}, "flat is False"),
         ({"params": {"w": torch.ones(3 + other)}}, "params and buffers must have the same names, shapes and dtypes"),

@@ -7,7 +7,6 @@ import functools
 import gc
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -22,14 +21,14 @@ from funcamp._upstream.failed_capture import clear
 _WARM_UPS = 3
 
 
-def own_workspaces() -> AbstractContextManager[object]:
+def own_workspaces() -> contextlib.AbstractContextManager[object]:
     """Context manager around a capture: the memory that cuBLAS works in is in the graph's pool, and no other's.
 
     cuBLAS keeps it for each stream.
     """
     # Looked up here because it takes a second to import.
     manager = _upstream.find("torch._inductor.cudagraph_trees.clear_cublas_manager", contextlib.nullcontext)
-    around: AbstractContextManager[object] = manager()
+    around: contextlib.AbstractContextManager[object] = manager()
     return around
 
 

@@ -218,6 +218,7 @@ def runnable(saved: SavedProgram) -> Executable:
     vars(module).update(saved.module_tensors)
     surroundings = saved.surroundings
     code = Code(module, saved.constants)
+    # A file has programs of Inductor only, and those for a CPU call no operation of torch from Python.
     is_for_gpu = surroundings.calls_torch
     run = _on_aligned(code.run, frozenset(surroundings.written)) if is_for_gpu else code.run
     program = CompiledProgram(run, surroundings, code)

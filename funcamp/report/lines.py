@@ -209,6 +209,7 @@ def _user_frames() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
+@functools.cache
 def _is_users(file: str) -> bool:
     generated = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or os.path.join(tempfile.gettempdir(), "torchinductor_")
     if file.startswith((*_NOT_USERS, generated)):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils import _pytree
@@ -117,9 +117,9 @@ def test_a_gathered_state_keeps_its_values_while_the_step_goes_on() -> None:
     assert_same(kept, expected)
 
 
-def locals_of(state: Any) -> list[Tensor]:
-    """This rank's parts of a state."""
-    return [leaf.to_local() if isinstance(leaf, DTensor) else leaf for leaf in _pytree.tree_leaves(state)]
+def locals_of(state: Any) -> Any:
+    """A state with this rank's parts of its DTensors."""
+    return _pytree.tree_map_only(DTensor, DTensor.to_local, state)
 
 
 @pytest.mark.compiled

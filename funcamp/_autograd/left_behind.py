@@ -81,10 +81,18 @@ class LeftBehind:
         self._parameter_mark = None if shares_memory else parameter.mark()
         self._buffer_marks = self._marks_of_buffers()
 
+    def values_are_back(self) -> None:
+        """Note that the tensors of the module were written, and that each has its former values again."""
+        if self._parameter_mark is not None:
+            self._parameter_mark = self._parameter.mark()
+        self._buffer_marks = self._marks_of_buffers()
+
     def state_moves(self) -> None:
-        """Note that a step moves the state on; warn if the caller has written a buffer that only the module has."""
+        """Note that a step moves the state on; warn if the caller has written what the step does not read."""
         parameter_mark, buffer_marks = self._parameter.mark(), self._marks_of_buffers()
         if parameter_mark != self._parameter_mark:
+            if not self._is_behind and self._parameter_mark is not None:
+                self._warn_of_parameters()
             self._has_warned = False  # new values were written into the module: the state's, or those of a donated step
         elif buffer_marks != self._buffer_marks:
             changes = zip(self._buffers, self._buffer_marks, buffer_marks)
@@ -93,14 +101,10 @@ class LeftBehind:
         self._parameter_mark = parameter_mark
         self._buffer_marks = buffer_marks
 
-    def __call__(self, module: nn.Module, *arguments: object) -> None:
-        """Warn before a forward pass, of which a hook gets one argument, and before a `state_dict()`."""
-        is_forward = len(arguments) == 1
-        # In these modes the forward pass may be that of another loop, which trains the module itself.
-        may_be_trained = module.training and torch.is_grad_enabled() and self._is_trained()
-        if torch.compiler.is_dynamo_compiling() or (is_forward and may_be_trained):
-            return
-        self._warn()
+    def __call__(self, *_: object) -> None:
+        """Warn before a forward pass and before a `state_dict()`."""
+        if not torch.compiler.is_dynamo_compiling():
+            self._warn()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Warn before a copy or a pickle, which gets a function of Python that does nothing in place of the hook."""
@@ -120,12 +124,15 @@ class LeftBehind:
             stacklevel=3,
         )
 
-    def _is_trained(self) -> bool:
-        parameter = self._parameter.tensor()
-        return parameter is not None and parameter.requires_grad
-
     def _marks_of_buffers(self) -> list[object]:
         return [slot.mark() for slot in self._buffers.values()]
+
+    def _warn_of_parameters(self) -> None:
+        warnings.warn(
+            f"module_loss: parameters of {self._class_name} were written after init, which changes nothing for the "
+            "step, whose parameters are in the state: load them before step.init()",
+            stacklevel=5,
+        )
 
     def _warn_of_buffer(self, name: str) -> None:
         warnings.warn(

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._dtensor import any_in_meshes, local, settled_sum
 from funcamp._scaler.state import ScalerState, check_state, reciprocal, replace
 from funcamp._storage.params import Params, expand
@@ -59,8 +59,16 @@ def scaled(state: ScalerState, flat: list[Tensor | None]) -> list[Tensor | None]
         if leaf is None:
             scaled_leaves.append(None)
         else:
-            scaled_leaves.append(leaf * state.scale.to(leaf.device, non_blocking=True))
+            scaled_leaves.append(_product(leaf, state.scale.to(leaf.device, non_blocking=True)))
     return scaled_leaves
+
+
+def _product(leaf: Tensor, scale: Tensor) -> Tensor:
+    # Beside a tensor with dimensions, vmap rounds the scale to its dtype before the product: 2^17 to inf in float16.
+    is_low = leaf.is_floating_point() and leaf.dtype.itemsize < scale.dtype.itemsize
+    if is_low and leaf.dim() and _upstream.transforms_active():
+        return (leaf.to(scale.dtype) * scale).to(leaf.dtype)
+    return leaf * scale
 
 
 def unscale(state: ScalerState, tree: Tree) -> Tree:

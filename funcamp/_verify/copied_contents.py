@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from funcamp import _tree
+from funcamp._autograd.left_behind import LeftBehind
 
 
 class CopiedContents:
@@ -21,13 +22,16 @@ class CopiedContents:
 
     def __init__(self, objects: Sequence[object]) -> None:
         owners: list[object] = []
+        self._hooks: list[LeftBehind] = []
         for found in objects:
             if not isinstance(found, nn.Module):
                 owners.append(found)
                 continue
             for part in found.modules():
                 # funcamp's own hook notes in its attributes what the steps do.
-                owners += [part, *part._forward_pre_hooks.values()]
+                hooks = part._forward_pre_hooks.values()
+                owners += [part, *hooks]
+                self._hooks += [hook for hook in hooks if isinstance(hook, LeftBehind)]
         self._containers: list[dict[str, Any]] = []
         """The dicts of attributes, and those of the tensors and modules in a module."""
         for owner in owners:
@@ -60,3 +64,5 @@ class CopiedContents:
                     tensor.data.copy_(value)
                 if tensor.is_leaf:
                     tensor.grad = grad
+            for hook in self._hooks:
+                hook.values_are_back()

@@ -54,7 +54,7 @@ class TorchLoop:
         self._parameters = {name: named[name] for name in loss_fn.names.values()}
         values: Any = expand(state.params)
         for name, parameter in self._parameters.items():
-            parameter.data.copy_(values[name])
+            parameter.detach().copy_(values[name])
         self._write_buffers(state.buffers)
         self._average: dict[str, Tensor] = clone(dict(expand(state.ema)))
         """The average of the parameters by name; empty without `ema_decay`."""

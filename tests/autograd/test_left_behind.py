@@ -42,6 +42,7 @@ def saved_and_loaded(module: nn.Module) -> Any:
 
 
 READS: dict[str, Callable[[Any], object]] = {
+    "called in training mode": lambda module: module(X),  # such as the generator whose images a critic's step gets
     "evaluated": lambda module: module.eval()(X),
     "saved": lambda module: nn.ModuleDict({"part": module}).state_dict(),
     "copied": copy.deepcopy,
@@ -57,7 +58,6 @@ def test_the_first_read_warns(read: str, wrap: Any, options: Any) -> None:
     module = model()
     step, state = taken(module, wrap, **options)
     with assert_silent():
-        module(X)  # another loop may train the module itself
         step.loss_fn.state_dict(state.params, state.buffers)
         step.to_torch(state)
     with pytest.warns(UserWarning, match=BEHIND):
@@ -106,6 +106,18 @@ def test_a_module_that_falls_behind_again_warns_again(wrap: Any) -> None:
             copy.deepcopy(module)  # not again, as nothing was written into it since
 
 
+@eager_and_traced
+def test_parameters_that_the_caller_writes_after_init_warn_at_the_first_step(wrap: Any) -> None:
+    module = model()
+    step, state = taken(module, steps=0)
+    module.load_state_dict(model().state_dict())
+    run = wrap(step)
+    with pytest.warns(UserWarning, match=r"Sequential were written after init.*before step\.init\(\)"):
+        state, _ = run(state, (X, Y))
+    with assert_silent():
+        run(state, (X, Y))
+
+
 def test_a_copy_of_a_module_that_is_behind_has_nothing_of_it() -> None:
     module = model().eval()
     taken(module)
@@ -135,7 +147,7 @@ def test_a_buffer_that_the_caller_writes_is_right_or_warns(wrap: Any, consume: b
     step = make_train_step(module_loss(module, F.mse_loss), SGD)
     run, state = wrap(step), step.init(consume=consume)
     for number in range(3):
-        module(X)
+        module.norm(Y)
         with assert_silent():  # of the statistics that BatchNorm writes nothing is said
             state, _ = run(state, (X, Y))
         module.beta.fill_(0.5**number)

@@ -127,3 +127,13 @@ def test_what_is_written_after_its_cast_is_not_moved(function: Any) -> None:
         changed = casts.casts(program._replace(mode=nullcontext(mode))).module
     changed.recompile()
     assert_same(changed(flat.clone()), function(flat.clone()))
+
+
+@pytest.mark.inductor
+def test_numbers_that_vmap_casts_are_no_tensors() -> None:
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return state + 1, state.float() * 0.5 + x
+
+    members = torch.func.vmap(step, in_dims=(0, None))
+    found = jit(members)(torch.zeros(3, dtype=torch.int32), torch.ones(()))
+    assert_same(found, members(torch.zeros(3, dtype=torch.int32), torch.ones(())))

@@ -93,9 +93,9 @@ def _casts_of_parts(graph: fx.Graph) -> Iterator[tuple[_Group, _CastOfPart]]:
 
 def _is_cast(node: fx.Node) -> bool:
     """Return whether a node changes the dtype of a tensor, and nothing else."""
-    if node.target is not _CAST:
+    source: Any = node.args[0] if node.args else None
+    if node.target is not _CAST or not isinstance(source, fx.Node):  # vmap casts numbers, too
         return False
-    source: Any = node.args[0]
     before, after = source.meta["val"], node.meta["val"]
     return bool(before.device == after.device and before.stride() == after.stride())
 
@@ -153,7 +153,7 @@ def _cast_after_join(graph: fx.Graph, join: fx.Node, written: set[fx.Node]) -> N
 def _views_above(node: Any, kinds: tuple[Any, ...]) -> list[fx.Node]:
     """Return the views of which a node is the last, the last one first."""
     views: list[fx.Node] = []
-    while node.op == "call_function" and node.target in kinds:
+    while isinstance(node, fx.Node) and node.target in kinds:
         views.append(node)
         node = node.args[0]
     return views

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcamp import ScalerConfig, ScalerState, clone, loss, make_train_step, presets, scale, stateless, unscale
+from funcamp import Policy, ScalerConfig, ScalerState, clone, loss, make_train_step, presets, scale, stateless, unscale
 from tests.support.helpers import assert_same
 from tests.support.models import mlp
 from tests.support.steps import build, eager, eager_and_traced, traced
@@ -90,8 +90,8 @@ def test_kept_buffers_are_no_ones_memory(wrap: Any) -> None:
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("policy", [None, "bfloat16"])
-def test_compute_params_are_what_the_loss_sees_and_stay_what_they_were(policy: str | None) -> None:
+@pytest.mark.parametrize("policy", [None, "bfloat16", Policy(torch.bfloat16)])
+def test_compute_params_are_what_the_loss_sees_and_stay_what_they_were(policy: Policy | str | None) -> None:
     seen: dict[str, Any] = {}
 
     def seeing(params: Any, x: Tensor) -> Tensor:
@@ -120,6 +120,7 @@ def test_a_forward_pass_of_ones_own_computes_as_the_loss_does(policy: str | None
             found = task.criterion(output, target)
         expected = step.loss(state, (x, target))
     assert_same(found.detach(), expected)
+    assert repr(step).endswith(f"policy={policy or 'float32'})")
     dtype = around if policy in (None, "float32") else getattr(torch, str(policy))
     assert output.dtype == (dtype or torch.float32)
 

@@ -69,6 +69,14 @@ class Again(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
+class InTwoProducts(nn.Linear):
+    """Multiplies by its weight twice, and asks for its dtype."""
+
+    def forward(self, x: Tensor) -> Any:
+        out = torch.tanh(super().forward(x)) @ self.weight
+        return out.to(self.weight.dtype) * 1.001
+
+
 def shared() -> nn.Module:
     layer = nn.Linear(8, 8)
     return nn.Sequential(layer, nn.Tanh(), layer)
@@ -81,6 +89,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "spectral norm by parametrization": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
     "classes and attributes": Asks,
     "a block that is computed again": Again,
+    "a weight in two products": lambda: InTwoProducts(8, 8),
 }
 
 

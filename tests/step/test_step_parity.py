@@ -1,9 +1,9 @@
 """A step follows torch's documented mixed-precision loop, over whole runs: losses, scales, skips and parameters.
 
-Eager, everything is equal bit for bit, so the same float16 numbers went into every product and came out of it: of a
-weight used twice, in two precisions, or whose dtype the model asks for. With AdamW and clipping, parameters are within
-a fraction of their norm: AdamW rounds its step size elsewhere than torch's CPU default does, the norm is summed in
-float64, and a last bit can move a copy to its neighbour, 2^-11 of it in float16 and 2^-8 in bfloat16.
+Eager, everything is equal bit for bit, so the same float16 numbers went into every product and came out of it. With
+AdamW and clipping, parameters are within a fraction of their norm: AdamW rounds its step size elsewhere than torch's CPU
+default does, the norm is summed in float64, and a last bit can move a copy to its neighbour, 2^-11 of it in float16 and
+2^-8 in bfloat16. Modules that use their weights in other ways are in tests/autograd/test_module.py.
 """
 
 from __future__ import annotations
@@ -14,65 +14,24 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
 from funcamp import ScalerConfig, by_group, stateless
 from tests.recipes import values
 from tests.support.helpers import assert_close, assert_same, clone, values_of
-from tests.support.models import Task, cnn, cross_entropy, mlp, tied
+from tests.support.models import Task, cnn, mlp, tied
 from tests.support.steps import build, eager
 from tests.support.torch_loop import AmpLoop
 
 # 2**24 overflows float16 at the first steps; the interval lets the scale climb into overflow again and again.
 CONFIG = ScalerConfig(init_scale=2.0**24, growth_interval=5)
-STEPS, WORDS, WIDTH = 40, 16, 8
+STEPS = 40
 HALF, BRAIN = torch.float16, torch.bfloat16
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "SGD": (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 1e-3}),
     "AdamW": (torch.optim.AdamW, {"lr": 2e-3}),
 }
-
-
-class Language(nn.Module):
-    """An embedding, a block that uses its weights in some way, and a head that is the embedding."""
-
-    def __init__(self, use: str) -> None:
-        super().__init__()
-        self.use = use
-        self.words, self.norm = nn.Embedding(WORDS, WIDTH), nn.LayerNorm(WIDTH)
-        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.head = nn.Linear(WIDTH, WORDS, bias=False)
-        self.head.weight = self.words.weight
-
-    def block(self, x: Tensor) -> Tensor:
-        x = F.gelu(self.first(x))
-        if self.use == "twice":
-            x = torch.tanh(self.first(x)) @ self.first.weight
-        elif self.use == "dtype":
-            x = x.to(next(self.parameters()).dtype) * 1.001
-        elif self.use == "penalty":
-            x = x * (1 + 1e-2 * self.first.weight.square().sum())
-        out: Tensor = self.norm(self.second(x))
-        return out
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.words(tokens)
-        x = checkpoint(self.block, x, use_reentrant=False) if self.use == "checkpoint" else self.block(x)
-        out: Tensor = self.head(x)
-        return out
-
-
-def language(use: str) -> Task:
-    torch.manual_seed(0)
-
-    def batch(number: int) -> tuple[Tensor, Tensor]:
-        tokens = torch.randint(WORDS, (6,), generator=torch.Generator().manual_seed(number))
-        return tokens, tokens.roll(1)
-
-    return Task(Language(use), cross_entropy, batch)
 
 
 class Case(NamedTuple):
@@ -144,11 +103,6 @@ EAGER = {
     "groups of parameters": Case(tied, "SGD", HALF, grouped=True),
     "dropout": Case(functools.partial(mlp, dropout=0.3), "SGD", HALF),
     "AdamW with clipping": Case(mlp, "AdamW", HALF, flat=False, max_norm=0.5, tolerance=2.0**-13),
-    "a weight used twice": Case(functools.partial(language, "twice"), "SGD", BRAIN, parts=2),
-    "a head that is the embedding": Case(functools.partial(language, "tied"), "SGD", HALF, parts=2),
-    "the dtype of a weight": Case(functools.partial(language, "dtype"), "SGD", BRAIN),
-    "a penalty on a weight": Case(functools.partial(language, "penalty"), "SGD", HALF),
-    "a checkpoint": Case(functools.partial(language, "checkpoint"), "SGD", BRAIN, parts=2),
 }
 
 

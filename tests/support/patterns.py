@@ -21,7 +21,6 @@ def state() -> State:
         "half": torch.randn(4, 4).half(),
         "bits": torch.arange(16, dtype=torch.int32).view(4, 4),
         "image": torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
-        "empty": torch.zeros(0, 3),
     }
 
 

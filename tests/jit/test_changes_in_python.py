@@ -177,7 +177,7 @@ class DropPath(nn.Module):
 def rates_of_parts(model: Any, index: int) -> None:
     for part in model.modules():
         if isinstance(part, DropPath):
-            part.rate = 0.1 * index
+            part.rate = 0.1 * (index // LATE)
 
 
 def class_attribute() -> Program:

@@ -32,7 +32,6 @@ from funcamp import (
     module_loss,
     presets,
     ravel,
-    save,
     scale,
     scaled_grad_and_value,
     skip_step,
@@ -170,7 +169,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     # the loss
     "loss function": (lambda: loss(3), TypeError, "loss: function must be callable; got 3"),  # type: ignore[arg-type]
     "loss of a module": (lambda: loss(torch.nn.Linear(1, 1)), TypeError, r"loss: function must be .* write module_loss\(model, criterion\).*got the module Linear itself"),
-    "loss of a loss": (lambda: loss(loss(LOSS)), TypeError, r"loss: function must not be a loss already: describe it where it is made; got loss\(<function LOSS"),
     "loss has_aux": (lambda: loss(LOSS, has_aux="yes"), TypeError, "loss: has_aux must be True or False; got 'yes'"),  # type: ignore[arg-type]
     "loss engine": (lambda: loss(LOSS, engine="tape"), ValueError, "loss: engine must be 'func', 'autograd' or None; got 'tape'"),  # type: ignore[arg-type]
     "loss probe": (lambda: loss(LOSS, probes=[1]), TypeError, "loss: probes must be names; got 1"),  # type: ignore[list-item]
@@ -206,8 +204,6 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "step assigned": (lambda: setattr(STEP, "max_norm", 1.0), AttributeError, "max_norm cannot be assigned.*; got 1.0. Call make_train_step with another max_norm"),
     "jit assigned": (lambda: setattr(jit(STEP), "donate", False), AttributeError, "donate cannot be assigned.* Call jit with donate=False"),
     "jit generator": (lambda: jit(STEP)(START, torch.Generator()), TypeError, "must be a tensor, or a constant .*; got a Generator"),
-    "save swapped": (lambda: save(W, {"w": W}), TypeError, "path must be a str or an os.PathLike; got a dict with 'w'"),  # type: ignore[arg-type]
-    "load shape": (lambda: STEP.load_state_dict({**STEP.state_dict(START), "params.w": W[:1]}, like=START), ValueError, r"saved\['params.w'\] must be like"),
     "ema tree": (lambda: ema_update({"a": W}, {"b": W}, 0.5), ValueError, "average and params must have one tree structure"),
     "ema shape": (lambda: ema_update({"a": W[:, None]}, {"a": W}, 0.5), ValueError, r"ema_update: params\['a'\] must have the shape, dtype and device of average; got .*\(2,\) .*against .*\(2, 1\)"),
     "ema none": (lambda: ema_update([W], [None], 0.5), ValueError, r"ema_update: params\[0\] must have the shape, dtype and device of average; got None against a torch.float32"),

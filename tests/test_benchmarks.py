@@ -185,9 +185,10 @@ def small(name: str) -> Any:
     return import_module("_rl_learners").SIZES[name]._replace(widths=(16, 8), batch=16, sweeps=1)
 
 
+@pytest.mark.thorough(keep=5)  # of those in bfloat16 one
 @pytest.mark.compiled
-@pytest.mark.parametrize(("low", "tolerance"), [(False, 1e-6), (True, 2e-4)], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", LEARNERS)
+@pytest.mark.parametrize(("low", "tolerance"), [(False, 1e-6), (True, 2e-4)], ids=["float32", "bfloat16"])
 def test_an_update_of_an_agent_is_that_of_torchs_loop(
     name: str, low: bool, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
+import funcamp
 from funcamp import __main__, _doctor
 
 
-@pytest.mark.inductor
-def test_every_check_passes_here(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.thorough(keep=1)
+@pytest.mark.inductor  # one check is for the compiler
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_every_check_passes_here(
+    backend: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(funcamp, "jit", functools.partial(funcamp.jit, backend=backend))
     assert __main__.main(["doctor", "--device=cpu"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 5

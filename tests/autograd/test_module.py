@@ -69,6 +69,14 @@ class Again(nn.Module):
         return checkpoint(self.block, x, use_reentrant=False)
 
 
+class InTwoProducts(nn.Linear):
+    """Multiplies by its weight twice, and asks for its dtype."""
+
+    def forward(self, x: Tensor) -> Any:
+        out = torch.tanh(super().forward(x)) @ self.weight
+        return out.to(self.weight.dtype) * 1.001
+
+
 def shared() -> nn.Module:
     layer = nn.Linear(8, 8)
     return nn.Sequential(layer, nn.Tanh(), layer)
@@ -81,6 +89,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "spectral norm by parametrization": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)),
     "classes and attributes": Asks,
     "a block that is computed again": Again,
+    "a weight in two products": lambda: InTwoProducts(8, 8),
 }
 
 
@@ -282,7 +291,7 @@ def test_a_part_of_a_model_may_be_compiled_by_torch() -> None:
 @pytest.mark.parametrize("how", ["eager", "jit", "func", "tracked"])
 @pytest.mark.parametrize("make", [cnn, mlp])
 def test_aux_of_a_criterion_is_in_the_metrics(make: Any, how: str) -> None:
-    """With buffers and without; a window's are stacked."""
+    """With buffers and without. Those of a window are stacked: tests/step/test_step.py."""
     task, options = make(), HOW[how]
 
     def with_hits(output: Tensor, target: Tensor) -> Any:
@@ -296,6 +305,3 @@ def test_aux_of_a_criterion_is_in_the_metrics(make: Any, how: str) -> None:
     output = task.model(batch[0]).detach()
     assert_same(metrics.aux, {"hits": (output.argmax(-1) == batch[1]).sum(), "output": output})
     assert_same((state, metrics._replace(aux=(), records={})), (expected, wanted))
-    window = make_train_step(loss_fn, SGD, accumulate=2)
-    _, metrics = wrap(window)(window.init(), tuple(torch.stack([part, part]) for part in batch))
-    assert_same(metrics.aux["output"], torch.stack([output, output]))

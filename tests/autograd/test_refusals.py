@@ -269,7 +269,6 @@ EAGER: dict[str, tuple[Call, type[Exception], str]] = {
     ),
     "two dtypes without a step": (without_a_step, RuntimeError, f"scaled_grad_and_value: a layer {MET}"),
     "an empty tuple": (of_module(two, batch=()), TypeError, rf"{PLAIN}; got \(\)"),
-    "a mapping": (of_module(two, batch={"ids": X}), TypeError, f"{PLAIN}; got a dict with 'ids'"),
     "no input": (of_module(linear, batch=(X,)), TypeError, rf"{PLAIN}, as Linear.forward\(input.*missing a|missing 1"),
     "keys that are no names": (of_module(linear, None, {1: X}), TypeError, f"{OWN}.*; got a dict with 1"),
     "no loss": (of_module(linear, None, X), TypeError, r"must return its loss.*got .*shape \(3, 4\)"),

@@ -49,7 +49,7 @@ def batch_of(m: int, k: int, n: int, dtype: torch.dtype = torch.float32) -> tupl
     return tuple(torch.randn(size, generator=generator).to(dtype) for size in ((m, k), (n, k), (n,), (m, n)))
 
 
-@pytest.mark.thorough(keep=2)
+@pytest.mark.thorough(keep=1)
 @pytest.mark.inductor
 @pytest.mark.parametrize(("m", "k", "n"), SHAPES)
 def test_products_and_what_follows_are_torch_s(m: int, k: int, n: int, monkeypatch: pytest.MonkeyPatch) -> None:

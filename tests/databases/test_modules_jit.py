@@ -14,6 +14,7 @@ from torch.utils import _pytree
 import funcamp
 from tests.databases.known import KNOWN_MODULES
 from tests.support.databases import SEED, is_float, is_same, modules, refusal, weighted_sum
+from tests.support.torch_loop import AmpLoop
 
 pytestmark = [
     pytest.mark.compiled,
@@ -23,7 +24,8 @@ pytestmark = [
 ]
 #: How many inputs of a module are tried with each policy.
 INPUTS = {None: 8, "float16": 3, "bfloat16": 1}
-STEPS, LR, MOMENTUM, SCALE, INTERVAL = 2, 0.05, 0.9, 2.0**10, 2
+STEPS, LR, MOMENTUM = 2, 0.05, 0.9
+CONFIG = funcamp.ScalerConfig(init_scale=2.0**10, growth_interval=2)
 
 
 class OnLeaves(nn.Module):
@@ -86,25 +88,16 @@ def built(info: Any, number: int) -> tuple[nn.Module, tuple[Any, ...]]:
 def by_torch(model: nn.Module, batch: tuple[Any, ...], dtype: str | None) -> Trained:
     trainable = [value for value in model.parameters() if value.requires_grad]
     optimizer = torch.optim.SGD(trainable, lr=LR, momentum=MOMENTUM)
-    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, growth_interval=INTERVAL)
-    losses = []
+    loop = AmpLoop(model, loss_of, optimizer, CONFIG, None if dtype is None else getattr(torch, dtype))
     torch.manual_seed(SEED)
-    for _ in range(STEPS):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", getattr(torch, dtype or "bfloat16"), enabled=dtype is not None):
-            loss = loss_of(model(*batch[:-1]), batch[-1])
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-        losses.append(loss.detach())
-    return Trained(losses, scaler.get_scale(), dict(model.state_dict()))
+    losses = [loop.step(batch)[0] for _ in range(STEPS)]
+    return Trained(losses, loop.scaler.get_scale(), dict(model.state_dict()))
 
 
 def by_step(model: nn.Module, batch: tuple[Any, ...], dtype: str | None, transform: Callable[[Any], Any]) -> Trained:
     loss = funcamp.module_loss(model, loss_of, keep_buffers=True)
     sgd = funcamp.stateless(torch.optim.SGD, lr=LR, momentum=MOMENTUM)
-    config = funcamp.ScalerConfig(init_scale=SCALE, growth_interval=INTERVAL)
-    step = funcamp.make_train_step(loss, sgd, config, policy=dtype)
+    step = funcamp.make_train_step(loss, sgd, CONFIG, policy=dtype)
     state, run = step.init(), transform(step)
     losses = []
     torch.manual_seed(SEED)

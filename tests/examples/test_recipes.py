@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 import funcamp
-from funcamp._jit import cuda_graph
 from tests.recipes import FOLDER, NAMES, example, oracle, trace_of, uncompiled
 from tests.support.helpers import assert_close, assert_same, one_thread
 from tests.support.models import with_two_roundings
@@ -26,7 +25,7 @@ def wrap(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Wra
     """How a recipe's step is run: as it is, or compiled, donated and replayed (a stand-in takes the graph's part)."""
     if request.param == "eager":
         return uncompiled
-    monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
+    StandIn().take_place(monkeypatch)
     return functools.partial(funcamp.jit, backend="eager")
 
 

@@ -1,7 +1,11 @@
-"""The GPU's program of a step, executed, against the step run eagerly."""
+"""The GPU's program of a step, executed, against the step run eagerly.
+
+One test reads its program only: `make test` runs it in the process that it starts for the others here.
+"""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +17,7 @@ from torch import Tensor, nn
 from funcamp import by_group, float8, jit, numerics, stateless
 from tests.gpu_program.compare import assert_follows_eager
 from tests.gpu_program.steps import step_of
-from tests.support.gpu_program import on_gpu
+from tests.support.gpu_program import on_gpu, program_of
 from tests.support.helpers import assert_close, assert_same
 from tests.support.models import Task, cnn, mlp, tied
 
@@ -128,3 +132,24 @@ def test_dropout_drops_the_same_in_both_passes_and_as_many_as_it_says(dtype: tor
         # Four standard deviations.
         assert abs((out == 0).float().mean().item() - 0.25) < 4 * (0.25 * 0.75 / 5000) ** 0.5
     assert not torch.equal(seen[0][0], seen[1][0])
+
+
+def test_memory_of_attentions_seeds_is_no_other_buffers() -> None:
+    """torch describes them as on the GPU; outside of a capture they are on the host. A count has their size."""
+
+    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Tensor]:
+        x = state.detach().requires_grad_()
+        out = batch
+        for _ in range(2):
+            out = F.scaled_dot_product_attention(out * x, out, out)
+        (grad,) = torch.autograd.grad(out.sum(), x)
+        return state - grad, (grad > 0).sum()
+
+    x = torch.zeros(2, 2, 8, 16)
+    body = program_of(step, x, x).body
+    attentions = re.findall(r"(buf\d+) = torch.ops.aten._scaled_dot_product\w*attention.default", body)
+    assert len(attentions) == 2
+    for attention in attentions:
+        parts = re.findall(rf"(buf\d+) = {attention}\[[2-9]\]", body)
+        for part in parts:
+            assert not re.search(rf"{part}\b.*# reuse", body), part

@@ -83,7 +83,6 @@ ROWS: dict[str, tuple[Callable[[], object], Any, str]] = {
         # contract: "loading a checkpoint with other names than the state's"
         loaded(lambda _: OTHER.state_dict(OTHERS)), ValueError, f"{LOAD}must hold the names"
     ),
-    "an average": (loaded(lambda saved: saved | {"ema.w": LIKE}), ValueError, f"{LOAD}.*; it has unknown 'ema"),
     "a scale of 0": (loaded(scale_of(0.0)), ValueError, f"{LOAD[:-1]}{SCALE}0"),
     "a scale of NaN in slices": (loaded(scale_of(math.nan), True), ValueError, f"{SHARDED[:-1]}{SCALE}nan"),
     "a sparse tensor": (loaded(changed(WEIGHT, torch.Tensor.to_sparse)), ValueError, rf"\['{WEIGHT}'\] must be like"),
@@ -91,7 +90,6 @@ ROWS: dict[str, tuple[Callable[[], object], Any, str]] = {
         loaded(changed(GROUP, lambda value: value[None]), True), ValueError, rf"\['{GROUP}'\] must be like a"
     ),
     "slices without a name": (loaded(without, True), ValueError, f"{SHARDED}must hold the names .*; it lacks 'step'$"),
-    "slices with another name": (loaded(lambda saved: saved | {"x": LIKE}, True), ValueError, "it has unknown 'x'$"),
     "a list of slices": (loaded(list, True), TypeError, f"{SHARDED}must be a dict of tensors by name; got "),
 }  # fmt: skip
 

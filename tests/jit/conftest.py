@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from funcamp import jit
-from funcamp._jit import cuda_graph
 from tests.support.stand_in import StandIn
 
 
@@ -16,7 +15,7 @@ from tests.support.stand_in import StandIn
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """How a state is used; a captured program is in a stand-in for a CUDA graph."""
     if request.param == "captured":
-        monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn())
+        StandIn().take_place(monkeypatch)
     name: str = request.param
     return name
 

@@ -18,7 +18,7 @@ from tests.support.steps import assert_as_eager, build
 @pytest.fixture
 def graphs(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
-    monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: stand_in)
+    stand_in.take_place(monkeypatch)
     return stand_in
 
 
@@ -104,7 +104,7 @@ def test_tokens_in_uint16_are_copied_one_by_one_because_torch_has_no_other_kerne
 
 
 def test_a_capture_that_fails_leaves_the_state_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda_graph, "graphs_for", lambda device: StandIn(fails=True))
+    StandIn(fails=True).take_place(monkeypatch)
     run, state = jit(add, backend="aot_eager"), {"x": torch.zeros(()), "n": torch.tensor(0)}
     for _ in range(2):
         with pytest.raises(RuntimeError, match=r"jit: the step could not be captured .*: operation not.*capture=False"):

@@ -177,23 +177,13 @@ class DropPath(nn.Module):
 def rates_of_parts(model: Any, index: int) -> None:
     for part in model.modules():
         if isinstance(part, DropPath):
-            part.rate = 0.1 * index
+            part.rate = 0.1 * (index // LATE)
 
 
 def class_attribute() -> Program:
     base = type("Base", (Net,), {"__module__": __name__})
     kind = type("Derived", (base,), {"__module__": __name__})
     return Program(kind(scaled), before=late(lambda: setattr(base, "factor", 2.0)))
-
-
-def depth() -> Program:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        for layer in self.layers[: self.depth]:
-            x = layer(x)
-        return x
-
-    model = Net(forward, layers=nn.ModuleList([nn.Linear(4, 4) for _ in range(3)]), depth=3)
-    return Program(model, before=late(lambda: setattr(model, "depth", 2)))
 
 
 def variable_of_the_criterion() -> Program:
@@ -356,14 +346,12 @@ FOLLOWED: dict[str, Make] = {
         lambda model: model.layer.eval(), lambda self, x: self.layer(x) * (2 - self.layer.training)
     ),
     "the mode of a teacher": teacher(lambda box: box.teacher.eval(), nn.Dropout(1.0)),
-    "a number": attribute(1.0, 2.0),
     "an attribute that is named hooks": changed(
         lambda model: setattr(model, "hooks", 2.0), lambda self, x: self.layer(x) * self.hooks, hooks=1.0
     ),
     "the mode of a scripted layer": layers(
         torch.jit.script(nn.Sequential(nn.Dropout(1.0))), before=lambda model, index: model.train(index % 2 == 0)
     ),
-    "None": attribute(None, 2.0, lambda self, x: self.layer(x) * (self.factor or 1.0)),
     "an enum": attribute(Kind.ONE, Kind.TWO, lambda self, x: self.layer(x) * self.factor.value),
     "a function": attribute(torch.relu, torch.tanh, lambda self, x: self.factor(self.layer(x))),
     "a tensor": attribute(torch.tensor(1.0), torch.tensor(2.0)),
@@ -379,7 +367,6 @@ FOLLOWED: dict[str, Make] = {
     "a class attribute": class_attribute,
     "the rate of a dropout": layers(nn.Dropout(0.0), before=lambda model, i: setattr(model[1], "p", float(i >= LATE))),
     "the rates of parts": layers(DropPath(), nn.Linear(4, 4), DropPath(), before=rates_of_parts),
-    "the number of layers": depth,
     "an object of a closure": object_of_a_closure,
     "a variable of a closure": variable_of_the_criterion,
     "a global": global_of_the_criterion,

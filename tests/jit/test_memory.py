@@ -41,7 +41,7 @@ def shifted_numpy(_: Path) -> list[Tensor]:
 def views(_: Path) -> list[Tensor]:
     one = torch.arange(8.0)
     parts = [one, one, one[2:5], one.view(2, 4).t(), one.unfold(0, 3, 1), from_dlpack(one)]
-    return [*parts, torch.ones(3).expand(2, 3), torch.nn.Parameter(torch.ones(2))]
+    return [*parts, torch.zeros(0, 2), torch.ones(3).expand(2, 3), torch.nn.Parameter(torch.ones(2))]
 
 
 def one_file_twice(path: Path) -> list[Tensor]:

@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from funcamp import jit
-from funcamp._jit import cuda_graph
 from tests.support.stand_in import StandIn
 
 
@@ -39,7 +38,7 @@ class Watched(StandIn):
 
 def test_graphs_and_memory_of_all_steps_on_the_state_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     graphs = Watched()
-    monkeypatch.setattr(cuda_graph, "graphs_for", lambda devices: graphs)
+    graphs.take_place(monkeypatch)
     run = jit(lambda state, batch: ({"sum": state["sum"] + batch.sum()}, batch.mean()), backend="aot_eager")
     other = run.also(lambda state, batch: (state, state["sum"] + batch.sum()))
     state: Any = {"sum": torch.zeros(())}

@@ -91,19 +91,6 @@ def test_a_stored_value_is_read_rounded_in_its_own_loop() -> None:
     assert_same(found, step(torch.zeros(()), x)[1])
 
 
-def test_a_compensated_sum_keeps_what_is_rounded_away() -> None:
-    def step(state: list[Tensor], update: Tensor) -> tuple[list[Tensor], None]:
-        total, compensation = state
-        compensation = compensation + update
-        new_total = total + compensation
-        return [new_total, compensation + (total - new_total)], None
-
-    run, state = jit(step), [torch.ones(64).bfloat16(), torch.zeros(64).bfloat16()]
-    for _ in range(40):
-        state, _ = run(state, torch.full((64,), 1e-3).bfloat16())
-    torch.testing.assert_close(state[0].float() + state[1].float(), torch.full((64,), 1.04), rtol=0, atol=1e-3)
-
-
 def test_no_probability_of_a_category_is_above_one() -> None:
     def step(state: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
         return state + 1, torch.distributions.Categorical(logits=logits / 0.7, validate_args=False).logits

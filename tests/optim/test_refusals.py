@@ -101,11 +101,6 @@ def of_another(optimizer: optim.Optimizer) -> Any:
     return StepLR(optim.SGD([torch.zeros(1)]), 3)
 
 
-def sets_a_string(optimizer: optim.Optimizer) -> Any:
-    optimizer.param_groups[0]["momentum"] = "high"
-    return StepLR(optimizer, 3)
-
-
 def resumed(optimizer: optim.Optimizer) -> Any:
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
@@ -155,7 +150,6 @@ SCHEDULES: dict[str, Row] = {
         TypeError,
         "lr of LambdaLR must be a Python number; got a torch.float32 tensor",
     ),
-    "a string": (scheduled(sets_a_string), TypeError, "momentum of StepLR must be a Python number; got 'high'"),
     "inf": (scheduled(is_infinite_at_3), ValueError, "lr of LambdaLR must be finite; got inf after 3 steps"),
     "steps": (scheduled(steps_of_3, steps=2.0), TypeError, "steps must be an integer; got 2.0"),
     "no steps": (scheduled(steps_of_3, steps=0), ValueError, "steps must be 1 or more; got 0"),

@@ -12,11 +12,12 @@ from tests.conftest import Transform
 
 
 @pytest.mark.compiled
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_every_leaf_has_its_flag(transform: Transform, bad: float) -> None:
-    grads = {"a": torch.ones(3), "b": {"c": torch.tensor([1.0, bad]), "d": torch.zeros(0)}, "e": torch.tensor(bad)}
-    assert leaf_names(grads) == ("a", "b.c", "b.d", "e")
-    assert transform(found_inf_by_leaf)(grads).tolist() == [False, True, False, True]
+def test_every_leaf_has_its_flag(transform: Transform) -> None:
+    run = transform(found_inf_by_leaf)
+    for bad in (math.nan, math.inf, -math.inf):
+        grads = {"a": torch.ones(3), "b": {"c": torch.tensor([1.0, bad]), "d": torch.zeros(0)}, "e": torch.tensor(bad)}
+        assert leaf_names(grads) == ("a", "b.c", "b.d", "e")
+        assert run(grads).tolist() == [False, True, False, True]
 
 
 def test_flat_empty_and_complex_trees_have_their_flags() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcamp import all_finite, scale, unscale, unscale_and_check
+from funcamp import ScalerState, all_finite, scale, unscale, unscale_and_check
 from tests.conftest import Transform
 from tests.support.helpers import assert_same
 from tests.support.oracle import state_of
@@ -80,18 +80,23 @@ def test_a_nested_tree_keeps_its_structure() -> None:
 
 
 @pytest.mark.compiled
-def test_unscaling_is_the_same_under_every_transform(transform: Transform) -> None:
+def test_scaling_and_unscaling_are_the_same_under_every_transform(transform: Transform) -> None:
+    outputs = (torch.randn(()).half(), [torch.randn(3).half(), torch.randn(2, 2)])
     grads: dict[str, Any] = {
         "w": torch.randn(3, 4) * 8,
         "h": [torch.randn(5).half(), torch.randn(2).double()],
         "s": torch.randn(()),
     }
-    run = transform(lambda state, grads: unscale_and_check(state, grads))
+
+    def both_ways(state: ScalerState, outputs: Any, grads: Any) -> Any:
+        return scale(state, outputs), unscale_and_check(state, grads)
+
+    run = transform(both_ways)
     for value in (1.0, math.inf):
         grads["h"][0][2] = value
-        unscaled, state = run(state_of(3.7e4), grads)
-        assert_same((unscaled, state), unscale_and_check(state_of(3.7e4), grads))
-        assert state.found_inf == math.isinf(value)
+        found = run(state_of(3.7e4), outputs, grads)
+        assert_same(found, both_ways(state_of(3.7e4), outputs, grads))
+        assert found[1][1].found_inf == math.isinf(value)
 
 
 @pytest.mark.parametrize("empty", [{}, [], (), None, {"a": None}, [torch.zeros(0)]], ids=str)
@@ -135,12 +140,6 @@ def test_scale_equals_grad_scaler(dtype: torch.dtype) -> None:
     outputs = [torch.randn(shape, dtype=dtype) for shape in ((), (3,), (2, 0))]
     expected = torch.amp.GradScaler("cpu", init_scale=3.7e4).scale(outputs)
     assert_same(scale(state_of(3.7e4), {"a": outputs, "n": None}), {"a": expected, "n": None})
-
-
-@pytest.mark.compiled
-def test_scaling_is_the_same_under_every_transform(transform: Transform) -> None:
-    outputs = (torch.randn(()).half(), [torch.randn(3).half(), torch.randn(2, 2)])
-    assert_same(transform(scale)(state_of(3.7e4), outputs), scale(state_of(3.7e4), outputs))
 
 
 def test_unscale_is_differentiable() -> None:

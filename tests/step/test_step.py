@@ -226,7 +226,7 @@ def test_a_steady_loop_compiles_once() -> None:
     """It overflows, backs off and grows: no Python number that changes reaches the step."""
     from torch._dynamo.testing import CompileCounterWithBackend
 
-    task, counter, scales = mlp(), CompileCounterWithBackend("aot_eager"), set()
+    task, counter, scales = mlp(), CompileCounterWithBackend("eager"), set()
     adamw = stateless(torch.optim.AdamW, lr=lambda applied: 1e-3 / (1 + applied))
     config = ScalerConfig(2.0**24, growth_interval=2)
     step = build(task, adamw, config=config, policy="float16", max_norm=1.0, ema_decay=0.9)

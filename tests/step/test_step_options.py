@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcamp import ScalerConfig, ScalerState, clone, loss, make_train_step, presets, scale, stateless, unscale
+from funcamp import Policy, ScalerConfig, ScalerState, clone, loss, make_train_step, presets, scale, stateless, unscale
 from tests.support.helpers import assert_same
 from tests.support.models import mlp
 from tests.support.steps import build, eager, eager_and_traced, traced
@@ -109,9 +109,9 @@ def test_compute_params_are_what_the_loss_sees_and_stay_what_they_were(policy: s
 
 
 @pytest.mark.parametrize("around", [torch.bfloat16, None])
-@pytest.mark.parametrize("policy", [None, "float32", "float16", "bfloat16"])
-def test_a_forward_pass_of_ones_own_computes_as_the_loss_does(policy: str | None, around: torch.dtype | None) -> None:
-    task = mlp()
+@pytest.mark.parametrize("policy", [None, "float32", "float16", "bfloat16", torch.bfloat16, Policy(torch.float16)])
+def test_a_forward_pass_of_ones_own_computes_as_the_loss_does(policy: Any, around: torch.dtype | None) -> None:
+    task, name = mlp(), str(policy or "float32").removeprefix("torch.")
     step = build(task, SGD, policy=policy)
     state, (x, target) = build(task, SGD, policy="float16").init(), task.batch(0)  # a state has no policy
     with nullcontext() if around is None else torch.autocast("cpu", around):
@@ -120,7 +120,8 @@ def test_a_forward_pass_of_ones_own_computes_as_the_loss_does(policy: str | None
             found = task.criterion(output, target)
         expected = step.loss(state, (x, target))
     assert_same(found.detach(), expected)
-    dtype = around if policy in (None, "float32") else getattr(torch, str(policy))
+    assert repr(step).endswith(f"policy={name})")
+    dtype = around if name == "float32" else getattr(torch, name)
     assert output.dtype == (dtype or torch.float32)
 
 
@@ -155,7 +156,7 @@ def in_region(region: torch.dtype | None, policy: str | None, wrap: Any = eager,
     ids=["float16", "micro-batches", "the same", "jit", "compiled"],
 )
 def test_a_policy_computes_the_same_in_a_region(policy: str, region: torch.dtype, wrap: Any, options: Any) -> None:
-    assert_same(in_region(region, policy, wrap, **options), in_region(None, policy, wrap, **options))
+    assert_same(in_region(region, policy, wrap, **options), in_region(None, policy, **options))
 
 
 def test_without_a_policy_the_region_applies() -> None:

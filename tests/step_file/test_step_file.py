@@ -22,6 +22,7 @@ from funcamp import (
     load_step,
     make_train_step,
     module_loss,
+    save,
     stateless,
     unscale_and_check,
     update,
@@ -142,57 +143,39 @@ def test_tensors_besides_the_arguments_two_signatures_and_an_evaluation_on_the_s
     assert_same(theirs, own)
 
 
-MODEL = """
-import torch
-
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(6, 2), torch.nn.Dropout(0.2))
-
-    def forward(self, x):
-        return self.layers(x)
-"""
-TRAIN = """
+GO_ON = """
 import sys, torch, funcamp
 torch.set_num_threads(1)
-batch = torch.linspace(-1, 1, 24).view(4, 6), torch.ones(4, 2)
-path, mode = sys.argv[1:]
-if mode == "train":
-    from model_of_the_user import Model
-    torch.manual_seed(0)
-    loss = funcamp.module_loss(Model(), torch.nn.functional.mse_loss)
-    step = funcamp.make_train_step(loss, funcamp.stateless(torch.optim.SGD, momentum=0.9), max_norm=1.0, ema_decay=0.9)
-    run = funcamp.jit(step)
-    state, _ = run(step.init(), batch)
-    funcamp.save(step.state_dict(state), path + ".checkpoint")
-    run.save(path, example_state=state)
-else:
-    assert "model_of_the_user" not in sys.modules
-    run = step = funcamp.load_step(path)
-    state = run.load_state_dict(funcamp.load(path + ".checkpoint"), like=run.example_state)
+path = sys.argv[1]
+run = funcamp.load_step(path)
+assert "tests" not in sys.modules
+state = run.load_state_dict(funcamp.load(path + ".checkpoint"), like=run.example_state)
 torch.manual_seed(1)
-for number in range(4):
-    state, metrics = run(state, (batch[0] * (float("inf") if number == 2 else 1), batch[1]))
-torch.save((step.state_dict(state), metrics.loss, metrics.skipped), path + "." + mode)
+for batch in torch.load(path + ".batches"):
+    state, metrics = run(state, batch)
+torch.save((run.state_dict(state), metrics.loss, metrics.skipped), path + ".there")
 """
 
 
 @pytest.mark.inductor
 @pytest.mark.processes
 def test_another_process_goes_on_without_the_code_of_the_model(tmp_path: Path) -> None:
-    path, script, model = tmp_path / "step.pt", tmp_path / "train.py", tmp_path / "model_of_the_user.py"
-    script.write_text(TRAIN)
-    model.write_text(MODEL)
-
-    def run(mode: str, **environment: str) -> None:
-        command = [sys.executable, str(script), str(path), mode]
-        subprocess.run(command, env={**os.environ, "PYTHONPATH": str(ROOT), **environment}, check=True)
-
-    run("train")
-    model.unlink()
-    run("load", PATH="", TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "empty"))  # no compiler, and nothing compiled
-    assert_same(torch.load(f"{path}.load"), torch.load(f"{path}.train"))
+    path = str(tmp_path / "step.pt")
+    step, state, batches = trained(mlp(0.2), SGD)
+    run = jit(step)
+    with one_thread():
+        state, _ = run(state, batches[0])
+        run.save(path, example_state=state)
+        save(step.state_dict(state), f"{path}.checkpoint")
+        torch.save(batches, f"{path}.batches")
+        # No compiler, and nothing compiled.
+        there = {"PYTHONPATH": str(ROOT), "PATH": "", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "empty")}
+        subprocess.run([sys.executable, "-c", GO_ON, path], env={**os.environ, **there}, check=True)
+        torch.manual_seed(1)
+        for batch in batches:
+            state, metrics = run(state, batch)
+    assert metrics.skipped == 1
+    assert_same(torch.load(f"{path}.there"), (step.state_dict(state), metrics.loss, metrics.skipped))
 
 
 class Kept:

@@ -145,10 +145,11 @@ def test_tensor_by_tensor_is_flat_storage_with_other_groups(policy: str | None) 
     """Each tensor is a group in its own shape, tied names are one tensor, and a step computes the same."""
     weight = torch.randn(4, 3)
     params = {"w": weight, "b": torch.randn(3), "tied": weight, "none": None}
+    params |= {"empty": torch.zeros(0, 3), "scalar": torch.ones(())}
     adam = stateless(torch.optim.AdamW, lr=0.1)
     step = funcamp.make_train_step(squares, adam, funcamp.ScalerConfig(2.0**8), policy=policy, ema_decay=0.5)
     single, flat = step.init(params, flat=False), step.init(params)
-    assert [group.shape for group in single.params.groups if group is not None] == [(4, 3), (3,)]
+    assert [group.shape for group in single.params.groups if group is not None] == [(4, 3), (3,), (0, 3), ()]
     for _ in range(3):
         single, _ = step(single, torch.ones(()))
         flat, _ = step(flat, torch.ones(()))

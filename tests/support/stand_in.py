@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from funcamp._jit import cuda_graph
 from funcamp._upstream import failed_capture
 from tests.support.helpers import clone
 
@@ -20,6 +21,10 @@ class StandIn:
 
     def __init__(self, fails: bool = False) -> None:
         self.fails, self.warm_ups, self.captures = fails, 0, 0
+
+    def take_place(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Let `jit` capture by this, on any device."""
+        monkeypatch.setattr(cuda_graph, "graphs_for", lambda devices: self)
 
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:

@@ -174,23 +174,34 @@ def assert_as_torchs_loop(
     config: Mapping[str, Any] = MappingProxyType({"init_scale": 1.0}),
     engine: Any = None,
     change: Callable[[Any], Any] = lambda loss_fn: loss_fn,
+    keep_buffers: bool = False,
+    flat: bool = True,
+    accumulate: int = 1,
+    max_norm: float | None = None,
     relative: float = 0.0,
+    relative_of_losses: float | None = None,
 ) -> list[float]:
     """Train a module in torch's loop of automatic mixed precision and by a step; return the scales.
 
-    Losses, scales, parameters and buffers must be equal bit for bit, or within a fraction of their norm. The step's
-    module must stay as it is, but for what it adds to itself, and no result may require a gradient.
+    Losses, scales, parameters and buffers must be equal bit for bit, or within a fraction of their norm. A skipped step
+    must change neither parameters nor the optimizer's state. The step's module must stay as it is, but for what it adds
+    to itself, and no result may require a gradient.
 
     Args:
         make: makes the module, which is called once for the loop and once for the step.
-        batches: a batch for every step.
+        batches: a batch for every step, or a list of micro-batches.
         wrap: what makes the step that is called, such as `jit`.
         policy: of the step; the loop has an autocast of this dtype.
         optimizer: torch's class and its arguments.
         config: the arguments of the scaler.
         engine: of the loss.
         change: what makes the loss of the step from that of `module_loss`.
+        keep_buffers: of the loss; torch's loop keeps those of a skipped step too.
+        flat: how the step stores its parameters.
+        accumulate: the number of micro-batches.
+        max_norm: of the gradients, for both.
         relative: the fraction.
+        relative_of_losses: another one for the losses.
     """
     cls, arguments = optimizer
     torch.manual_seed(0)
@@ -198,20 +209,24 @@ def assert_as_torchs_loop(
     torch.manual_seed(0)
     own, own_criterion = make()
     before = clone(values_of(model))
-    loss_fn = module_loss(model, criterion, engine=engine)
-    step = make_train_step(change(loss_fn), stateless(cls, **arguments), ScalerConfig(**config), policy=policy)
-    run, state, scales = wrap(step), step.init(), []
+    loss_fn = module_loss(model, criterion, engine=engine, keep_buffers=keep_buffers)
+    options: dict[str, Any] = {"policy": policy, "accumulate": accumulate, "max_norm": max_norm}
+    step = make_train_step(change(loss_fn), stateless(cls, **arguments), ScalerConfig(**config), **options)
+    run, state, scales = wrap(step), step.init(flat=flat), []
     trained = [value for value in own.parameters() if value.requires_grad]
     dtype = None if policy is None else getattr(torch, policy)
     loop = AmpLoop(own, own_criterion, cls(trained, **arguments), step.config, dtype)
     for number, batch in enumerate(batches):
         torch.manual_seed(number)
-        loss, _, _ = loop.step(batch)
+        loss, _, _ = loop.step(*(batch if accumulate > 1 else [batch]), max_norm=max_norm)
         torch.manual_seed(number)
-        state, metrics = run(state, batch)
-        assert_close(metrics.loss, loss, relative)
+        kept = clone(state)
+        state, metrics = run(state, tuple(map(torch.stack, zip(*batch))) if accumulate > 1 else batch)
+        assert_close(metrics.loss, loss, relative if relative_of_losses is None else relative_of_losses)
         scales.append(loop.scaler.get_scale())
         assert state.scaler.scale.item() == scales[-1]
+        if metrics.found_inf:
+            assert_same((state.params, state.opt_state), (kept.params, kept.opt_state))
         assert not any(leaf.requires_grad for leaf in _pytree.tree_leaves((state, metrics)))
     assert_close(loss_fn.state_dict(state.params, state.buffers), dict(own.state_dict()), relative)
     assert_same({name: values_of(model)[name] for name in before}, before)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch import distributions as d
 
-from funcamp import loss, make_train_step, stateless
-from tests.support.steps import assert_as_eager, traced
+from funcamp import loss, make_train_step
+from tests.support.steps import SGD, assert_as_eager, traced
 
 X = torch.rand(4, 3, generator=torch.Generator().manual_seed(0)) * 0.8 + 0.1
 Params = dict[str, Tensor]
@@ -59,7 +59,7 @@ LOSSES: dict[str, Callable[[Params, Tensor], Any]] = {
 @pytest.mark.parametrize("name", LOSSES)
 def test_losses_are_the_eager_ones_and_arguments_are_checked_again_afterwards(name: str) -> None:
     d.Distribution.set_default_validate_args(True)  # torch.compile, used before, leaves them off
-    step = make_train_step(loss(LOSSES[name]), stateless(torch.optim.SGD, lr=0.1))
+    step = make_train_step(loss(LOSSES[name]), SGD)
     start = {"a": torch.tensor([0.1, -0.2, 0.3]), "b": torch.tensor([0.2, 0.1, -0.3])}
     assert_as_eager(step, traced(step), step.init(start), [X] * 3)
     with pytest.raises(ValueError, match="scale"):

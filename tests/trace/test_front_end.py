@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from funcamp import jit, module_loss
+from funcamp import jit
 from tests.support.helpers import assert_same, clone
 from tests.support.steps import assert_as_eager
 from tests.support.torch_loop import assert_as_torchs_loop
@@ -63,10 +63,6 @@ class AsItComes(nn.Module):
         return out.float()
 
 
-def with_kept_buffers(loss_fn: Any) -> Any:
-    return module_loss(loss_fn.model, loss_fn.criterion, keep_buffers=True)
-
-
 @pytest.mark.compiled
 def test_a_model_as_it_comes_is_torchs_loop() -> None:
     batches = [(torch.randn(4, 3, 8, requires_grad=True), torch.randn(4, 2)) for _ in range(8)]
@@ -76,7 +72,7 @@ def test_a_model_as_it_comes_is_torchs_loop() -> None:
         compiled,
         policy="float16",
         config={"init_scale": 2.0**24, "growth_interval": 4},
-        change=with_kept_buffers,
+        keep_buffers=True,
     )
     assert scales[0] < 2.0**24
 

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from funcamp import jit, make_train_step, module_loss, stateless
+from funcamp import jit, make_train_step, module_loss
 from tests.support.helpers import assert_same
+from tests.support.steps import SGD
 
 X = torch.tensor([1.0, 2.0, 3.0])
 
@@ -93,7 +94,7 @@ class KeepsItsBatch(nn.Module):
 
 def test_a_part_of_the_batch_that_nothing_reads_again_may_be_kept(caplog: pytest.LogCaptureFixture) -> None:
     model, batch = KeepsItsBatch(), (torch.ones(2, 3), torch.zeros(2, 3))
-    step = make_train_step(module_loss(model, F.mse_loss), stateless(torch.optim.SGD, lr=0.1))
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
     run = jit(step, backend="eager")
     state, metrics = run(step.init(), batch)
     assert isinstance(model.last, Tensor)
@@ -107,7 +108,7 @@ def test_a_part_of_the_batch_that_nothing_reads_again_may_be_kept(caplog: pytest
 
 def test_recurrent_layers_keep_their_weights(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Sequential(nn.LSTM(3, 3, num_layers=2))
-    step = make_train_step(module_loss(model, lambda out, y: F.mse_loss(out[0], y)), stateless(torch.optim.SGD, lr=0.1))
+    step = make_train_step(module_loss(model, lambda out, y: F.mse_loss(out[0], y)), SGD)
     batch = torch.ones(2, 1, 3), torch.zeros(2, 1, 3)
     assert_same(jit(step, backend="eager", donate=False)(step.init(), batch), step(step.init(), batch))
     layer: Any = model[0]

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcamp import Params, jit, loss, make_train_step, ravel, stateless
-from tests.support.steps import assert_as_eager
+from funcamp import Params, jit, loss, make_train_step, ravel
+from tests.support.steps import SGD, assert_as_eager
 
-SGD = stateless(torch.optim.SGD, lr=0.1)
 X = torch.arange(6.0).reshape(2, 3)
 
 

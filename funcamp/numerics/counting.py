@@ -6,7 +6,6 @@ for every e, the number of values that are 2^e. Everything comes from the bits, 
 
 from __future__ import annotations
 
-import math
 from typing import TypeGuard
 
 import torch
@@ -64,23 +63,29 @@ def count(x: Tensor) -> Tensor:
     return counts([take_numbers(x, None).unsqueeze(0)]).squeeze(0)
 
 
-#: Neighbors taken together in a sample, because one number of a cache line costs as much as all of them.
-_BLOCK = 16
+#: Knuth's: a prime near 2^32 divided by the golden ratio, whose multiples are spread evenly.
+_HASH = 2654435761
 
 
 def take_numbers(x: Tensor, sample: int | None) -> Tensor:
-    """Return a tensor's numbers as shape (n,); if it has more, about `sample` of them, evenly spread."""
+    """Return a tensor's numbers as shape (n,); if it has more, `sample` of them, evenly spread."""
     real_numbers = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x.resolve_neg()
     numbers = real_numbers.detach().reshape(-1)
     if sample is None or numbers.numel() <= sample:
         return numbers
-    block_size = max(1, min(_BLOCK, sample // _BLOCK))
-    all_blocks = numbers.numel() // block_size
-    sampled_blocks = sample // block_size
-    stride = _stride(all_blocks, sampled_blocks)
-    block_indices = torch.arange(sampled_blocks, device=x.device) * stride % all_blocks
-    blocks = numbers[: all_blocks * block_size].reshape(all_blocks, block_size)
-    return blocks[block_indices].reshape(-1)
+    return numbers[_sampled_indices(numbers.numel(), sample, x.device)]
+
+
+def _sampled_indices(size: int, sample: int, device: torch.device) -> Tensor:
+    """Return an index in each of `sample` equal parts of a range, at a place that a hash of the part's number chooses.
+
+    Equal steps would meet some columns of a matrix only.
+    """
+    parts = torch.arange(sample, device=device)
+    firsts = parts * size // sample
+    lasts = (parts + 1) * size // sample
+    hashes = parts * _HASH % 2**32
+    return firsts + (hashes * (lasts - firsts) >> 32)
 
 
 def counts(parts: list[Tensor]) -> Tensor:
@@ -126,17 +131,6 @@ def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
     all_bytes = _bits(x.flatten(), torch.uint8)
     bytes_by_row = all_bytes.reshape(x.shape[0], x.shape[1] * x.itemsize)
     return _bits(bytes_by_row, dtype)
-
-
-def _stride(size: int, sample: int) -> int:
-    """Return a stride that spreads sample places over size, wrapping around at its end.
-
-    It is coprime to size, so no place comes twice and every column of a matrix is sampled.
-    """
-    stride = -(-size // sample)  # rounded up
-    while math.gcd(stride, size) > 1:
-        stride += 1
-    return stride
 
 
 def check_sample(call: str, sample: int | None) -> int | None:

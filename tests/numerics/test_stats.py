@@ -160,11 +160,17 @@ def test_counts_of_many_elements_in_one_bin() -> None:
     assert (record.count.item(), record.nonzero.item(), record.sum.item()) == (2**24 + 3,) * 3
 
 
-@pytest.mark.parametrize(("size", "sample"), [(100_000, 31), (10**6, 47), (4097, 4096), (7, 1), (10_007, 256)])
-def test_samples_are_spread_and_none_comes_twice(size: int, sample: int) -> None:
-    found = take_numbers(torch.arange(float(size)), sample)
-    assert sample * 0.9 < len(found.unique()) == len(found) <= sample
-    assert found.max() > 0.75 * size or sample == 1
+@pytest.mark.parametrize("columns", [1, 768, 4096, 8192, 50257])
+@pytest.mark.parametrize("rows", [512, 4099])
+def test_a_sample_has_its_share_of_every_part_of_a_matrix(rows: int, columns: int) -> None:
+    sample = min(4096, rows * columns // 2)
+    found = take_numbers(torch.arange(rows * columns, dtype=torch.float64), sample).long()
+    assert len(found.unique()) == len(found) == sample
+    row, column = found // columns, found % columns
+    shares = {"first rows": row < rows // 4, "even rows": row % 2 == 0, "first columns": column < columns // 4}
+    expected = {"first rows": 0.25, "even rows": 0.5, "first columns": columns // 4 / columns}
+    for part, is_there in shares.items():
+        assert is_there.double().mean().item() == pytest.approx(expected[part], abs=0.016), part
 
 
 @pytest.mark.thorough(keep=1)

@@ -10,6 +10,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from funcamp import ScalerState, all_finite, scale, unscale, unscale_and_check
 from tests.conftest import Transform
@@ -152,3 +153,12 @@ def test_all_finite_takes_integers_complex_numbers_and_float8() -> None:
     assert not all_finite(torch.tensor(complex(0.0, math.inf)))
     assert all_finite(torch.ones(2).to(torch.float8_e5m2))
     assert not all_finite(torch.tensor([1.0, math.inf]).to(torch.float8_e5m2))
+
+
+@pytest.mark.parametrize("shape", [(), (4,)])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_vmap_rounds_no_scale(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Beside a tensor with dimensions vmap casts a number to its dtype, in which 2^17 may be inf."""
+    states, outputs = [state_of(8.0), state_of(2.0**17 + 1)], torch.full((2, *shape), 0.1, dtype=dtype)
+    stacked = tree_map(lambda *leaves: torch.stack(leaves), *states)
+    assert_same(torch.func.vmap(scale)(stacked, outputs), torch.stack([*map(scale, states, outputs)]))

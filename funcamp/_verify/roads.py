@@ -78,13 +78,18 @@ class Training(NamedTuple):
 
         Args:
             run: the step.
-            seed: disturb the first parameters with this seed.
+            seed: disturb the first parameters with this seed. The rows are then without the disturbance: a step may be
+                smaller than that, and only how far it goes is compared.
             resumed_at: save the state before the step of this number, and go on from what was saved.
         """
         state = clone(self.state)
+        disturbance: Row = {}
         if seed is not None:
             seed_generators(seed)
+            before = row_of(self.step, state, None)
             _disturb(state.params, self.step._options.policy.compute_dtype)
+            after = row_of(self.step, state, None)
+            disturbance = {name: after[name] - before[name] for name in before if name.startswith("params.")}
         rows: list[Row] = []
         for numbers in range(resumed_at), range(resumed_at, len(self.batches)):
             with self.contents.entered():  # a new process begins with a new module
@@ -96,7 +101,8 @@ class Training(NamedTuple):
                         state = state._replace(scaler=state.scaler._replace(scale=scale))
                     seed_generators(number)
                     state, metrics = run(state, copy.deepcopy(self.batches[number]))
-                    rows.append(row_of(self.step, state, metrics))
+                    row = row_of(self.step, state, metrics)
+                    rows.append(row | {name: row[name] - change for name, change in disturbance.items()})
         return rows
 
     def _saved_and_loaded(self, state: TrainState) -> TrainState:

@@ -355,6 +355,23 @@ def test_a_wrong_factor_is_no_rounding(policy: str | None, monkeypatch: pytest.M
     assert outcomes(check(make(mlp(), policy=policy)))[0] == "DIFFERENT"
 
 
+@pytest.mark.parametrize("policy", ["float16", "bfloat16"])
+def test_an_update_may_be_smaller_than_a_unit_in_the_last_place(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right, slow = TorchLoop._apply, funcamp.stateless(torch.optim.AdamW, lr=2e-5)
+    step = make(mlp(), optimizer=slow, policy=policy)
+    assert check(step).ok
+
+    def leave_out(self: Any, scaler: Any) -> bool:
+        parameters_before = clone(self._parameters)
+        is_skipped = right(self, scaler)
+        for name, value in parameters_before.items():
+            self._parameters[name].detach().copy_(value)
+        return is_skipped
+
+    monkeypatch.setattr(TorchLoop, "_apply", leave_out)
+    assert outcomes(check(step))[0] == "DIFFERENT"
+
+
 # Bad input.
 
 STEP, MANY, ONE = make(mlp()), batches(), batches(1)[0]

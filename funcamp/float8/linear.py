@@ -93,6 +93,10 @@ def convert(model: nn.Module, config: Float8Config = Float8Config(), *, keep: Se
     for layer in layers.values():
         layer.__class__ = Float8Linear
         layer.float8 = config  # type: ignore[assignment]
+    for module in model.modules():
+        if isinstance(module, nn.TransformerEncoderLayer):
+            # In eval mode it would read the weights of its linear layers instead of calling them.
+            module.activation_relu_or_gelu = 0
     return list(layers)
 
 

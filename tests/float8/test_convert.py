@@ -53,6 +53,15 @@ def test_subclasses_compute_in_their_own_way() -> None:
     assert float8.convert(model) == ["3"]
 
 
+def test_an_encoder_calls_its_layers_in_eval_mode_too() -> None:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    x = torch.randn(2, 3, 16)
+    assert float8.convert(layer) == ["linear1", "linear2"]
+    expected = layer(x)
+    with torch.no_grad():
+        assert_close(layer.eval()(x), expected, 1e-5)  # attention rounds otherwise
+
+
 def test_a_layer_is_the_product_and_the_bias() -> None:
     for config in (float8.Float8Config(), float8.Float8Config("row", emulate=True)):
         layer, x = nn.Linear(16, 32), torch.randn(2, 3, 16)

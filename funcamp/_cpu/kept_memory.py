@@ -3,7 +3,8 @@
 Inductor plans places for the values between two kernels in one block (its option memory_planning), which is allocated
 at every call. The C library returns so large a block to the system when it is freed, and at the next call the system
 clears each of its pages again: a third of the time of a large step. Here the block is one more input of the program. It
-is empty before the first call, and grows in it.
+is empty at first, and grows in the call that needs more. The programs that a thread calls have one block, because only
+one of them runs at a time, and none reads what another one left there.
 
 The C++ that Inductor has written is changed as text: it takes over one more input, and one statement, which allocates
 the block, is another one. If that statement is not there, the input is not used. Results are planned outside of the
@@ -14,6 +15,8 @@ from __future__ import annotations
 
 import functools
 import re
+import threading
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -36,6 +39,9 @@ _TAKE_OVER_MORE = """auto inputs = steal_from_raw_handles_to_raii_handles(input_
     RAIIAtenTensorHandle kept_memory(std::move(inputs[%d]));"""
 _GROW = """AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_cpu_resize_(kept_memory, %(shape)s, 1, nullptr));
     RAIIAtenTensorHandle %(name)s(std::move(kept_memory));"""
+
+#: A weak reference to the memory of the programs that a thread calls; none while one of them runs.
+_of_thread = threading.local()
 
 
 def in_kept_memory(input_count: int, source: str) -> str:
@@ -64,26 +70,38 @@ def in_kept_memory(input_count: int, source: str) -> str:
 
 
 class KeptMemory(NamedTuple):
-    """Gives a program its memory after its inputs."""
+    """Gives a program memory after its inputs."""
 
     def __call__(self, inner: Flat) -> Flat:
         """Return the function of the inputs without the memory."""
-        with torch.inference_mode(False):
-            memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+        # As long as a program exists, so does the memory of its last call.
+        memory: Tensor | None = None
         # The numbers of the results in it, found at the first call: they are the same ones at every call.
         copies_needed: list[int] | None = None
 
         def run(inputs: list[Tensor]) -> list[Tensor]:
-            nonlocal copies_needed
+            nonlocal memory, copies_needed
+            memory = _take_memory()
             results = list(inner([*inputs, memory]))
             if copies_needed is None:
                 address = _address(memory)
                 copies_needed = [number for number, result in enumerate(results) if _address(result) == address]
             for number in copies_needed:
                 results[number] = results[number].clone()
+            _of_thread.memory = weakref.ref(memory)
             return results
 
         return run
+
+
+def _take_memory() -> Tensor:
+    """Take this thread's memory, so that a program that is called meanwhile finds none; make it if there is none."""
+    reference = vars(_of_thread).pop("memory", None)
+    memory: Tensor | None = None if reference is None else reference()
+    if memory is None:
+        with torch.inference_mode(False):
+            memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+    return memory
 
 
 def _address(tensor: Tensor) -> int:

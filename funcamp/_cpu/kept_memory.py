@@ -123,6 +123,7 @@ def _run(program: Program) -> Program:
         options={**program.options, "memory_planning": True},
         while_compiled=(*program.while_compiled, functools.partial(source_changed, change)),
         may_fail=(*program.may_fail, PASS.name),
+        needs_code=True,
         # Innermost: the inputs of other passes come before it.
         around=(KeptMemory(), *program.around),
     )

@@ -12,8 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import jit, load_step, make_train_step, module_loss, stateless
+from funcamp._cpu import kept_memory
 from funcamp._cpu.kept_memory import KeptMemory, in_kept_memory
+from funcamp._jit import compile as compiler
 from tests.support.helpers import assert_same
+from tests.support.steps import assert_as_eager
 
 SOURCE = """void inductor_entry_impl(
     AtenTensorHandle* input_handles, AtenTensorHandle* output_handles) {
@@ -113,3 +116,15 @@ def test_no_page_is_cleared_again_and_no_number_changes(tmp_path: Path) -> None:
     without, faults_without = train(None, without=["kept_memory"])
     assert_same(kept, without)
     assert faults < 1_000 < 10_000 < faults_without
+
+
+@pytest.mark.thorough
+@pytest.mark.inductor
+def test_a_program_whose_code_is_not_found_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kept_memory, "LARGE", 1)
+    monkeypatch.setattr(compiler, "_modules_of_inductor", list)
+    assert_as_eager(step_of_products, jit(step_of_products), torch.eye(3), [torch.ones(3, 3)] * 2, 1e-6)
+
+
+def step_of_products(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return state + (x @ state).tanh() @ x, x.sum()

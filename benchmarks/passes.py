@@ -6,10 +6,7 @@ gets. Steps are timed side by side in one process, in a new order in each round;
 are those of further processes, each with an empty compile cache, in turns.
 
     python benchmarks/passes.py [--sizes "GPT-2 3.4 M;..."] [--variants "funcamp.jit;..."] [--rounds 9]
-        [--first-calls 3] [--keep-memory] [--out DIR]
-
---keep-memory lets malloc keep freed blocks of any size, for all variants alike; without it glibc hands every block
-above 32 MB back to the system, and the next step faults its pages in again, one by one.
+        [--first-calls 3] [--out DIR]
 """
 
 from __future__ import annotations
@@ -19,7 +16,6 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -29,7 +25,6 @@ from _models import CPU_SIZES, Size
 from _public import PUBLIC_SIZES
 from _timing import Report, Row, about, arguments, chosen, in_fresh_processes, measured, seconds, torch_variant
 from _variants import funcamp_step, torch_loop
-from step import KEEP
 
 from funcamp._jit.passes import pipeline
 from funcamp._jit.passes.program import Target
@@ -85,7 +80,6 @@ def main() -> None:
     """Measure, print, and write the result files where asked."""
     parser = arguments(__doc__)
     parser.add_argument("--first-calls", type=int, default=3, help="processes for each variant's first call")
-    parser.add_argument("--keep-memory", action="store_true", help="let malloc keep freed blocks of any size")
     parser.add_argument("--variants", help="names of variants beside the eager one, separated by semicolons")
     parser.add_argument("--start", help="seconds of one variant's first call, in this process")
     args = parser.parse_args()
@@ -95,12 +89,9 @@ def main() -> None:
         first, _ = seconds(torch_variant(makers()[args.start](size), "cpu"), 1)
         print(json.dumps(first))
         return
-    if args.keep_memory and os.environ.get("GLIBC_TUNABLES") != KEEP:
-        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, "GLIBC_TUNABLES": KEEP})
     cold = tempfile.TemporaryDirectory()
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
-    malloc = KEEP if args.keep_memory else "as the system has it"
-    facts = about("cpu", rounds=args.rounds, malloc=malloc, first_calls=args.first_calls)
+    facts = about("cpu", rounds=args.rounds, first_calls=args.first_calls)
     columns = {
         "model": "size",
         "variant": "variant",
@@ -110,8 +101,7 @@ def main() -> None:
         "first call s": "first_call_s",
         "all first calls s": "first_calls_s",
     }
-    suffix = "-kept" if args.keep_memory else ""
-    report = Report(args.out, f"passes-cpu{suffix}", "Each trick of jit left out", facts, columns)
+    report = Report(args.out, "passes-cpu", "Each trick of jit left out", facts, columns)
     labels = [EAGER, *args.variants.split(";")] if args.variants else list(makers())
     if strangers := [label for label in labels if label not in makers()]:
         parser.error(f"--variants must name {'; '.join(makers())}; got {'; '.join(strangers)}")

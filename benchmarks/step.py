@@ -13,7 +13,8 @@ are those of further processes, one with an empty compile cache and one with wha
 --alone gives every variant a process of its own, as it has in training: what else lives in one changes what malloc
 gives back to the system, and with it the time of a step. The processes take turns, each variant has three.
 --forms adds funcamp's own options. On a CPU glibc hands every block above 32 MB back to the system when it is freed,
-and the next step faults its pages in again; with --keep-memory malloc keeps what it has, for all variants alike.
+and the next step of a torch loop faults its pages in again; with --keep-memory malloc keeps what it has, for all
+variants alike.
 """
 
 from __future__ import annotations

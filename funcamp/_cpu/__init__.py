@@ -6,7 +6,7 @@ reinforcement learner (docs/performance.md, What each trick brings).
 
 from __future__ import annotations
 
-from funcamp._cpu import convolutions, headers, part_inputs, products, small_buffers, steps_in_cpp, tanh
+from funcamp._cpu import convolutions, headers, kept_memory, part_inputs, products, small_buffers, steps_in_cpp, tanh
 from funcamp._cpu.options import OPTIONS
 from funcamp._jit.passes.program import Pass
 
@@ -21,6 +21,7 @@ PASSES: tuple[Pass, ...] = (
     *OPTIONS,
     # Of the C++ that Inductor has written; the last one changes it first.
     steps_in_cpp.PASS,
+    kept_memory.PASS,
     small_buffers.PASS,
     headers.PASS,
 )

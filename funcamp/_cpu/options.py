@@ -19,9 +19,6 @@ def _is_long(program: Program) -> bool:
 
 # Not aot_inductor.allow_stack_allocation, which does what the pass small_buffers does: with torch 2.13 some programs
 # end the process and others return wrong numbers (a frozen teacher's).
-# Not memory_planning, one block of memory for a step: the C library returns a large block to the system after each
-# step, and its pages fault in again at the next (benchmarks/passes.py: Mixer 1.02 of eager's time instead of 0.94,
-# ResNet-18 1.05 instead of 0.82; small steps take the same time).
 OPTIONS: tuple[Pass, ...] = (
     option(
         {"layout_optimization": False},

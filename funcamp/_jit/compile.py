@@ -134,6 +134,8 @@ def _compiled(program: Program) -> tuple[Flat, Code | None]:
     if backend == "inductor":
         with deep_recursion():
             compiled, code = _by_inductor(program)
+        if code is None and program.needs_code:
+            raise RuntimeError("Inductor's code is not found")
     elif backend == "eager":
         compiled = one_by_one(program.module)
     else:

@@ -83,6 +83,8 @@ class Program(NamedTuple):
     """Context managers that are entered, in order, while Inductor compiles it."""
     may_fail: tuple[str, ...] = ()
     """The names of passes that Inductor may not take: after an error it is compiled again without the last one."""
+    needs_code: bool = False
+    """Whether a pass has changed the inputs of Inductor's code, so that it must be called itself."""
     steps: Steps | None = None
     """Those of a call; None if it is one, or if a pass has put the loop into the program."""
 

@@ -96,6 +96,8 @@ class GradScaler(torch.amp.GradScaler):
 
     _takes_as_is = False
     """Whether a closure is running, whose gradients are not unscaled."""
+    _no_factor: Tensor | None = None
+    """The 1 with which `_unscale_grads_` only checks gradients, for the scale, and does not write them."""
 
     def __init__(
         self,
@@ -322,7 +324,7 @@ class GradScaler(torch.amp.GradScaler):
         state = super().__getstate__()
         if self._enabled:
             # As torch's class saves the scale and the tracker: numbers, and no tensors.
-            state |= {"_init_counters": self._read_counters(), "_counters": {}, "_found_inf": None}
+            state |= {"_init_counters": self._read_counters(), "_counters": {}, "_found_inf": None, "_no_factor": None}
         return state
 
     def __setstate__(self, state: StateDict) -> None:
@@ -333,25 +335,26 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> Flags:
-        flags = self._flags(by_device(optimizer, allow_fp16), inv_scale.reshape(()))
-        return {device: torch.maximum(found_inf.to(device), flag) for device, flag in flags.items()}
-
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
-        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        flags = self._flags(by_device(optimizer, allow_fp16=True), reciprocal(scale), only_check_scale=scale)
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
-        return flags
-
-    def _flags(
-        self, grads: dict[torch.device, list[Tensor]], inv_scale: Tensor, only_check_scale: Tensor | None = None
-    ) -> Flags:
-        """Unscale gradients, or only check them for this scale; return the flags."""
+        scale = None
+        if inv_scale is self._no_factor:
+            scale, _ = self._check_scale_growth_tracker("_unscale_grads_")
+            inv_scale = reciprocal(scale)
+        inv_scale = inv_scale.reshape(())
         may_grow = self._may_grow(inv_scale)
         flags = {}
         with torch.no_grad():
-            for device, device_grads in grads.items():
-                scale = None if only_check_scale is None else only_check_scale.to(device)
-                flags[device] = unscale(device_grads, inv_scale.to(device), may_grow=may_grow, only_check_scale=scale)
+            for device, grads in by_device(optimizer, allow_fp16).items():
+                only_check_scale = None if scale is None else scale.to(device)
+                flag = unscale(grads, inv_scale.to(device), may_grow=may_grow, only_check_scale=only_check_scale)
+                flags[device] = torch.maximum(found_inf.to(device), flag)
+        return flags
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
+        scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
+        self._no_factor = torch.ones_like(scale)
+        # As in torch: a subclass may reduce the flags over ranks there.
+        flags = self._unscale_grads_(optimizer, self._no_factor, torch.zeros_like(scale), True)
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
     def _may_grow(self, inv_scale: Tensor) -> bool:

@@ -242,6 +242,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
+        self._configure()  # numbers may have been assigned to the attributes of torch's class
         flags = self._flags_of_step()
         if flags:
             self._found_inf = combine_flags(flags, scale.device)
@@ -413,12 +414,15 @@ class GradScaler(torch.amp.GradScaler):
         integer("GradScaler", "growth_interval", growth_interval, least=-sys.maxsize - 1)
         # torch never grows with an interval of 0, nor with one that its counter cannot reach.
         interval_of_rule = growth_interval if 0 < growth_interval <= _INT32_MAX else _INT32_MAX
-        self._config = replace(
-            self._config,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=interval_of_rule,
-        )
+        numbers = growth_factor, backoff_factor, interval_of_rule
+        config = self._config
+        if numbers != (config.growth_factor, config.backoff_factor, config.growth_interval):
+            self._config = replace(
+                config,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=interval_of_rule,
+            )
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval

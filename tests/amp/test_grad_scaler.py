@@ -81,6 +81,8 @@ SET = {
     8: ("growth_factor", 3.0), 10: ("backoff_factor", 0.7), 12: ("growth_interval", 1), 15: ("growth_interval", 10**12),
     17: ("growth_interval", 0), 20: ("backoff_factor", 1.0), 21: ("growth_interval", 1), 22: ("growth_factor", 1.0),
 }  # fmt: skip
+#: The attributes that loops assign without a setter.
+ASSIGNED = {3: ("_backoff_factor", 0.6), 6: ("_growth_interval", 2), 13: ("_growth_factor", 2.5)}
 
 
 @pytest.mark.parametrize("skip", ["select", "host"])
@@ -95,6 +97,8 @@ def test_a_loop_is_torchs(name: str, skip: Any) -> None:
             if step in SET:
                 setter, value = SET[step]
                 getattr(loop.scaler, f"set_{setter}")(value)
+            if step in ASSIGNED:
+                setattr(loop.scaler, *ASSIGNED[step])
             if name == "AdamW-fused" and step == 6:
                 loop.optimizer.grad_scale = torch.tensor(2.0)  # a further factor
             new_scale = {5: 3.0, 7: torch.tensor(2.0**12)}.get(step)

@@ -132,7 +132,7 @@ MOST_TOKENS: dict[str, int] = {
     "_amp": 5_672,
     "files beside": 5_237,
     "_storage": 4_516,
-    "_scaler": 4_546,
+    "_scaler": 4_597,
     "rules": 4_401,
     "_step_file": 2_876,
     "distributed": 3_564,

@@ -129,7 +129,7 @@ MOST_TOKENS: dict[str, int] = {
     "numerics": 6_742,
     "_verify": 4_571,
     "_upstream": 4_086,
-    "_amp": 5_672,
+    "_amp": 5_733,
     "files beside": 5_237,
     "_storage": 4_516,
     "_scaler": 4_597,

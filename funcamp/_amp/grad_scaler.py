@@ -116,11 +116,13 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(f'GradScaler: skip must be "select", "host" or None; got {skip!r}')
         boolean("GradScaler", "allow_fp16", allow_fp16)
         device = checked_device(device)
-        numbers = checked_numbers((init_scale, growth_factor, backoff_factor, growth_interval), config)
+        numbers = init_scale, growth_factor, backoff_factor, growth_interval
         no_cuda = device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available()  # type: ignore[no-untyped-call]
         if enabled and no_cuda:
             warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2)
             enabled = False
+        if enabled or config is not None:  # without it a disabled one takes any numbers, as torch's does
+            numbers = checked_numbers(numbers, config)
         super().__init__(device, *numbers, enabled=enabled)
         self._skip = skip
         self._skips = _skips_in_a_row()
@@ -299,12 +301,12 @@ class GradScaler(torch.amp.GradScaler):
         return saved | self._read_counters() if self._enabled else saved
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load the `state_dict` of this class or torch's. If it raises, nothing has changed.
+        """Load the `state_dict` of this class or torch's, also as tensors. If it raises, nothing has changed.
 
         Raises:
             KeyError: an entry is missing.
             RuntimeError: it is empty, because a disabled scaler saved it.
-            TypeError: it is not a dict, or an entry is not a number.
+            TypeError: it is not a dict, or an entry is neither a number nor a tensor of shape ().
             ValueError: a number in it cannot be used.
         """
         if not self._enabled:

@@ -37,6 +37,17 @@ class StepTrainer(Trainer):  # type: ignore[misc]
         self.config, self.wrap = config, wrap
         self.window: list[dict[str, Any]] = []  # micro-batches
         super().__init__(*args, **options)
+        other_losses = {
+            "label_smoothing_factor": self.args.label_smoothing_factor != 0.0,
+            "compute_loss_func": self.compute_loss_func is not None,
+            "compute_loss": type(self).compute_loss is not Trainer.compute_loss,
+        }
+        for name, is_given in other_losses.items():
+            if is_given:
+                raise ValueError(
+                    f"StepTrainer: {name} must be Trainer's default, because the step takes the loss that the model "
+                    "returns: compute the loss in the model's forward pass, or use Trainer with funcamp.GradScaler"
+                )
 
     def _build_accelerator_args(self, **options: Any) -> dict[str, Any]:
         # Accelerate must neither autocast nor scale: the step does.

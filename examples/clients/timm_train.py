@@ -2,10 +2,9 @@
 
     python examples/clients/timm_train.py
 
-In timm's own script these are two lines, after its imports:
+In timm's own script this is a line after its imports, in place of the class that they bind to this name:
 
-    from timm import utils
-    utils.NativeScaler = NativeScaler
+    from timm_train import NativeScaler
 
 The loop is that script's: autocast, a loss scaler that is called with the loss, accumulation, clipping, a scheduler
 that counts updates, and timm's CheckpointSaver, whose files load with either scaler.

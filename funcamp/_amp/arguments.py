@@ -66,7 +66,7 @@ def check_saved(state_dict: object, config: ScalerConfig) -> SavedScaler:
     Raises:
         KeyError: an entry is missing.
         RuntimeError: state_dict is empty.
-        TypeError: it is not a dict, or an entry is not a number.
+        TypeError: it is not a dict, or an entry is neither a number nor a tensor of shape ().
         ValueError: a number in it cannot be used.
     """
     call = "GradScaler.load_state_dict"
@@ -79,8 +79,14 @@ def check_saved(state_dict: object, config: ScalerConfig) -> SavedScaler:
     if "scale" not in state_dict:  # another object's; if only a part is missing, torch's error names it
         got = _tree.brief(state_dict)
         raise KeyError(f"{call}: state_dict must have 'scale', as scaler.state_dict() has; got {got}")
-    scale = saved_scale(call, state_dict["scale"])
-    constants = {name: state_dict[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
-    growth_tracker = saved_count(call, "_growth_tracker", state_dict["_growth_tracker"])
-    counters = saved_counters(call, dict(state_dict), config)
+    saved = {name: _number(value) for name, value in state_dict.items()}
+    scale = saved_scale(call, saved["scale"])
+    constants = {name: saved[name] for name in ("growth_factor", "backoff_factor", "growth_interval")}
+    growth_tracker = saved_count(call, "_growth_tracker", saved["_growth_tracker"])
+    counters = saved_counters(call, saved, config)
     return SavedScaler(scale, growth_tracker, counters, constants)
+
+
+def _number(value: Any) -> Any:
+    """Return the number of a tensor of shape (), as other formats of files save it; anything else as it is."""
+    return value.item() if isinstance(value, torch.Tensor) and value.dim() == 0 else value

@@ -114,11 +114,13 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(f'GradScaler: skip must be "select", "host" or None; got {skip!r}')
         boolean("GradScaler", "allow_fp16", allow_fp16)
         device = checked_device(device)
-        numbers = checked_numbers((init_scale, growth_factor, backoff_factor, growth_interval), config)
+        numbers = init_scale, growth_factor, backoff_factor, growth_interval
         no_cuda = device == "cuda" and torch.cuda.amp.common.amp_definitely_not_available()  # type: ignore[no-untyped-call]
         if enabled and no_cuda:
             warnings.warn("torch.cuda.amp.GradScaler is enabled, but CUDA is not available.  Disabling.", stacklevel=2)
             enabled = False
+        if enabled or config is not None:  # without it a disabled one takes any numbers, as torch's does
+            numbers = checked_numbers(numbers, config)
         super().__init__(device, *numbers, enabled=enabled)
         self._skip = skip
         self._skips = _skips_in_a_row()
@@ -240,6 +242,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         scale, tracker = self._check_scale_growth_tracker("update")
+        self._configure()  # numbers may have been assigned to the attributes of torch's class
         flags = self._flags_of_step()
         if flags:
             self._found_inf = combine_flags(flags, scale.device)
@@ -296,12 +299,12 @@ class GradScaler(torch.amp.GradScaler):
         return saved | self._read_counters() if self._enabled else saved
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Load the `state_dict` of this class or torch's. If it raises, nothing has changed.
+        """Load the `state_dict` of this class or torch's, also as tensors. If it raises, nothing has changed.
 
         Raises:
             KeyError: an entry is missing.
             RuntimeError: it is empty, because a disabled scaler saved it.
-            TypeError: it is not a dict, or an entry is not a number.
+            TypeError: it is not a dict, or an entry is neither a number nor a tensor of shape ().
             ValueError: a number in it cannot be used.
         """
         if not self._enabled:
@@ -338,7 +341,10 @@ class GradScaler(torch.amp.GradScaler):
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
-        flags = self._flags(by_device(optimizer, allow_fp16=True), reciprocal(scale), only_check_scale=scale)
+        if type(self)._unscale_grads_ is GradScaler._unscale_grads_:
+            flags = self._flags(by_device(optimizer, allow_fp16=True), reciprocal(scale), only_check_scale=scale)
+        else:  # torch calls it here, too: a subclass may reduce the flags over ranks
+            flags = self._unscale_grads_(optimizer, torch.ones_like(scale), torch.zeros_like(scale), True)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags
 
@@ -410,12 +416,15 @@ class GradScaler(torch.amp.GradScaler):
         integer("GradScaler", "growth_interval", growth_interval, least=-sys.maxsize - 1)
         # torch never grows with an interval of 0, nor with one that its counter cannot reach.
         interval_of_rule = growth_interval if 0 < growth_interval <= _INT32_MAX else _INT32_MAX
-        self._config = replace(
-            self._config,
-            growth_factor=growth_factor,
-            backoff_factor=backoff_factor,
-            growth_interval=interval_of_rule,
-        )
+        numbers = growth_factor, backoff_factor, interval_of_rule
+        config = self._config
+        if numbers != (config.growth_factor, config.backoff_factor, config.growth_interval):
+            self._config = replace(
+                config,
+                growth_factor=growth_factor,
+                backoff_factor=backoff_factor,
+                growth_interval=interval_of_rule,
+            )
         self._growth_factor = growth_factor
         self._backoff_factor = backoff_factor
         self._growth_interval = growth_interval

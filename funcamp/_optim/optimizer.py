@@ -150,7 +150,8 @@ class StatelessOptimizer(Fixed):
         """Apply torch.optim's update rule as a pure function.
 
         Schedules are evaluated at `opt_state.applied`, which is 0 at the first step. Pure; safe under torch.compile and
-        vmap; no sync. As in torch.optim, no gradient flows through it; under torch.func.grad it raises ValueError.
+        vmap, but vmap returns no state that contains None, as Adafactor's and `by_group`'s do; no sync. As in
+        torch.optim, no gradient flows through it; under torch.func.grad it raises ValueError.
 
         Args:
             params: the parameters.

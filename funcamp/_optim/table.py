@@ -22,12 +22,12 @@ class Table:
     def __init__(self, values: Sequence[float], source: str) -> None:
         with without_modes():
             self._values = torch.tensor(values, dtype=torch.float64, device="cpu")
-        self._source = source
+        # Made here: in a trace the tensor cannot be read.
+        self._text = f"<{source}: {len(values)} values, {values[0]!r} to {values[-1]!r}>"
         self._copies: dict[torch.device, Tensor] = {}
 
     def __repr__(self) -> str:
-        first, last = self._values[[0, -1]].tolist()
-        return f"<{self._source}: {len(self._values)} values, {first!r} to {last!r}>"
+        return self._text
 
     def __getstate__(self) -> dict[str, Any]:
         # The copies are made again when the unpickled table is called.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -46,7 +46,8 @@ class ScalerConfig:
             describes. The presets have the rules of other libraries.
 
     Raises:
-        TypeError: a value is not of the type given above, or the rule returns no `Outcome` of the right dtypes.
+        TypeError: a value is not of the type given above, the rule has an attribute that is no field of its dataclass,
+            or it returns no `Outcome` of the right dtypes.
         ValueError: a value is out of the range given above, init_scale is outside [min_scale, max_scale], or the rule
             does not fit the other values.
 
@@ -92,6 +93,7 @@ class ScalerConfig:
             object.__setattr__(self, name, value)
         self.rule.check(self)
         if not type(self.rule).__module__.startswith("funcamp."):
+            _check_fields(self.rule)
             _check_outcome(self)  # not in a trace, if it can be avoided
 
     @property
@@ -105,6 +107,17 @@ def _check_rule(rule: object) -> None:
     if not isinstance(rule, Rule):
         raise TypeError(
             f"{_CALL}: rule must be a Rule; got {_tree.brief(rule)}: funcamp.presets has a function for each"
+        )
+
+
+def _check_fields(rule: Rule) -> None:
+    """Raise TypeError if a rule has an attribute that is no field: rules that differ in it only would be equal."""
+    others = vars(rule).keys() - {field.name for field in fields(rule)}
+    if others:
+        raise TypeError(
+            f"{_CALL}: rule must keep its parameters in fields of a frozen dataclass, by which rules are compared; "
+            f"got a {rule.name} with {', '.join(sorted(others))}: write @dataclass(frozen=True) above the class, and "
+            "a line 'name: type' in it for each parameter, in place of __init__"
         )
 
 

@@ -81,7 +81,7 @@ class TrainStep(Fixed):
             parts["weight"] = self._options.weight
         parts |= {f"observe[{name!r}]": function for name, function in self._options.observe.items()}
         parts |= {f"optimizer[{index}]": part for index, part in enumerate(single_parts_in(self._transforms))}
-        return parts
+        return parts | {"rule": self.config.rule}
 
     def __repr__(self) -> str:
         return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={self._options.policy})"

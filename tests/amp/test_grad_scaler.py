@@ -62,6 +62,17 @@ class Elsewhere(GradScaler):
         return {torch.device("meta", index): flag * min(index, 1) for index in range(3)}
 
 
+def with_a_reduced_flag(cls: Any) -> Any:
+    """Return a class whose flags are reduced over ranks, of which another one overflows at some steps."""
+
+    class Reduced(cls):  # type: ignore[misc]
+        def _unscale_grads_(self, *args: Any) -> Any:
+            flags = super()._unscale_grads_(*args)
+            return {device: flag.clamp(min=float(self.other_overflows)) for device, flag in flags.items()}
+
+    return Reduced
+
+
 # as torch's
 
 
@@ -70,6 +81,8 @@ SET = {
     8: ("growth_factor", 3.0), 10: ("backoff_factor", 0.7), 12: ("growth_interval", 1), 15: ("growth_interval", 10**12),
     17: ("growth_interval", 0), 20: ("backoff_factor", 1.0), 21: ("growth_interval", 1), 22: ("growth_factor", 1.0),
 }  # fmt: skip
+#: The attributes that loops assign without a setter.
+ASSIGNED = {3: ("_backoff_factor", 0.6), 6: ("_growth_interval", 2), 13: ("_growth_factor", 2.5)}
 
 
 @pytest.mark.parametrize("skip", ["select", "host"])
@@ -84,10 +97,24 @@ def test_a_loop_is_torchs(name: str, skip: Any) -> None:
             if step in SET:
                 setter, value = SET[step]
                 getattr(loop.scaler, f"set_{setter}")(value)
+            if step in ASSIGNED:
+                setattr(loop.scaler, *ASSIGNED[step])
             if name == "AdamW-fused" and step == 6:
                 loop.optimizer.grad_scale = torch.tensor(2.0)  # a further factor
             new_scale = {5: 3.0, 7: torch.tensor(2.0**12)}.get(step)
             params = loop.step(grads, max_norm=1.0 if step % 3 == 1 else None, new_scale=new_scale)
+            left.append((params, loop.optimizer.state_dict()["state"], loop.scaler.state_dict()))
+        assert_same(*left)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "AdamW-fused"])
+def test_a_subclass_reduces_the_flag_in_the_method_that_torch_calls(name: str) -> None:
+    loops = [around(made(with_a_reduced_flag(cls)), name) for cls in (GradScaler, torch.amp.GradScaler)]
+    for step, other_overflows in enumerate([False, True, False, False, False, True, True, False]):
+        grads, left = gradients(step == 3), []
+        for loop in loops:
+            loop.scaler.other_overflows = other_overflows
+            params = loop.step(grads, max_norm=1.0 if step % 3 == 2 else None)
             left.append((params, loop.optimizer.state_dict()["state"], loop.scaler.state_dict()))
         assert_same(*left)
 

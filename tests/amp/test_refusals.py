@@ -33,6 +33,12 @@ def stepped(scaler: Any) -> Any:
     return made
 
 
+def numbers_of(scaler: Any) -> list[float]:
+    return [float(number) for number in scaler.state_dict().values()]
+
+
+TENSORS = {name: torch.tensor(value) for name, value in scaled(GradScaler("cpu", init_scale=8.0)).state_dict().items()}
+
 #: What is called; what torch's class returns or raises is expected.
 AS_TORCH: dict[str, Callable[[Any], Any]] = {
     "unscale before scale": lambda scaler: scaler.unscale_(optimizer()),
@@ -45,6 +51,8 @@ AS_TORCH: dict[str, Callable[[Any], Any]] = {
     "pickle in mid-step": lambda scaler: (stepped(scaler), pickle.dumps(scaler)),
     "empty state dict": lambda scaler: scaler.load_state_dict({}),
     "short state dict": lambda scaler: scaler.load_state_dict({"scale": 1.0}),
+    "state dict of tensors": lambda scaler: (scaled(scaler).load_state_dict(TENSORS), numbers_of(scaler)),
+    "no numbers, disabled": lambda scaler: type(scaler)("cpu", init_scale=None, enabled=False).state_dict(),
     "growth of 1": lambda scaler: type(scaler)("cpu", growth_factor=1.0),
     "backoff of 1": lambda scaler: type(scaler)("cpu", backoff_factor=1.0),
 }
@@ -75,6 +83,7 @@ OWN: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "skip": (made(skip="never"), ValueError, 'skip must be "select", "host" or None; got \'never\''),
     "allow_fp16": (made(allow_fp16=1), TypeError, "allow_fp16 must be True or False; got 1"),
     "config and numbers": (made(config=ScalerConfig(), init_scale=4.0), ValueError, "must be left out if config is"),
+    "config, disabled": (made(config=4.0, enabled=False), TypeError, "config must be a ScalerConfig; got 4.0"),
     "init_scale": (made(init_scale=0.0), ValueError, "init_scale must be positive and finite"),
     "backoff_factor": (made(backoff_factor=-1.0), ValueError, "backoff_factor must be above 0 and at most 1; got -1.0"),
     "load interval": (loaded(growth_interval=math.inf), TypeError, "growth_interval must be an integer; got inf"),

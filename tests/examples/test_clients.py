@@ -54,6 +54,21 @@ def test_trainer_with_a_step_skips_and_learns_as_with_torchs_scaler(variant: str
     assert evaluated[0] == pytest.approx(evaluated[1], rel=1e-3)
 
 
+OTHER_LOSSES: dict[str, dict[str, Any]] = {
+    "label_smoothing_factor": {"label_smoothing_factor": 0.1},
+    "compute_loss_func": {"compute_loss_func": len},
+    "compute_loss": {},
+}
+
+
+@pytest.mark.parametrize("name", OTHER_LOSSES)
+def test_another_loss_than_the_models_is_refused_by_name(name: str, tmp_path: Path) -> None:
+    trainer_class = trainers.imported("hf_trainer").StepTrainer
+    own = type("Own", (trainer_class,), {"compute_loss": lambda *_, **__: None})
+    with pytest.raises(ValueError, match=f"StepTrainer: {name} must be Trainer's default"):
+        trainers.make_trainer(tmp_path, own if name == "compute_loss" else trainer_class, **OTHER_LOSSES[name])
+
+
 @pytest.mark.thorough
 def test_trainer_with_a_step_resumes_bit_for_bit(tmp_path: Path) -> None:
     half = STEPS // 2

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from funcamp import chain, jit, make_train_step, module_loss
+from funcamp import ScalerConfig, ScalerState, chain, jit, make_train_step, module_loss, presets, rules
 from tests.support.helpers import assert_same
 from tests.support.steps import SGD
 
@@ -649,13 +649,14 @@ COUNTS = {
     "loss": r"loss\.of_loss",
     "weight": r"weight\.of_weight",
     "part": r"optimizer\[0\]\.of_part",
+    "rule": r"rule\.outcome\.of_rule",
     "caller": r"step\.of_caller",
 }
 
 
 @pytest.mark.parametrize("name", COUNTS)
 def test_a_count_of_any_function_of_a_step_is_refused_by_name(name: str) -> None:
-    of_loss, of_weight, of_part, of_caller = [1], [1], [1], [1]
+    of_loss, of_weight, of_part, of_rule, of_caller = [1], [1], [1], [1], [1]
 
     def loss(params: Any, batch: Tensor) -> Tensor:
         of_loss[0] += name == "loss"
@@ -671,11 +672,17 @@ def test_a_count_of_any_function_of_a_step_is_refused_by_name(name: str) -> None
         gradients = {key: gradient * of_part[0] for key, gradient in update.gradients.tree().items()}
         return update._replace(gradients=update.gradients.ravel(gradients))
 
+    class Own(rules.Rule):
+        def outcome(self, state: ScalerState, config: ScalerConfig) -> rules.Outcome:
+            of_rule[0] += name == "rule"
+            outcome = presets.torch().rule.outcome(state, config)
+            return outcome._replace(scale=outcome.scale * of_rule[0])
+
     def caller(state: Any, batch: Tensor) -> Any:
         of_caller[0] += 1
         return step(step(state, batch)[0] if of_caller[0] % 2 else state, batch)
 
-    step = make_train_step(loss, chain(part, SGD), accumulate=2, weight=weight)
+    step = make_train_step(loss, chain(part, SGD), ScalerConfig(rule=Own()), accumulate=2, weight=weight)
     with pytest.raises(RuntimeError, match=rf"step must .*{COUNTS[name]}\[0\] \(from "):
         jit(caller if name == "caller" else step, backend="eager")(step.init({"w": torch.ones(2)}), torch.ones(2, 2))
 

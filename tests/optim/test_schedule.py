@@ -32,6 +32,7 @@ from torch.optim.lr_scheduler import (
 )
 
 from funcamp import by_group, jit, schedule, stateless
+from tests.support.helpers import assert_same
 from tests.support.schedules import (
     APPLIED,
     STEPS,
@@ -108,6 +109,20 @@ def test_jitted_step_equals_torchs_loop(backend: str) -> None:
         schedule(stateless(optim.AdamW), MAKE["OneCycleLR"], steps=APPLIED), lambda step: jit(step, backend=backend)
     )
     assert_same_rows(rows, torchs_loop(all_of(optim.AdamW), MAKE["OneCycleLR"]), exact=backend == "eager")
+
+
+@pytest.mark.compiled
+def test_jit_of_a_step_over_members_follows_the_schedule() -> None:
+    """The step's repr, for which `vmap` asks, reads no tensor in a trace."""
+    step = linear_step(schedule(stateless(optim.SGD), MAKE["CosineAnnealingLR"], steps=APPLIED))
+    members = torch.func.vmap(step.init)({name: torch.stack([value, -value]) for name, value in parameters().items()})
+    over_members = torch.func.vmap(step, in_dims=(0, None))
+    run = jit(over_members, backend="eager", donate=False)
+    expected = members
+    for count in range(3):
+        members, metrics = run(members, batch(count))
+        expected, rows = over_members(expected, batch(count))
+        assert_same((members, metrics.lr), (expected, rows.lr))
 
 
 def by_shape(name: str, _: Tensor) -> str:

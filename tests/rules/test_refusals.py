@@ -33,6 +33,16 @@ class NoOutcome(rules.Rule):
     """A rule without its method."""
 
 
+class ByInit(rules.Rule):
+    """A rule with a parameter that is no field: equal to one with another."""
+
+    def __init__(self, rest: int) -> None:
+        self.rest = rest
+
+    def outcome(self, state: ScalerState, config: ScalerConfig) -> rules.Outcome:
+        return presets.torch().rule.outcome(state, config)
+
+
 def returns(instead: Callable[[rules.Outcome], Any]) -> Callable[[], object]:
     return lambda: ScalerConfig(rule=Returns(instead))
 
@@ -55,6 +65,10 @@ CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         *(ValueError, "the counters of its first_counters, steps; got none"),
     ),
     "a tuple": (returns(tuple), TypeError, r"a rules.Outcome; got a tuple .*write Outcome\("),
+    "a parameter that is no field": (
+        lambda: ScalerConfig(rule=ByInit(3)),
+        *(TypeError, r"got a ByInit with rest: write @dataclass\(frozen=True\)"),
+    ),
     "no outcome": (NoOutcome, TypeError, "abstract"),
     "another rule's state": (
         lambda: update(init(presets.megatron())),

@@ -93,7 +93,7 @@ def make_trainer(folder: Path, cls: Any = None, model: object = None, **more: ob
     transformers = imported("transformers")
     forget()
     data = [{"input_ids": torch.tensor(row), "labels": torch.tensor(row)} for row in rows(lambda start: 8)]
-    chosen = {name: more.pop(name) for name in ("config", "wrap") if name in more}
+    chosen = {name: more.pop(name) for name in ("config", "wrap", "compute_loss_func") if name in more}
     args = transformers.TrainingArguments(**options(folder, **more))
     cls = cls or transformers.Trainer
     return cls(model or make_model(), args, train_dataset=data, eval_dataset=data[:8], **chosen)

@@ -63,25 +63,23 @@ def test_a_result_in_the_block_is_copied() -> None:
 
 def test_programs_of_a_thread_share_a_block_unless_one_calls_the_other() -> None:
     blocks: list[Tensor] = []
+    programs: dict[str, Any] = {}
 
     def keep(inputs: list[Tensor]) -> list[Tensor]:
         blocks.append(inputs[-1])
-        return inputs[:-1]
+        return []
 
     def call_another(inputs: list[Tensor]) -> list[Tensor]:
-        inner(inputs[:-1])
+        programs["inner"]([])
         return keep(inputs)
 
-    inner: Any = KeptMemory()(keep)
-    outer: Any = KeptMemory()(call_another)
-    inner([])
-    outer([])
-    first: Any
-    first, inside, outside = blocks
-    assert first is outside is not inside
-    block = weakref.ref(first)
-    first = inside = outside = inner = outer = None
+    programs["inner"], programs["outer"] = KeptMemory()(keep), KeptMemory()(call_another)
+    programs["inner"]([])
+    programs["outer"]([])
+    assert blocks[0] is blocks[2] is not blocks[1]
+    block = weakref.ref(blocks[0])
     blocks.clear()
+    programs.clear()
     assert block() is None  # as after JitStep.release()
 
 

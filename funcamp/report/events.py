@@ -71,8 +71,8 @@ class Backward(Event):
     dtypes: frozenset[torch.dtype]
     """The 16-bit dtypes in which the forward pass ran."""
     reduction: Reduction
-    autocast_dtype: torch.dtype | None
-    """The dtype of the autocast region in which it was called; None outside of autocast."""
+    is_in_autocast: bool
+    """Whether it was called in an autocast region."""
     places: tuple[Place, ...]
     """The places of all calling functions, the outermost first."""
     not_finite: str

@@ -65,11 +65,9 @@ def _check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) 
 
 def _watch(auditor: Auditor, args: argparse.Namespace) -> BaseException | None:
     """Run a script, or a module as a script; return the exception that ended it, if one did."""
-    # "--" may separate the script's arguments from the report's.
-    script_arguments = args.arguments[args.arguments[:1] == ["--"] :]
     path = sys.path if args.is_module else [str(Path(args.target).parent.resolve()), *sys.path]
     try:
-        with replaced(sys, argv=[args.target, *script_arguments], path=path), auditor.watching():
+        with replaced(sys, argv=[args.target, *args.arguments], path=path), auditor.watching():
             if args.is_module:
                 runpy.run_module(args.target, run_name="__main__", alter_sys=True)
             else:

@@ -70,7 +70,7 @@ def optimizer_not_unscaled(event: Clipped, loop: Loop) -> Iterator[Found]:
 @rule(
     Ended,
     mistake="a norm or statistic of gradients is read on the host before unscale_",
-    effect="the number is times the scale: right in a ratio or a test for 0 and inf, and wrong in a log",
+    effect="it is times the scale: right in a ratio or a test for 0 or inf, wrong in a log or against a threshold",
     change="scaler.unscale_(optimizer)  # before the gradients are read",
     is_note=True,
 )

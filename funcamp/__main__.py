@@ -19,15 +19,9 @@ def main(argv: list[str] | None = None) -> int:
     doctor.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if available")
     audit = commands.add_parser("report", help="run a script, and name the mistakes of its training loop")
     command.add_arguments(audit)
-    arguments = sys.argv[1:] if argv is None else argv
-    # What follows "--" are the arguments of the script.
-    separator = arguments.index("--") if "--" in arguments else len(arguments)
-    args = parser.parse_args(arguments[:separator])
-    script_arguments = arguments[separator + 1 :]
+    args = parser.parse_args(argv)
     if args.command == "report":
-        return command.run(audit, args, script_arguments)
-    if script_arguments:
-        doctor.error(f"unrecognized arguments: {' '.join(script_arguments)}")
+        return command.run(audit, args)
     device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device == "cuda" and not torch.cuda.is_available():
         doctor.error("--device cuda needs a GPU that this torch can use; got none")

@@ -15,7 +15,7 @@ from funcamp.report.torch_names import replaced
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.usage = "python -m funcamp report [options] script.py [-- the script's own arguments]"
+    parser.usage = "python -m funcamp report [options] script.py [the script's own arguments]"
     parser.add_argument("target", help="the script")
     parser.add_argument("-m", dest="is_module", action="store_true", help="the target is a module, as for python -m")
     parser.add_argument(
@@ -25,9 +25,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="backward passes in which mistakes are looked for; the script ends before the next (default: 100)",
     )
     parser.add_argument("--strict", action="store_true", help="return 1 if the loop has a mistake, for CI")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the script's own arguments")
 
 
-def run(parser: argparse.ArgumentParser, args: argparse.Namespace, script_arguments: list[str]) -> int:
+def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     """Watch a script and print its findings. Return 1 with `--strict` if the loop has a mistake, else 0.
 
     If the script ended by an exception or an exit, it is raised again afterwards, but no exit of status 0 hides a
@@ -36,7 +37,7 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace, script_argume
     _check_arguments(parser, args)
     output = sys.stdout  # the script may replace it
     auditor = Auditor(args.watch)
-    ending = _watch(auditor, args, script_arguments)
+    ending = _watch(auditor, args)
     if not (auditor.passes or auditor.findings() or ending):
         parser.error(
             f"target must run a backward pass; none was seen in {args.target}, whose own processes are not watched"
@@ -62,11 +63,11 @@ def _check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) 
         parser.error(f"target must be a file; there is none at {args.target}")
 
 
-def _watch(auditor: Auditor, args: argparse.Namespace, script_arguments: list[str]) -> BaseException | None:
+def _watch(auditor: Auditor, args: argparse.Namespace) -> BaseException | None:
     """Run a script, or a module as a script; return the exception that ended it, if one did."""
     path = sys.path if args.is_module else [str(Path(args.target).parent.resolve()), *sys.path]
     try:
-        with replaced(sys, argv=[args.target, *script_arguments], path=path), auditor.watching():
+        with replaced(sys, argv=[args.target, *args.arguments], path=path), auditor.watching():
             if args.is_module:
                 runpy.run_module(args.target, run_name="__main__", alter_sys=True)
             else:

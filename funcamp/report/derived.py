@@ -34,14 +34,14 @@ _KEEPING |= {"abs", "neg", "clone", "_to_copy", "stack", "cat", "add", "sub", "_
 _KEEPING |= {"view", "_unsafe_view", "unsqueeze", "squeeze", "expand", "detach", "alias", "unbind", "select", "slice"}
 _KEEPING |= {"split", "split_with_sizes", "t", "transpose", "permute", "as_strided", "index", "gather"}
 _KEEPING |= {"var", "square", "sqrt", "rsqrt", "reciprocal", "pow", "dot", "vdot"}
-_PRODUCTS = {"mul", "div"}
+PRODUCTS = {"mul", "div"}
 COMPARISONS = {"gt", "lt", "ge", "le"}
 BOUNDS = {"clamp", "clamp_min", "clamp_max", "minimum", "maximum"}
 #: Operations that decide by a number.
 DECISIONS = COMPARISONS | BOUNDS
 #: Operations that read a number on the host.
 HOST_READS = {"_local_scalar_dense", "histc"}
-FOLLOWED = _KEEPING | _PRODUCTS | DECISIONS
+FOLLOWED = _KEEPING | PRODUCTS | DECISIONS
 
 #: A bound that is not larger is an epsilon: it only keeps a division from zero.
 _LARGEST_EPSILON = 1e-3
@@ -73,7 +73,7 @@ def keeps_scale(name: str, arguments: Args, known: list[Derived | None], scales:
         known: what each argument is; None if it is not computed from gradients. At least one is.
         scales: the scales that scalers had.
     """
-    if name in _PRODUCTS:
+    if name in PRODUCTS:
         factors = [_number(argument) for argument, part in zip(arguments[:2], known) if part is None]
         # Without a scaler, any number may be the loop's own scale.
         if any(factor is not None and (not scales or is_of_scale(factor, scales)) for factor in factors):
@@ -100,11 +100,11 @@ def is_of_scale(number: float, scales: Collection[float]) -> bool:
 
 
 def divides_by_scale(name: str, argument: object, scales: Collection[float]) -> bool:
-    """Return whether an operation in place certainly divides by a scale. A small one may be another number."""
+    """Return whether a product certainly divides by a scale. A small one may be another number."""
     number = _number(argument)
     if not number:
         return False
-    divisor = number if "div_" in name else 1 / number
+    divisor = number if "div" in name else 1 / number
     return any(scale > _LARGEST_MULTIPLE and math.isclose(divisor, scale, rel_tol=1e-6) for scale in scales)
 
 

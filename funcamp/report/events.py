@@ -71,8 +71,8 @@ class Backward(Event):
     dtypes: frozenset[torch.dtype]
     """The 16-bit dtypes in which the forward pass ran."""
     reduction: Reduction
-    autocast_dtype: torch.dtype | None
-    """The dtype of the autocast region in which it was called; None outside of autocast."""
+    is_in_autocast: bool
+    """Whether it was called in an autocast region."""
     places: tuple[Place, ...]
     """The places of all calling functions, the outermost first."""
     not_finite: str
@@ -175,8 +175,12 @@ class GradientRead(GradientEvent):
     """A number that identifies the read in `ReadsUsed`."""
 
 
+class Compared(GradientEvent):
+    """Gradients, or a statistic of them, were compared with a number that grows differently with the scale."""
+
+
 class ReadsUsed(Event):
-    """A number that grows with the scale was read on the host, or compared with a number that grows differently."""
+    """A number that grows with the scale was read on the host."""
 
     read_ids: tuple[int, ...]
     """The reads of gradients from which it is computed."""
@@ -187,8 +191,8 @@ class GradientWritten(GradientEvent):
 
     is_still_scaled: bool
     """Whether it certainly grows with the scale as before."""
-    divides_by_scale: bool = False
-    """Whether it was certainly divided by a scale."""
+    divided_line: Line | None = None
+    """Where it was certainly divided by a scale."""
 
 
 class NonfiniteReplaced(GradientEvent):

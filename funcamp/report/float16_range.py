@@ -24,8 +24,10 @@ _SUMS = {"add", "add_"}
 #: Half of the smallest float16 number: a number that is not larger becomes zero.
 _LARGEST_LOST = 2.0**-25
 _LARGEST = torch.finfo(torch.float16).max
-#: A number that is not larger belongs to a mask, because no activation is so large.
-_SURELY_MASK = -1e6
+#: The numbers of a mask are not larger: -1e5 and a score, or less. Activations that grow are first just beyond float16.
+_LARGEST_MASKED = -9e4
+#: The numbers of a mask are about one number: each is at least this part of the largest.
+_SPREAD = 0.9
 
 #: The starts of the names of operations that make inf of finite numbers in any dtype (a division by zero, the logarithm
 #: of zero), or whose values mean nothing.
@@ -111,17 +113,7 @@ def _is_masking(name: str, inputs: list[Tensor], numbers: list[float], result: T
         if (torch.isposinf(result) | torch.isnan(result)).any():
             return False
         if name == "_to_copy":
-            return _is_mask(inputs[0], torch.isneginf(result))
+            masked = inputs[0][torch.isneginf(result)]
+            return bool(masked.max() <= min(_LARGEST_MASKED, _SPREAD * masked.min().item()))
         smallest = min([*numbers, *[tensor.min().item() for tensor in inputs if tensor.numel()]])
     return smallest <= -_LARGEST
-
-
-def _is_mask(values: Tensor, is_beyond: Tensor) -> bool:
-    """Return whether a tensor is a mask and no activation.
-
-    The values beyond float16 are one number, and it is very large or the other values are one number too.
-    """
-    masked = values[is_beyond]
-    others = values[~is_beyond]
-    is_one_number = bool((masked == masked[0]).all())
-    return is_one_number and bool(masked[0] <= _SURELY_MASK or (others == others[:1]).all())

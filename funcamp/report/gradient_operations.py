@@ -11,11 +11,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from funcamp.report import events
 from funcamp.report.derived import (
-    BOUNDS,
     COMPARISONS,
     DECISIONS,
     FOLLOWED,
     HOST_READS,
+    PRODUCTS,
     Derived,
     depends_on_scale,
     divides_by_scale,
@@ -65,12 +65,17 @@ class GradientOperations:
         self._tracked = tracked
         self._overflow_masks = WeakTensorKeyDictionary()
         """Masks of the inf and NaN in gradients, or of all else."""
+        self._divided_lines = WeakTensorKeyDictionary()
+        """Where each tensor was divided by a scale that is computed from gradients."""
         self._read_ids = itertools.count()
 
     def check(self, name: str, args: Args, result: object) -> None:
         """Report an operation of `LOOKED_AT` that has run."""
         if name == "_local_scalar_dense":
             self._report_host_read(args[0])
+        if name.endswith("_"):
+            for written in tensor_arguments(args[:1]):
+                self._divided_lines.pop(written, None)  # type: ignore[no-untyped-call]
         if self._makes_overflow_mask(name, args):
             self._overflow_masks.update(dict.fromkeys(tensor_arguments((result,)), True))
         if self._replaces_overflow(name, args):
@@ -133,7 +138,7 @@ class GradientOperations:
             self._emit(events.Cleared(calling_line(), keys, None))
         elif name in _COPIES:
             copied = tensor_arguments(args[1:2])
-            self.report_new_gradients(keys, self._tracked.derived(copied))
+            self.report_new_gradients(keys, copied, self._tracked.derived(copied))
         else:
             self._report_product(name, args, keys)
         return True
@@ -144,20 +149,23 @@ class GradientOperations:
         # A mask has a number for each element, which neither scales nor averages.
         is_mask = name in _PRODUCTS and isinstance(args[1], Tensor) and args[1].numel() > 1
         is_divided = factor is None and divides_by_scale(name, args[1], self._tracked.scales)
-        self._emit(events.GradientWritten(calling_line(), keys, is_mask and factor is None, is_divided))
+        divided_line = calling_line() if is_divided else None
+        self._emit(events.GradientWritten(calling_line(), keys, is_mask and factor is None, divided_line))
         if not is_mask:
             self._tracked.forget_gradients(tensor_arguments(args[:1]))
 
-    def report_new_gradients(self, keys: tuple[Key, ...], derived: Derived | None) -> None:
+    def report_new_gradients(self, keys: tuple[Key, ...], gradients: list[Tensor], derived: Derived | None) -> None:
         """Report that gradients were replaced.
 
         Args:
             keys: the parameters.
-            derived: what the new gradients are; None if they are not computed from gradients.
+            gradients: the new gradients.
+            derived: what they are; None if they are not computed from gradients.
         """
+        divided_line = next((self._divided_lines[one] for one in gradients if one in self._divided_lines), None)
         if derived is not None and derived.finite_line is not None:
             self._emit(events.NonfiniteReplaced(derived.finite_line, keys))
-        self._emit(events.GradientWritten(calling_line(), keys, derived is not None))
+        self._emit(events.GradientWritten(calling_line(), keys, derived is not None, divided_line))
 
     def _follow(self, name: str, args: Args, result: object) -> None:
         """Report a norm or another statistic of gradients, and its use; follow what is computed from it."""
@@ -167,15 +175,12 @@ class GradientOperations:
             return
         derived = joined(parts)
         results = tensor_arguments((result,))
-        decides = name in DECISIONS and depends_on_scale(args, known, self._tracked.scales)
-        if not derived.read_ids:
-            if decides and name in BOUNDS:
-                self._emit(events.Clipped(calling_line(), derived.parameters))
-            elif decides or name in _READS:
-                derived = self._as_read(derived)
-        if decides or name in HOST_READS:
+        if name in _READS and not derived.read_ids:
+            derived = self._as_read(derived)
+        if name in DECISIONS and depends_on_scale(args, known, self._tracked.scales):
+            self._emit(events.Compared(calling_line(), derived.parameters))
+        elif name in HOST_READS:
             self._emit(events.ReadsUsed(calling_line(), derived.read_ids))
-            self._tracked.forget_derived(results)
         elif name not in COMPARISONS and keeps_scale(name, args, known, self._tracked.scales):
             # Gradients without their mean are gradients again.
             if name not in _READS and not all(part.read_ids for part in parts):
@@ -183,8 +188,10 @@ class GradientOperations:
             for tensor in results:
                 if not (tensor.is_leaf and tensor.requires_grad):  # a step by hand, which changes parameters
                     self._tracked.remember_derived(tensor, derived)
-        else:
-            self._tracked.forget_derived(results)
+            return
+        self._tracked.forget_derived(results)
+        if name in PRODUCTS and divides_by_scale(name, args[1], self._tracked.scales):
+            self._divided_lines.update(dict.fromkeys(results, calling_line()))
 
     def report_norm(self, norm: object, parameters: tuple[Key, ...]) -> None:
         """Report the norm of gradients that a function of torch has computed."""

@@ -60,7 +60,8 @@ class Gradient:
     plain_line: Line | None = None
     """A backward pass of an unscaled loss that added to it."""
     clipped_line: Line | None = None
-    """Where it was clipped after the loop itself had written it: a mistake only if a scaler unscales it afterwards."""
+    """Where it was clipped after the loop itself had written it, and not divided it by the scale: a mistake only if a
+    scaler unscales it afterwards."""
     divided_line: Line | None = None
     """Where the loop itself divided it by the scale, if it wrote nothing else into it since."""
     is_clipped: bool = False

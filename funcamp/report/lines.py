@@ -78,19 +78,15 @@ def are_in_one_loop(first: tuple[Place, ...], second: tuple[Place, ...]) -> bool
     """Return whether the innermost loop around one call contains another call too; False without a loop.
 
     first, second: `calling_places` of the two calls. The loop is looked for in the innermost function that made both,
-    where the places begin to differ.
+    where the places begin to differ, and in those that it called for the first one.
     """
-    line, other = _where_they_differ(first, second)
-    loop = _innermost_loop(line)
-    return loop is not None and line.file == other.file and _contains(loop, other)
-
-
-def _where_they_differ(first: tuple[Place, ...], second: tuple[Place, ...]) -> tuple[Line, Line]:
-    """Return the lines of two calls in the innermost function that made both."""
-    for place, other in zip(first, second):
-        if place != other:
-            return place.line, other.line
-    return UNKNOWN, UNKNOWN
+    while first and second and first[0] == second[0]:
+        first, second = first[1:], second[1:]
+    loops = [_innermost_loop(place.line) for place in first]
+    if not second or not loops or loops[0] is None or any(loops[1:]):
+        return False
+    other = second[0].line
+    return first[0].line.file == other.file and _contains(loops[0], other)
 
 
 def _innermost_loop(line: Line) -> ast.expr | ast.stmt | None:
@@ -118,7 +114,9 @@ def _uses_of_call(name: str, line: Line) -> list[ast.AST]:
 
 def _is_use_as_factor(use: ast.AST, file: str) -> bool:
     """Return whether a value is used in a product or returned, or assigned to a name that is a factor somewhere."""
-    return isinstance(use, (*_PRODUCTS, ast.Return)) or (isinstance(use, ast.Assign) and _is_name_factor(use, file))
+    if isinstance(use, ast.Assign):
+        return _is_name_factor(use, file)
+    return _is_product(use) or isinstance(use, ast.Return)
 
 
 def _use_of(node: ast.AST, parents: dict[ast.AST, ast.AST]) -> ast.AST:
@@ -142,9 +140,9 @@ def _is_name_factor(assignment: ast.Assign, file: str) -> bool:
 
 
 def _name_of(node: ast.AST) -> str | None:
-    """Return the name of a variable or of an attribute; None for any other expression."""
+    """Return the name of a variable, or of an attribute with a dot; None for any other expression."""
     if isinstance(node, ast.Attribute):
-        return node.attr
+        return f".{node.attr}"
     return node.id if isinstance(node, ast.Name) else None
 
 

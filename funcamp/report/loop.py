@@ -65,7 +65,7 @@ class Loop:
         self.scaled_reads: dict[int, Line] = {}
         """By read id: where statistics of scaled gradients were computed since the last backward pass."""
         self.used_reads: dict[Line, None] = {}
-        """Those of them that were read on the host or compared, in all of the run."""
+        """Those of them that were read on the host, in all of the run."""
         self.has_scale_factor = False
         """Whether the loop has multiplied or divided by a scaler's scale since the last update."""
 
@@ -210,17 +210,17 @@ class Loop:
     def _(self, event: GradientWritten) -> None:
         written = set(event.parameters)
         for scaler in self.scalers.values():
-            scaler.is_factor |= event.divides_by_scale and scaler.last_read_line != UNKNOWN
+            scaler.is_factor |= event.divided_line is not None and scaler.last_read_line != UNKNOWN
         for optimizer in self.optimizers.values():
             if written.intersection(optimizer.parameters):
                 optimizer.cleared_line = None
                 optimizer.stepped_line = None
-        if event.is_still_scaled:
-            return
-        self._note_unscaled(event.parameters, event.line)
-        divided_line = event.line if event.divides_by_scale else None
         for parameter in event.parameters:
-            self.gradients[parameter] = replace(self.gradient(parameter), is_written=True, divided_line=divided_line)
+            gradient = self.gradient(parameter)
+            divided_line = gradient.divided_line if event.is_still_scaled else event.divided_line
+            self.gradients[parameter] = replace(gradient, is_written=True, divided_line=divided_line)
+        if not event.is_still_scaled:
+            self._note_unscaled(event.parameters, event.line)
 
     @follow.register
     def _(self, event: NonfiniteReplaced) -> None:
@@ -236,7 +236,8 @@ class Loop:
                 gradient = self.gradients[parameter] = replace(gradient, is_clipped=True)
             elif is_late and not gradient.is_clipped:
                 self.gradients[parameter] = replace(gradient, late_clip_line=event.line)
-            if gradient.condition is Condition.UNSCALED and gradient.is_written and gradient.clipped_line is None:
+            is_marked = gradient.clipped_line is not None or gradient.divided_line is not None
+            if gradient.condition is Condition.UNSCALED and gradient.is_written and not is_marked:
                 self.gradients[parameter] = replace(gradient, clipped_line=event.line)
 
     @follow.register

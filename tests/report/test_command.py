@@ -44,20 +44,29 @@ def test_a_mistake_is_printed_with_its_line_effect_and_change(capsys: pytest.Cap
 def test_strict_fails_on_a_mistake_and_not_on_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert report("--strict", CLIPS) == 1
     assert report("--strict", CLIPS, "--", "--right") == 0
-    assert report("--strict", LOOPS["scaler-with-bfloat16"]) == 0
-    assert "0 mistakes and 1 note in 6 backward passes" in capsys.readouterr().out
+    for note in ("scaler-with-bfloat16", "read-before-unscale"):
+        assert report("--strict", LOOPS[note]) == 0
+        assert "0 mistakes and 1 note in 6 backward passes" in capsys.readouterr().out
     script = tmp_path / "train.py"
     script.write_text(f"{CLIPS.read_text()}\nsys.exit(0 if right or 'zero' in sys.argv else 3)\n")
     assert report("--strict", script, "--", "zero") == 1
     for argument, status in (("--right", "0"), ("other", "3")):
         with pytest.raises(SystemExit, match=status):
-            report("--strict", script, "--", argument)
+            report("--strict", script, argument)
+
+
+def test_what_follows_the_script_is_its_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys, torch\nprint(sys.argv[1:])\ntorch.ones(1, requires_grad=True).sum().backward()\n")
+    for separator in ([], ["--"]):
+        assert report("--watch", 3, script, *separator, "--lr", "3", "--strict", "data", "-m", "--", "-h") == 0
+        assert "['--lr', '3', '--strict', 'data', '-m', '--', '-h']\n" in capsys.readouterr().out
 
 
 def test_a_module_is_run_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
     name = "tests.report.loops.clip_before_unscale"
     assert report("-m", "--strict", name) == 1
-    assert report("-m", "--strict", name, "--", "--right") == 0
+    assert report("-m", "--strict", name, "--right") == 0
     assert "clip-before-unscale" in capsys.readouterr().out
 
 
@@ -65,7 +74,7 @@ def test_a_module_is_run_by_its_name(capsys: pytest.CaptureFixture[str]) -> None
     ("arguments", "message"),
     [
         (["nowhere.py"], "there is none at nowhere.py"),
-        (["x.py", "--flag"], "unrecognized arguments: --flag"),
+        (["--flag", "x.py"], "unrecognized arguments: --flag"),
         (["-m", "no.such.module"], "target must name a module; there is no no.such.module"),
         (["--watch", "0", "x.py"], "--watch must be 1 or more"),
         ([__file__], "target must run a backward pass; none was seen in"),

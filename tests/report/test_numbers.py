@@ -115,6 +115,51 @@ def test_a_mask_is_no_overflow_unless_it_leaves_no_score() -> None:
     origin = report.first_nonfinite()
     assert (origin.kind, origin.operation.name, origin.operation.path) == ("NaN", "_softmax", "")
     assert "Non-finite values: NaN first in _softmax" in report.summary()[1]
+    assert str(origin).endswith(", from an input with inf")
+
+
+class LowMask(nn.Module):
+    """A softmax of scores with a mask that is -inf in float16."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.softmax(x + torch.tensor([0.0, -1e9, 0.0, -1e9]).half(), -1)
+
+
+@pytest.mark.parametrize(("bias", "path"), [(0.0, None), (7e4, "2")])
+def test_an_operation_is_not_at_fault_if_its_layer_returns_finite_values(bias: float, path: str | None) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), LowMask(), nn.Linear(4, 4))
+    torch.nn.init.constant_(model[2].bias, bias)  # type: ignore[arg-type]
+
+    def loss() -> Tensor:
+        with torch.autocast("cpu", torch.float16):
+            out: Tensor = model(torch.randn(3, 4)).float().square().mean()
+        return out
+
+    report = numerics_report(loss, module=model)
+    for origin in (report.first_nonfinite(), report.cause()):
+        assert (origin and origin.operation.path) == path
+
+
+def test_a_loss_may_be_infinite_by_what_a_layer_leaves_behind() -> None:
+    class Leaves(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            self.penalty = torch.exp(x.abs() + 100).sum()
+            out: Tensor = super().forward(x)
+            return out
+
+    model = nn.Sequential(Leaves(4, 4))
+    report = numerics_report(lambda: model(torch.randn(3, 4)).sum() + model[0].penalty, module=model)
+    cause = report.cause()
+    assert cause is not None
+    assert cause.operation.name == "exp"
+
+
+@pytest.mark.parametrize("value", [torch.inf, torch.nan])
+def test_a_batch_that_is_not_finite_is_named(value: float) -> None:
+    layer, x = nn.Linear(4, 4), torch.randn(3, 4)
+    x[0] = value
+    said = str(numerics_report(lambda: layer(x).sum()).first_nonfinite())
+    assert ("from an input with inf" if value == torch.inf else "came in with a parameter or the batch") in said
 
 
 def test_a_bad_weight_is_named_where_it_is_used() -> None:

@@ -70,7 +70,7 @@ class BackwardCalls(Calls):
             scaler=None if scaling is None else scaling.scaler,
             dtypes=graph.dtypes,
             reduction=graph.reduction if begins_with_one else Reduction.OTHER,
-            autocast_dtype=None if is_nested else _autocast_dtype(outputs),
+            is_in_autocast=not is_nested and _is_in_autocast(outputs),
             has_products=graph.has_products,
             places=calling_places(),
             not_finite=not_finite,
@@ -124,13 +124,10 @@ class BackwardCalls(Calls):
         return "" if is_finite else "loss"
 
 
-def _autocast_dtype(outputs: list[Tensor]) -> torch.dtype | None:
-    """Return the dtype of the autocast region around this call, for the device of a loss; None outside of autocast."""
-    for output in outputs:
-        device = output.device.type
-        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-            return torch.get_autocast_dtype(device)
-    return None
+def _is_in_autocast(outputs: list[Tensor]) -> bool:
+    """Return whether an autocast region is around this call, for the device of a loss."""
+    devices = {output.device.type for output in outputs}
+    return any(torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) for device in devices)
 
 
 def _is_one(initial_gradient: Tensor) -> bool:

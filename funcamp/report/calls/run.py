@@ -67,7 +67,8 @@ class Run:
 
     def report_new_gradient(self, parameter: Key, gradient: Tensor) -> None:
         """Report that the loop has replaced a parameter's gradient."""
-        self.gradient_operations.report_new_gradients((parameter,), self.tracked.derived_alone(gradient))
+        derived = self.tracked.derived_alone(gradient)
+        self.gradient_operations.report_new_gradients((parameter,), [gradient], derived)
 
     def report_replaced_gradients(self, parameters: list[Tensor]) -> None:
         """Report the gradients of parameters that the loop has replaced since the backward pass."""

@@ -27,6 +27,8 @@ class Operation(NamedTuple):
     """What it contains although no input did: inf, NaN, both ("inf NaN") or nothing ("")."""
     loss_scale: float
     """The factor of the loss at that time."""
+    gets_infinity: bool = False
+    """Whether an input contained inf, if the output is not finite."""
     line: Line | None = None
     """The line that called it, or that called the operation whose backward pass it is part of; None if unknown. Lines
     of torch and of this library are skipped."""

@@ -19,7 +19,8 @@ class Origin(NamedTuple):
 
     def __str__(self) -> str:
         came = "first in" if self.made else "came in with a parameter or the batch, first seen in"
-        return f"{self.kind} {came} {describe(self.operation)}"
+        cause = ", from an input with inf" if self.operation.gets_infinity else ""
+        return f"{self.kind} {came} {describe(self.operation)}{cause}"
 
 
 def find_origin(operations: list[Operation], *, any_infinity: bool = False) -> Origin | None:

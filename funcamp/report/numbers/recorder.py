@@ -136,6 +136,7 @@ class Recorder(DispatchMode):
                 stats=stats,
                 creates=creates,
                 loss_scale=self.loss_scale,
+                gets_infinity=bool(before and before[0]),
                 line=location.line,
             )
             self.recording.operations.append(operation)

@@ -63,9 +63,15 @@ class NumericsReport:
         """Return the first operation that created inf or NaN, else the first with NaN, or None.
 
         An infinity that the program itself writes (a mask) does not count, nor one that an operation gets as input; a
-        NaN made of it does. A value that torch masks at once, as in the backward pass of a norm at 0, is reported too.
+        NaN made of it does. What a module's forward pass makes does not count if the module returns finite values: it
+        belongs to a mask. A value that torch masks at once, as in the backward pass of a norm at 0, is reported.
         """
-        return find_origin(self.operations)
+        return find_origin(self._harmful(self.operations))
+
+    def _harmful(self, operations: list[Operation]) -> list[Operation]:
+        """Return operations without those of the forward pass of layers whose outputs are finite."""
+        finite = {path for path, record in self.records.items() if path and not record.forward.nonfinite}
+        return [operation for operation in operations if operation.backward or operation.path not in finite]
 
     def cause(self) -> Origin | None:
         """Return what makes the loss, or gradients at every scale, non-finite; None if a scale can help.
@@ -75,8 +81,8 @@ class NumericsReport:
         """
         for backward_pass in self.passes:
             if not backward_pass.loss_is_finite:
-                forward_operations = [operation for operation in self.operations if not operation.backward]
-                return find_origin(forward_operations, any_infinity=True)
+                forward = [operation for operation in self.operations if not operation.backward]
+                return find_origin(self._harmful(forward)) or find_origin(forward, any_infinity=True)
             origin = find_origin(backward_pass.operations, any_infinity=True)
             if origin is not None and not origin.operation.needs_loss_scaling:
                 return origin

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from funcamp.report.events import (
     Cleared,
     Clipped,
+    Compared,
     Ended,
     OptimizerEvent,
     StepCalled,
@@ -20,20 +21,20 @@ from funcamp.report.rules.rule import Found, rule
 
 @rule(
     Clipped,
+    Compared,
     OptimizerEvent,
-    mistake="gradients are clipped before unscale_",
+    mistake="gradients are clipped, or compared with a bound, before unscale_",
     effect="norm and values are times the scale, so almost all is clipped, to the bound / scale after the step",
     change="scaler.unscale_(optimizer)  # before the clipping",
 )
-def clip_before_unscale(event: Clipped | OptimizerEvent, loop: Loop) -> Iterator[Line]:
-    """Clipped, and no gradient is unscaled.
+def clip_before_unscale(event: Clipped | Compared | OptimizerEvent, loop: Loop) -> Iterator[Line]:
+    """Clipped or compared, and no gradient is unscaled.
 
     If the loop itself multiplied the gradients, it may have unscaled them. Then the mistake is certain only when the
     scaler unscales them later. If it multiplied by the scale, the bound may be times the scale too.
     """
     if isinstance(event, OptimizerEvent):
-        gradients = _divided_now(event, loop)
-        yield from {one.clipped_line for one in gradients if one.clipped_line is not None and one.divided_line is None}
+        yield from {one.clipped_line for one in _divided_now(event, loop) if one.clipped_line is not None}
         return
     conditions = loop.conditions(event.parameters)
     if Condition.SCALED in conditions and Condition.UNSCALED not in conditions and not loop.has_scale_factor:
@@ -68,12 +69,13 @@ def optimizer_not_unscaled(event: Clipped, loop: Loop) -> Iterator[Found]:
 
 @rule(
     Ended,
-    mistake="a norm or statistic of gradients is computed before unscale_",
-    effect="the number is times the scale: it changes with the scale, and a threshold on it means nothing",
+    mistake="a norm or statistic of gradients is read on the host before unscale_",
+    effect="it is times the scale: right in a ratio or a test for 0 or inf, wrong in a log or against a threshold",
     change="scaler.unscale_(optimizer)  # before the gradients are read",
+    is_note=True,
 )
 def read_before_unscale(_event: Ended, loop: Loop) -> Iterator[Line]:
-    """Computed of scaled gradients, and the number is used.
+    """Computed of scaled gradients and read on the host, where it may be used for anything.
 
     Not if what is computed from it is free of the scale: a cosine, a sign, a step of a fixed length. Not if the loop
     multiplies or divides by the scale somewhere: it may unscale the number on the host.

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from funcamp.report.events import Backward, Ended, LossScaled, OptimizerEvent, StepCalled
+from funcamp.report.events import Ended, LossScaled, OptimizerEvent, StepCalled
 from funcamp.report.known import Condition
 from funcamp.report.lines import UNKNOWN, Line
 from funcamp.report.loop import Loop
@@ -92,15 +92,16 @@ def model_half_with_scaler(event: OptimizerEvent, _loop: Loop) -> Iterator[Line]
 
 
 @rule(
-    Backward,
+    StepCalled,
     mistake="the forward pass runs outside of autocast, and the backward pass inside",
     effect="the model runs in float32, as slowly as without autocast; torch advises against backward under autocast",
     change="with torch.autocast(device, torch.float16):  # around the forward pass and the loss only",
 )
-def backward_in_autocast(event: Backward, _loop: Loop) -> Iterator[Line]:
-    """Backward under autocast, and no operation of the forward pass ran in 16 bits."""
-    if event.autocast_dtype is not None and event.has_products and not event.dtypes:
-        yield event.line
+def backward_in_autocast(event: StepCalled, loop: Loop) -> Iterator[Line]:
+    """Stepped after a backward pass under autocast, and no operation of the forward passes ran in 16 bits."""
+    if not _forward_dtypes(event, loop):
+        window = loop.optimizer(event.optimizer).window
+        yield from {one.line for one in window if one.is_in_autocast and one.has_products}
 
 
 @rule(

@@ -1,9 +1,10 @@
-"""Several losses of one batch: of one line, from iterators, or the second without the scale after unscale_."""
+"""Several losses of one batch: of a line, from iterators, of views, or the second without the scale after unscale_."""
 
 import torch
+from torch import Tensor
 from torch.nn.functional import l1_loss, mse_loss
 
-from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
+from tests.report.loops.parts import batches, loss_of, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
@@ -25,3 +26,28 @@ for step, (x, y) in enumerate(batches(12)):
         losses[1].backward()
     scaler.step(optimizer)
     scaler.update()
+
+
+def add_views(x: Tensor, y: Tensor) -> None:
+    """The losses of the views of a batch are added."""
+    for view in (x, -x, x.flip(0)):
+        scaler.scale(loss_of(model, view, y)).backward()
+
+
+for x, y in batches():
+    optimizer.zero_grad()
+    add_views(x, y)
+    scaler.step(optimizer)
+    scaler.update()
+
+# A part of the loss is in float32 on purpose.
+with torch.autocast("cpu", torch.float16):
+    for x, y in batches():
+        optimizer.zero_grad()
+        with torch.autocast("cpu", enabled=False):
+            weight = next(model.parameters())
+            penalty = (weight @ weight.T).square().mean()
+        scaler.scale(penalty).backward()
+        scaler.scale(mse_loss(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()

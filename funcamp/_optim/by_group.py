@@ -11,7 +11,14 @@ from funcamp import _tree
 from funcamp._check import Fixed
 from funcamp._optim.hyperparameters import ANOTHER
 from funcamp._optim.optimizer import OptState
-from funcamp._optim.part import check_optimizer, evaluation_params_of, is_rate, learning_rate_of
+from funcamp._optim.part import (
+    Update,
+    apply_part,
+    check_optimizer,
+    evaluation_params_of,
+    is_rate,
+    learning_rate_of,
+)
 from funcamp._storage.params import Params, matrix_or_vector
 from funcamp._types import Tree
 
@@ -50,9 +57,9 @@ class GroupedOptimizer(Fixed):
         labels = self._labels("update", params)
         states = {}
         for label, optimizer in self.optimizers.items():
-            group_params, group_grads = _group_of(params, labels, label), _group_of(grads, labels, label)
-            group_params, states[label] = optimizer.update(group_params, group_grads, opt_state[label])
-            params = _with_group(params, group_params)
+            update = Update(_group_of(params, labels, label), _group_of(grads, labels, label))
+            update, states[label] = apply_part(optimizer, update, opt_state[label])
+            params = _with_group(params, update.params)
         return params, states
 
     def learning_rate(self, opt_state: Tree) -> dict[str, Tree]:

@@ -164,7 +164,8 @@ def chain(*parts: Any) -> Chain:
     part is one of three things. An optimizer (`stateless`, `by_group`, your own) moves the parameters. A function
     `(Update) -> Update` changes gradients or parameters: `clip_by_norm`, `clip_by_value`, or your own, such as
     `lambda update: update._replace(gradients=...)`. An object with `init(params) -> state` and `transform(update,
-    state) -> (update, state)` also remembers something: `average`, `every`. Pure if its parts are; no sync.
+    state) -> (update, state)` also remembers something: `average`, `every`. No part may write into what it gets.
+    Pure if its parts are; no sync.
 
     Args:
         *parts: in their order; a chain counts as its parts. The state is a tuple of the states of the parts that have
@@ -175,6 +176,7 @@ def chain(*parts: Any) -> Chain:
 
     Raises:
         TypeError: there is no part, or a part is none of these.
+        ValueError: when used: a part has written into what it gets; under your own torch.compile this is not seen.
 
     Example:
         >>> sgd = stateless(torch.optim.SGD, lr=1.0)

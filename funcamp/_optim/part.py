@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._memory import MemoryMark, memory_of
 from funcamp._optim.arguments import EXAMPLE
+from funcamp._trace.tracing import ordinary_views
 from funcamp._types import Tree
 
 
@@ -49,7 +52,30 @@ def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
 
     Raises:
         TypeError: the part returns something else than an `Update`.
+        ValueError: it has written into what it got.
     """
+    is_of_this_package = type(part).__module__.startswith("funcamp.")
+    # Dynamo does not read the version of a tensor.
+    if is_of_this_package or torch.compiler.is_dynamo_compiling():
+        return _applied(part, update, state)
+    marks_before = _marks(update, state)
+    with ordinary_views():
+        result = _applied(part, update, state)
+    if _marks(update, state) != marks_before:
+        raise ValueError(
+            f"chain: {part!r} must not write into the parameters, the gradients or the state that it gets: a skipped "
+            "step could not undo it, and a clip would not see it: compute new tensors, such as g * 0.5 instead of "
+            "g.mul_(0.5), and torch.where(mask, 0, g) instead of g[mask] = 0"
+        )
+    return result
+
+
+def _marks(update: Update, state: Tree) -> list[tuple[int, MemoryMark]]:
+    """Return what changes if a tensor of an update or a state is written, or another one is put in its place."""
+    return [(id(tensor), memory_of(tensor)) for tensor in _tree.tensors_in((update, state))]
+
+
+def _applied(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
     new_update: object
     if is_function(part):
         new_update = part(update)

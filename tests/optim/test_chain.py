@@ -231,6 +231,65 @@ def test_each_part_clips_by_the_norm_of_what_it_gets(parts: tuple[Any, ...]) -> 
     assert_close(state.params["w"], expected["w"], 1e-6)
 
 
+class WritesParameters:
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def update(self, params: Any, grads: Any, state: Any) -> Any:
+        for param, grad in zip(_pytree.tree_leaves(params), _pytree.tree_leaves(grads)):
+            if param is not None:
+                param.sub_(0.1 * grad)
+        return params, state
+
+
+class WritesItsState:
+    def init(self, params: Any) -> Any:
+        return {"calls": torch.zeros(())}
+
+    def transform(self, update: Update, state: Any) -> Any:
+        state["calls"].add_(1)
+        return update, state
+
+
+class ReplacesItsState(WritesItsState):
+    def transform(self, update: Update, state: Any) -> Any:
+        state["calls"] = state["calls"] + 1
+        return update, state
+
+
+def writes_gradients(update: Update) -> Update:
+    for gradient in getattr(update.gradients, "tree", lambda: update.gradients)().values():
+        gradient.mul_(0.5)
+    return update
+
+
+WRITING: dict[str, Any] = {
+    "gradients": chain(writes_gradients, clip_by_norm(0.1), SGD),
+    "gradients, at every second update": chain(every(2, writes_gradients), SGD),
+    "an optimizer": WritesParameters(),
+    "an optimizer of a group": by_group({"matrix": WritesParameters(), "vector": SGD}),
+    "its state": chain(SGD, WritesItsState()),
+    "an item of its state": chain(SGD, ReplacesItsState()),
+}
+
+
+@pytest.mark.compiled
+@eager_and_traced
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", WRITING)
+def test_a_part_that_writes_into_what_it_gets_is_refused(name: str, flat: bool, wrap: Callable[[Any], Any]) -> None:
+    """A skipped step could not undo the write, and a clip would not see it."""
+    step = step_of(WRITING[name])
+    with pytest.raises(ValueError, match=r"must not write into .* compute new tensors, such as g \* 0.5"):
+        wrap(step)(step.init(flat=flat), batch(0))
+
+
+def test_a_part_that_writes_is_refused_under_vmap() -> None:
+    writing, stacked = WRITING["gradients"], {"w": torch.ones(2, 3)}
+    with pytest.raises(ValueError, match="must not write into"):
+        torch.vmap(lambda grads: writing.update({"w": torch.ones(3)}, grads, writing.init(stacked)))(stacked)
+
+
 def test_a_function_changes_gradients_at_every_second_update() -> None:
     now, _ = by_chain(chain(every(2, tenth), SGD), 2, params())
     first, second = gradients(0), gradients(1)

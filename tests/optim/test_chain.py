@@ -117,6 +117,30 @@ def test_a_step_stores_the_groups_of_an_optimizer_in_a_chain() -> None:
     assert not torch.equal(state.params["0.weight"], start.params["0.weight"])
 
 
+@pytest.mark.compiled
+@eager_and_traced
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_state_of_another_grouping_is_refused(flat: bool, wrap: Callable[[Any], Any]) -> None:
+    """The labels are the same: without the check the parameters would keep the optimizers of before."""
+
+    def step_with(fast: str) -> Any:
+        rates = {"fast": SGD, "slow": stateless(torch.optim.SGD, lr=0.01)}
+        return step_of(by_group(rates, group=lambda name, _: "fast" if name.startswith(fast) else "slow"))
+
+    first, other = step_with("0"), step_with("2")
+    state, _ = first(first.init(flat=flat), batch(0))
+    match = "update: params must have the labels .*; got 'fast' for '0.weight', which it labels 'slow'"
+    with pytest.raises(ValueError, match=match):
+        wrap(other)(state, batch(1))
+    wrap(other)(other.init(state.params.tree(), flat=flat), batch(1))
+
+
+def test_a_state_is_made_by_the_grouping_of_its_optimizer() -> None:
+    step = step_of(by_group({"matrix": SGD, "vector": ADAMW}))
+    with pytest.raises(ValueError, match=r"init: params must have the labels .* got 'vector' for '0\.weight'"):
+        step.init(group=lambda *_: "vector")
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))

@@ -89,9 +89,10 @@ class Chain(Fixed):
             return [state]
         # Not isinstance: an OptState, the state of a chain in which only one part has a state, is a tuple too.
         if type(state) is not tuple or len(state) != expected_count:
+            states_before = "*state.opt_state" if type(state) is tuple else "state.opt_state"
             raise ValueError(
                 f"update: opt_state must be a tuple with a state for each of {self._with_state!r}; got "
-                f"{_tree.brief(state)}: begin an average with state._replace(opt_state=(state.opt_state, "
+                f"{_tree.brief(state)}: begin an average with state._replace(opt_state=({states_before}, "
                 "funcamp.average(decay).init(state.params)))"
             )
         return list(state)

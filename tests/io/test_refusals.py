@@ -86,6 +86,9 @@ ROWS: dict[str, tuple[Callable[[], object], Any, str]] = {
         # contract: "loading a checkpoint with other names than the state's"
         loaded(lambda _: OTHER.state_dict(OTHERS)), ValueError, f"{LOAD}must hold the names"
     ),
+    "all of a file": (
+        loaded(lambda saved: {"state": saved, "epoch": 1}), ValueError, rf"{LOAD}.*: pass saved\['state'\], which has them"
+    ),
     "an average": (loaded(lambda saved: saved | {"ema.w": LIKE}), ValueError, f"{LOAD}.*; it has unknown 'ema"),
     "a scale of 0": (loaded(scale_of(0.0)), ValueError, f"{LOAD[:-1]}{SCALE}0"),
     "a scale of NaN in slices": (loaded(scale_of(math.nan), True), ValueError, f"{SHARDED[:-1]}{SCALE}nan"),

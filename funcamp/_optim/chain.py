@@ -137,6 +137,18 @@ def check_nothing_is_clipped_last(call: str, optimizer: object) -> None:
             )
 
 
+def check_averages_are_found(call: str, optimizer: object) -> None:
+    """Raise ValueError for an average in a group, or in a chain that `every` delays, where an evaluation has none."""
+    own_parts = optimizer.parts if isinstance(optimizer, Chain) else (optimizer,)
+    averages = [part for part in all_in(optimizer) if isinstance(part, Averaging)]
+    if len(averages) > sum(map(_averages, own_parts)):
+        raise ValueError(
+            f"{call}: optimizer must have its averages as parts of its outermost chain, from where TrainState.ema and "
+            f"evaluating take them; got {optimizer!r}: write chain(by_group(...), average(decay)), or "
+            "every(k, average(decay)) there"
+        )
+
+
 def only_optimizer_of(optimizer: Any) -> Any:
     """Return the optimizer of a chain whose other parts only clip or average; any other optimizer as it is."""
     if not isinstance(optimizer, Chain):

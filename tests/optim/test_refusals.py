@@ -246,6 +246,16 @@ CHAINS: dict[str, Row] = {
         ValueError,
         AFTER,
     ),
+    "average in a group": (
+        lambda: step_of(by_group({"matrix": chain(SGD, average(0.5)), "vector": SGD})),
+        ValueError,
+        r"make_train_step: optimizer must have its averages .*: write chain\(by_group\(...\), average\(decay\)\)",
+    ),
+    "average in a delayed chain": (
+        lambda: step_of(chain(every(2, chain(SGD, average(0.5))), average(0.5))),
+        ValueError,
+        "must have its averages as parts of its outermost chain",
+    ),
     "two groupings": (lambda: step_of(by_two_functions()), ValueError, "must group parameters by one function"),
     "every to torch": (
         lambda: step_of(chain(every(2, ADAMW))).to_torch(step_of(chain(every(2, ADAMW))).init(PARAMS)),

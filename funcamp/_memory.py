@@ -1,4 +1,4 @@
-"""Memory that tensors share, by address, because storages may share memory (`from_numpy`)."""
+"""Memory that tensors share, by address, because storages may share memory (`from_numpy`); and what a write changes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcamp import _upstream
 from funcamp._dtensor import local
@@ -169,6 +169,29 @@ def _bytes_of(leaf: Tensor, marks: Tensor, start: int) -> Tensor:
     """Return the view of marks, one for each byte, that a tensor has of its memory if it begins at `start`."""
     strides = [stride * leaf.itemsize for stride in leaf.stride()]
     return marks.as_strided([*leaf.shape, leaf.itemsize], [*strides, 1], start)
+
+
+class MemoryMark(NamedTuple):
+    """What changes if a tensor is written in place, or is given other memory."""
+
+    version: int
+    storage: int | None
+
+
+def memory_of(tensor: Tensor) -> MemoryMark:
+    """Return what changes if a tensor is written in place, or is given other memory by `.data = value`."""
+    tensor = innermost(tensor)
+    # A subclass may have several storages, or none.
+    has_storage = type(tensor) in (Tensor, nn.Parameter)
+    storage = int(tensor.untyped_storage()._cdata) if has_storage else None
+    return MemoryMark(0 if tensor.is_inference() else tensor._version, storage)
+
+
+def innermost(tensor: Tensor) -> Tensor:
+    """Return the tensor that the wrappers of torch.func contain."""
+    while _upstream.is_wrapped(tensor):
+        tensor = _upstream.unwrapped(tensor)
+    return tensor
 
 
 def rebind(tensor: Tensor, target: Tensor) -> None:

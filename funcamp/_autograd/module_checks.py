@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from funcamp import _tree, _upstream
+from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_tensors import tensors_of
 from funcamp._autograd.scaled_grad import check_engine, nodes
 from funcamp._check import boolean
+from funcamp._memory import MemoryMark, innermost, memory_of
 from funcamp._types import Tree
 
 #: Methods that only a module under fully_shard, DDP or FSDP has.
@@ -79,22 +79,6 @@ def check_hooks(model: nn.Module) -> None:
             )
 
 
-class MemoryMark(NamedTuple):
-    """What changes if a tensor is written in place, or is given other memory."""
-
-    version: int
-    storage: int | None
-
-
-def memory_of(tensor: Tensor) -> MemoryMark:
-    """Return what changes if a tensor is written in place, or is given other memory by `.data = value`."""
-    tensor = _innermost(tensor)
-    # A subclass may have several storages, or none.
-    has_storage = type(tensor) in (Tensor, nn.Parameter)
-    storage = int(tensor.untyped_storage()._cdata) if has_storage else None
-    return MemoryMark(0 if tensor.is_inference() else tensor._version, storage)
-
-
 def check_call(
     returned: Tree,
     own: Mapping[str, Tensor],
@@ -122,8 +106,8 @@ def check_call(
     if not isinstance(loss, Tensor):
         return
     names = {id(tensor): name for name, tensor in own.items()}
-    passed_ids = {id(_innermost(value)) for value in params.values()}
-    for node in nodes(_innermost(loss).grad_fn, outside_nodes):
+    passed_ids = {id(innermost(value)) for value in params.values()}
+    for node in nodes(innermost(loss).grad_fn, outside_nodes):
         # Only the node that accumulates the gradient of a leaf has a variable: the leaf.
         leaf = getattr(node, "variable", None)
         if not isinstance(leaf, nn.Parameter) or id(leaf) in passed_ids:
@@ -140,10 +124,3 @@ def check_call(
             "target, or freeze it, requires_grad_(False); what another step trains (a GAN's discriminator) comes in "
             "the batch, other_step.compute_params(state), for functional_call"
         )
-
-
-def _innermost(tensor: Tensor) -> Tensor:
-    """Return the tensor that the wrappers of torch.func contain."""
-    while _upstream.is_wrapped(tensor):
-        tensor = _upstream.unwrapped(tensor)
-    return tensor

@@ -25,7 +25,7 @@ def save(saved: StateDict, path: str | os.PathLike[str]) -> None:
         path: the file, in a folder that exists.
 
     Raises:
-        TypeError: saved is not a dict, or path is not a path.
+        TypeError: saved is not a dict, or contains an object that `load` refuses; path is not a path.
         ValueError: path ends in `.safetensors`.
         Exception: what torch.save or the system raises; path is then as it was.
 
@@ -47,11 +47,23 @@ def save(saved: StateDict, path: str | os.PathLike[str]) -> None:
             # Without fsync, a power failure after the rename could leave an empty file under the final name.
             file.flush()
             os.fsync(file.fileno())
+        _check_that_it_loads(temporary)
         os.replace(temporary, name)
     except BaseException:  # KeyboardInterrupt too
         with contextlib.suppress(FileNotFoundError):
             os.remove(temporary)
         raise
+
+
+def _check_that_it_loads(name: str) -> None:
+    """Raise TypeError if `load` would refuse a file for a class in it; reads no tensor."""
+    refused = torch.serialization.get_unsafe_globals_in_checkpoint(name)
+    if refused:
+        raise TypeError(
+            "save: saved must hold tensors, numbers and strings in dicts, lists and tuples, which load reads back; got "
+            f"{_tree.listed(sorted(refused))}: convert it first, as by float(x), str(path), dict(x), vars(x) or "
+            "torch.from_numpy(x)"
+        )
 
 
 def load(path: str | os.PathLike[str], *, map_location: str | torch.device = "cpu") -> StateDict:

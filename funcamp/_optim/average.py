@@ -101,7 +101,8 @@ def average(decay: float) -> Transform:
 
     average = average + (1 - decay) * (params - average), as `ema_update`, after the parts before it have moved the
     parameters: an optimizer comes first. The average begins as the parameters. It is a target network with polyak
-    coefficient 1 - decay, too. In a training step `TrainState.ema` is the average. No sync.
+    coefficient 1 - decay, too. In a training step `TrainState.ema` is the average, which must be a part of the
+    optimizer's outermost chain, or delayed there by `every`. No sync.
 
     Args:
         decay: a Python number in [0, 1]; 0.999 averages over about a thousand steps.

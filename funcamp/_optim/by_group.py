@@ -5,14 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import Fixed
 from funcamp._optim.hyperparameters import ANOTHER
 from funcamp._optim.optimizer import OptState
-from funcamp._optim.part import check_optimizer, evaluation_params_of, is_rate, learning_rate_of
+from funcamp._optim.part import (
+    Update,
+    apply_part,
+    check_optimizer,
+    evaluation_params_of,
+    is_rate,
+    learning_rate_of,
+)
 from funcamp._storage.params import Params, matrix_or_vector
+from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
 
@@ -27,6 +36,8 @@ class GroupedOptimizer(Fixed):
     def __init__(self, optimizers: Mapping[str, Any], group: Callable[[str, Tensor], str]) -> None:
         self.optimizers = dict(optimizers)
         self.group = group
+        self._last_checked: object = None
+        """The layout whose labels were compared last with those of `group`."""
 
     def __repr__(self) -> str:
         return f"by_group({self.optimizers!r})"
@@ -50,9 +61,9 @@ class GroupedOptimizer(Fixed):
         labels = self._labels("update", params)
         states = {}
         for label, optimizer in self.optimizers.items():
-            group_params, group_grads = _group_of(params, labels, label), _group_of(grads, labels, label)
-            group_params, states[label] = optimizer.update(group_params, group_grads, opt_state[label])
-            params = _with_group(params, group_params)
+            update = Update(_group_of(params, labels, label), _group_of(grads, labels, label))
+            update, states[label] = apply_part(optimizer, update, opt_state[label])
+            params = _with_group(params, update.params)
         return params, states
 
     def learning_rate(self, opt_state: Tree) -> dict[str, Tree]:
@@ -76,11 +87,13 @@ class GroupedOptimizer(Fixed):
         """Return the label of every leaf, None for None; `Params` have labels since they were created.
 
         Raises:
-            ValueError: a label has no optimizer.
+            ValueError: a label has no optimizer, or is not the one that `group` returns.
         """
         labels: list[str | None]
         if isinstance(params, Params):
             labels = list(params.layout.labels)
+            if torch.compiler.is_dynamo_compiling() or self._last_checked is not params.layout:
+                self._check_labels(call, params)
         else:
             names_and_leaves = zip(_tree.names(params), _tree.leaves(params))
             labels = [None if leaf is None else self.group(name, leaf) for name, leaf in names_and_leaves]
@@ -90,6 +103,27 @@ class GroupedOptimizer(Fixed):
                     f"{call}: every group must have an optimizer, one of {sorted(self.optimizers)}; got {label!r}"
                 )
         return labels
+
+    def _check_labels(self, call: str, params: Params) -> None:
+        """Raise ValueError if `Params` were created with another function than `group`."""
+        layout = params.layout
+        names = _tree.names(layout.tree(range(len(layout.slots))))
+        for name, slot_number in zip(names, layout.leaves):
+            slot = None if slot_number is None else layout.slots[slot_number]
+            stored = None if slot is None else params.groups[slot.group]
+            if slot is None or stored is None:
+                continue
+            # No view of the stored values: a rank may have a part of them only.
+            like = torch.empty((), dtype=stored.dtype, device=stored.device).expand(slot.shape)
+            label, own_label = layout.labels[slot.group], self.group(name, like)
+            if label != own_label:
+                raise ValueError(
+                    f"{call}: params must have the labels that by_group's own group returns; got {label!r} for "
+                    f"{name!r}, which it labels {own_label!r}: pass init or ravel no other group, and begin anew with "
+                    "step.init(state.params.tree()) after a change of group; a rate that changes later is a schedule"
+                )
+        if not compiling():
+            self._last_checked = layout
 
 
 def by_group(
@@ -105,14 +139,15 @@ def by_group(
     Args:
         optimizers: a mapping from label to optimizer: the result of `stateless`, or any object with such an init and
             update.
-        group: a function from a leaf's dotted name and the tensor to a label; by default "matrix" or "vector".
+        group: a function from a leaf's dotted name and the tensor to a label, which does not depend on values; by
+            default "matrix" or "vector".
 
     Returns:
         A `GroupedOptimizer`.
 
     Raises:
         TypeError: optimizers is not a mapping to objects with init and update; group is not callable.
-        ValueError: when used: a label has no optimizer.
+        ValueError: when used: a label has no optimizer; `Params` were created with another group.
 
     Example:
         >>> adamw = by_group({

@@ -89,9 +89,10 @@ class Chain(Fixed):
             return [state]
         # Not isinstance: an OptState, the state of a chain in which only one part has a state, is a tuple too.
         if type(state) is not tuple or len(state) != expected_count:
+            states_before = "*state.opt_state" if type(state) is tuple else "state.opt_state"
             raise ValueError(
                 f"update: opt_state must be a tuple with a state for each of {self._with_state!r}; got "
-                f"{_tree.brief(state)}: begin an average with state._replace(opt_state=(state.opt_state, "
+                f"{_tree.brief(state)}: begin an average with state._replace(opt_state=({states_before}, "
                 "funcamp.average(decay).init(state.params)))"
             )
         return list(state)
@@ -136,6 +137,18 @@ def check_nothing_is_clipped_last(call: str, optimizer: object) -> None:
             )
 
 
+def check_averages_are_found(call: str, optimizer: object) -> None:
+    """Raise ValueError for an average in a group, or in a chain that `every` delays, where an evaluation has none."""
+    own_parts = optimizer.parts if isinstance(optimizer, Chain) else (optimizer,)
+    averages = [part for part in all_in(optimizer) if isinstance(part, Averaging)]
+    if len(averages) > sum(map(_averages, own_parts)):
+        raise ValueError(
+            f"{call}: optimizer must have its averages as parts of its outermost chain, from where TrainState.ema and "
+            f"evaluating take them; got {optimizer!r}: write chain(by_group(...), average(decay)), or "
+            "every(k, average(decay)) there"
+        )
+
+
 def only_optimizer_of(optimizer: Any) -> Any:
     """Return the optimizer of a chain whose other parts only clip or average; any other optimizer as it is."""
     if not isinstance(optimizer, Chain):
@@ -164,7 +177,8 @@ def chain(*parts: Any) -> Chain:
     part is one of three things. An optimizer (`stateless`, `by_group`, your own) moves the parameters. A function
     `(Update) -> Update` changes gradients or parameters: `clip_by_norm`, `clip_by_value`, or your own, such as
     `lambda update: update._replace(gradients=...)`. An object with `init(params) -> state` and `transform(update,
-    state) -> (update, state)` also remembers something: `average`, `every`. Pure if its parts are; no sync.
+    state) -> (update, state)` also remembers something: `average`, `every`. No part may write into what it gets.
+    Pure if its parts are; no sync.
 
     Args:
         *parts: in their order; a chain counts as its parts. The state is a tuple of the states of the parts that have
@@ -175,6 +189,7 @@ def chain(*parts: Any) -> Chain:
 
     Raises:
         TypeError: there is no part, or a part is none of these.
+        ValueError: when used: a part has written into what it gets; under your own torch.compile this is not seen.
 
     Example:
         >>> sgd = stateless(torch.optim.SGD, lr=1.0)

@@ -13,6 +13,7 @@ from funcamp import _tree
 from funcamp._check import real
 from funcamp._dtensor import Across, group_by_mesh_dims, local, settled_sum, total
 from funcamp._optim.part import Update
+from funcamp._storage.params import Params
 from funcamp._types import Tree
 
 
@@ -56,12 +57,18 @@ def global_norm(call: str, grads: Tree) -> Tensor:
     Raises:
         TypeError: a leaf is an integer tensor, is sparse, or is neither a tensor nor None.
     """
-    flat, _ = _tree.parameters(call, "grads", grads)
-    settled = [settled_sum(leaf) for leaf in flat if leaf is not None]
+    _tree.parameters(call, "grads", grads)
+    settled = [settled_sum(leaf) for leaf in _tree.tensors_in(_tree.map_nodes(Params, _without_padding, grads))]
     norms = [_norm(across, leaves) for across, leaves in group_by_mesh_dims(settled)]
     if not norms:
         return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
+
+
+def _without_padding(grads: Params) -> object:
+    """Return the tensors of `Params`: a function of the groups may have made their padding other than zero."""
+    # A rank has parts of sharded groups, and no tensors.
+    return grads if grads.is_sharded() else grads.values()
 
 
 def _scaled(grads: Tree, max_norm: float | Tensor, norm: Tensor) -> Tree:
@@ -163,7 +170,8 @@ def clip_by_norm(max_norm: float | Tensor) -> Callable[[Update], Update]:
 
     grad = grad * min(1, max_norm / (norm + 1e-6)), as `clip_grad_norm`. The norm is that of the gradients that the part
     gets: inside `by_group` those of its group. As the first part of a training step's chain it takes the norm that the
-    step has read already; anywhere else it reads the gradients once more. No sync.
+    step has read already; anywhere else it reads the gradients once more. With a sharded state a part before it must
+    leave zeros zero, since the padding of flat storage counts there. No sync.
 
     Args:
         max_norm: a positive Python number, or a tensor of shape ().

@@ -17,7 +17,7 @@ from funcamp._optim.hyperparameters import ANOTHER, Hyper, evaluate, is_dynamic,
 from funcamp._optim.modes import without_modes
 from funcamp._optim.torch_optim import RULES
 from funcamp._optim.torch_optim.rule import Arguments, State
-from funcamp._storage.params import collapse, expand
+from funcamp._storage.params import Params, collapse, expand
 from funcamp._types import Kwargs, Tree
 
 #: The leaves of a tree of tensors, from left to right.
@@ -320,6 +320,13 @@ class StatelessOptimizer(Fixed):
             self._check_entries(expected, opt_state.state)
         states: list[State] = [{} for _ in flat]
         for name, tree in opt_state.state.items():
+            is_stored = isinstance(params, Params) and isinstance(tree, Params)
+            if is_stored and params.layout is not tree.layout:
+                raise ValueError(
+                    f"update: params must be stored in the groups of opt_state; got {params!r} and, in opt_state, "
+                    f"{tree!r}: store other values by state.params.ravel(tree), and for other groups or another "
+                    "init(flat=) begin anew with step.init(tree)"
+                )
             _tree.same_structure("update", ("params", f"opt_state.state[{name!r}]"), (params, tree))
             for state, value in zip(states, _tree.leaves(tree)):
                 if value is not None:

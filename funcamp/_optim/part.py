@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._memory import MemoryMark, memory_of
 from funcamp._optim.arguments import EXAMPLE
+from funcamp._storage.params import Params
+from funcamp._trace.tracing import ordinary_views
 from funcamp._types import Tree
 
 
@@ -48,8 +52,31 @@ def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
     """Return the update and the state after one part: a function, a `Transform` or an optimizer.
 
     Raises:
-        TypeError: the part returns something else than an `Update`.
+        TypeError: the part returns something else than an `Update`, or a plain tree for `Params`.
+        ValueError: it has written into what it got.
     """
+    is_of_this_package = type(part).__module__.startswith("funcamp.")
+    # Dynamo does not read the version of a tensor.
+    if is_of_this_package or torch.compiler.is_dynamo_compiling():
+        return _applied(part, update, state)
+    marks_before = _marks(update, state)
+    with ordinary_views():
+        result = _applied(part, update, state)
+    if _marks(update, state) != marks_before:
+        raise ValueError(
+            f"chain: {part!r} must not write into the parameters, the gradients or the state that it gets: a skipped "
+            "step could not undo it, and a clip would not see it: compute new tensors, such as g * 0.5 instead of "
+            "g.mul_(0.5), and torch.where(mask, 0, g) instead of g[mask] = 0"
+        )
+    return result
+
+
+def _marks(update: Update, state: Tree) -> list[tuple[int, MemoryMark]]:
+    """Return what changes if a tensor of an update or a state is written, or another one is put in its place."""
+    return [(id(tensor), memory_of(tensor)) for tensor in _tree.tensors_in((update, state))]
+
+
+def _applied(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
     new_update: object
     if is_function(part):
         new_update = part(update)
@@ -63,6 +90,13 @@ def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
             f"chain: {part!r} must return an Update, such as update._replace(gradients=...); got "
             f"{_tree.brief(new_update)}"
         )
+    for name in ("params", "gradients"):
+        got, returned = getattr(update, name), getattr(new_update, name)
+        if isinstance(got, Params) and not isinstance(returned, Params):
+            raise TypeError(
+                f"chain: {part!r} must return {name} as Params, as it gets them; got {_tree.brief(returned)}: write "
+                f"{name}.ravel(tree), of those that it gets"
+            )
     # The known norm is that of the former gradients. A later part that needs a norm computes it.
     if new_update.gradients is not update.gradients:
         new_update = new_update._replace(norm=None)

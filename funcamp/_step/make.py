@@ -13,7 +13,7 @@ from funcamp import _tree
 from funcamp._autograd.loss import Loss, check_function, loss
 from funcamp._check import integer
 from funcamp._optim.average import check_decay
-from funcamp._optim.chain import check_nothing_is_clipped_last, group_functions_in
+from funcamp._optim.chain import check_averages_are_found, check_nothing_is_clipped_last, group_functions_in
 from funcamp._optim.clip import check_limit
 from funcamp._optim.part import check_optimizer
 from funcamp._scaler.config import ScalerConfig, check_config
@@ -103,6 +103,7 @@ def make_train_step(
     check_function(call, loss_fn)
     check_optimizer(call, "optimizer", optimizer)
     check_nothing_is_clipped_last(call, optimizer)
+    check_averages_are_found(call, optimizer)
     config = check_config(call, config)
     policy = check_policy(call, policy)
     _check_clipping(call, max_norm, max_value)

@@ -108,8 +108,11 @@ def _check_names(call: str, saved: Mapping[str, Tensor], expected: AbstractSet[s
         return
     first = min(odd, key=str)
     kind = "has unknown" if first in saved else "lacks"
-    # Nothing in common: another kind of state_dict, such as a module's.
+    # Nothing in common: the contents of a file, or another kind of state_dict, such as a module's.
     fix = "" if saved.keys() & expected else f": {_FROM_TORCH}"
+    for key, value in saved.items():
+        if isinstance(value, Mapping) and value.keys() & expected:
+            fix = f": pass saved[{key!r}], which has them"
     raise ValueError(f"{call}: saved must hold the names under which like is saved; it {kind} {first!r}{fix}")
 
 

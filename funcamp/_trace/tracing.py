@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol, TypeAlias
 
 import torch
@@ -31,6 +32,7 @@ class Recorder(Protocol):
 
 class _Current(threading.local):
     recorder: Recorder | None = None
+    records_views = True
 
 
 current = _Current()
@@ -47,6 +49,17 @@ def compiling() -> bool:
     return torch.compiler.is_dynamo_compiling() or current.recorder is not None
 
 
+@contextlib.contextmanager
+def ordinary_views() -> Iterator[None]:
+    """Context manager: `slices` takes ordinary views in a trace too, so that a write into one is seen at the tensor."""
+    former = current.records_views
+    current.records_views = False
+    try:
+        yield
+    finally:
+        current.records_views = former
+
+
 def slices(tensor: Tensor, sizes: Sequence[int], requested: RequestedViews) -> list[Tensor]:
     """Return views of consecutive parts of a one-dimensional tensor.
 
@@ -59,7 +72,7 @@ def slices(tensor: Tensor, sizes: Sequence[int], requested: RequestedViews) -> l
         requested: the views.
     """
     recorder = running()
-    recorded = None if recorder is None else recorder.slices(tensor, sizes, requested)
+    recorded = None if recorder is None or not current.records_views else recorder.slices(tensor, sizes, requested)
     if recorded is not None:
         return recorded
     parts = torch.split(tensor, list(sizes))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable
@@ -301,7 +302,7 @@ def test_aux_of_a_criterion_is_in_the_metrics(make: Any, how: str) -> None:
     loss_fn = change(module_loss(task.model, with_hits, has_aux=True, engine=options.get("engine")))
     step, alone = make_train_step(loss_fn, SGD), make_train_step(module_loss(task.model, task.criterion), SGD)
     batch, wrap = task.batch(0), options.get("wrap", eager)
+    output = copy.deepcopy(task.model)(batch[0]).detach()
     (state, metrics), (expected, wanted) = wrap(step)(step.init(), batch), alone(alone.init(), batch)
-    output = task.model(batch[0]).detach()
     assert_same(metrics.aux, {"hits": (output.argmax(-1) == batch[1]).sum(), "output": output})
     assert_same((state, metrics._replace(aux=(), records={})), (expected, wanted))

@@ -209,7 +209,7 @@ ALWAYS: dict[str, tuple[Call, type[Exception], str]] = {
         *(ValueError, "must be read of the model .* got 'weight' as a tensor kept from before"),
     ),
     "a criterion with parameters": (
-        of_module(two, lambda o, t: F.mse_loss(LINEAR(o), t)),
+        of_module(two, lambda o, t, layer=nn.Linear(4, 4): F.mse_loss(layer(o), t)),
         *(ValueError, "criterion must have no trainable parameter, .* got one, a torch.float32 .+: make"),
     ),
     "a write": (of_module(lambda: Writes(4, 4)), ValueError, "must not write to its parameters .* wrote to 'weight'"),

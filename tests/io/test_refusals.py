@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -28,7 +29,7 @@ class Touch:
 def write(value: Any, cut: int = 0) -> str:
     """A file with this value, without its last bytes."""
     file = Path("checkpoint.pt")
-    save({"a": value}, file)
+    torch.save({"a": value}, file)
     file.write_bytes(file.read_bytes()[: -cut or None])
     return str(file)
 
@@ -77,11 +78,16 @@ ROWS: dict[str, tuple[Callable[[], object], Any, str]] = {
     "no dict": (lambda: save(ANY, "a.pt"), TypeError, "saved must be a dict, as state_dict gives it; got 3"),
     "safetensors": (lambda: save({}, "a.safetensors"), ValueError, FORMAT),
     "safetensors to load": (lambda: load(Path("a.safetensors")), ValueError, FORMAT),
+    "a number of numpy": (lambda: save({"best": numpy.mean([1.0])}, "a.pt"), TypeError, r"got numpy.*: convert it .*float\(x\)"),
+    "a path in a file": (lambda: save({"out": Path("a")}, "a.pt"), TypeError, r"got pathlib\.PosixPath: .*str\(path\)"),
     "code in a file": (lambda: load(write(Touch())), pickle.UnpicklingError, "Weights only load failed"),
     "a file that is cut": (lambda: load(write(torch.ones(1000), cut=1000)), (RuntimeError, OSError), ""),
     "another model": (
         # contract: "loading a checkpoint with other names than the state's"
         loaded(lambda _: OTHER.state_dict(OTHERS)), ValueError, f"{LOAD}must hold the names"
+    ),
+    "all of a file": (
+        loaded(lambda saved: {"state": saved, "epoch": 1}), ValueError, rf"{LOAD}.*: pass saved\['state'\], which has them"
     ),
     "a scale of 0": (loaded(scale_of(0.0)), ValueError, f"{LOAD[:-1]}{SCALE}0"),
     "a scale of NaN in slices": (loaded(scale_of(math.nan), True), ValueError, f"{SHARDED[:-1]}{SCALE}nan"),
@@ -98,6 +104,9 @@ ROWS: dict[str, tuple[Callable[[], object], Any, str]] = {
 def test_it_is_refused_with_the_rule(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = clone(LIKE)
     monkeypatch.chdir(tmp_path)
+    save({"w": 1}, "a.pt")
     assert_refused(*ROWS[name])
     assert_same(LIKE, before)
     assert not Path("ran").exists()
+    assert not list(tmp_path.glob("*.part"))
+    assert load("a.pt") == {"w": 1}

@@ -117,6 +117,30 @@ def test_a_step_stores_the_groups_of_an_optimizer_in_a_chain() -> None:
     assert not torch.equal(state.params["0.weight"], start.params["0.weight"])
 
 
+@pytest.mark.compiled
+@eager_and_traced
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_state_of_another_grouping_is_refused(flat: bool, wrap: Callable[[Any], Any]) -> None:
+    """The labels are the same: without the check the parameters would keep the optimizers of before."""
+
+    def step_with(fast: str) -> Any:
+        rates = {"fast": SGD, "slow": stateless(torch.optim.SGD, lr=0.01)}
+        return step_of(by_group(rates, group=lambda name, _: "fast" if name.startswith(fast) else "slow"))
+
+    first, other = step_with("0"), step_with("2")
+    state, _ = first(first.init(flat=flat), batch(0))
+    match = "update: params must have the labels .*; got 'fast' for '0.weight', which it labels 'slow'"
+    with pytest.raises(ValueError, match=match):
+        wrap(other)(state, batch(1))
+    wrap(other)(other.init(state.params.tree(), flat=flat), batch(1))
+
+
+def test_a_state_is_made_by_the_grouping_of_its_optimizer() -> None:
+    step = step_of(by_group({"matrix": SGD, "vector": ADAMW}))
+    with pytest.raises(ValueError, match=r"init: params must have the labels .* got 'vector' for '0\.weight'"):
+        step.init(group=lambda *_: "vector")
+
+
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -229,6 +253,65 @@ def test_each_part_clips_by_the_norm_of_what_it_gets(parts: tuple[Any, ...]) -> 
     step = make_train_step(lambda p, x: (p["w"] * x).sum(), optimizer, ScalerConfig(2.0))
     state, _ = step(step.init(start), gradient)
     assert_close(state.params["w"], expected["w"], 1e-6)
+
+
+class WritesParameters:
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def update(self, params: Any, grads: Any, state: Any) -> Any:
+        for param, grad in zip(_pytree.tree_leaves(params), _pytree.tree_leaves(grads)):
+            if param is not None:
+                param.sub_(0.1 * grad)
+        return params, state
+
+
+class WritesItsState:
+    def init(self, params: Any) -> Any:
+        return {"calls": torch.zeros(())}
+
+    def transform(self, update: Update, state: Any) -> Any:
+        state["calls"].add_(1)
+        return update, state
+
+
+class ReplacesItsState(WritesItsState):
+    def transform(self, update: Update, state: Any) -> Any:
+        state["calls"] = state["calls"] + 1
+        return update, state
+
+
+def writes_gradients(update: Update) -> Update:
+    for gradient in getattr(update.gradients, "tree", lambda: update.gradients)().values():
+        gradient.mul_(0.5)
+    return update
+
+
+WRITING: dict[str, Any] = {
+    "gradients": chain(writes_gradients, clip_by_norm(0.1), SGD),
+    "gradients, at every second update": chain(every(2, writes_gradients), SGD),
+    "an optimizer": WritesParameters(),
+    "an optimizer of a group": by_group({"matrix": WritesParameters(), "vector": SGD}),
+    "its state": chain(SGD, WritesItsState()),
+    "an item of its state": chain(SGD, ReplacesItsState()),
+}
+
+
+@pytest.mark.compiled
+@eager_and_traced
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", WRITING)
+def test_a_part_that_writes_into_what_it_gets_is_refused(name: str, flat: bool, wrap: Callable[[Any], Any]) -> None:
+    """A skipped step could not undo the write, and a clip would not see it."""
+    step = step_of(WRITING[name])
+    with pytest.raises(ValueError, match=r"must not write into .* compute new tensors, such as g \* 0.5"):
+        wrap(step)(step.init(flat=flat), batch(0))
+
+
+def test_a_part_that_writes_is_refused_under_vmap() -> None:
+    writing, stacked = WRITING["gradients"], {"w": torch.ones(2, 3)}
+    with pytest.raises(ValueError, match="must not write into"):
+        torch.vmap(lambda grads: writing.update({"w": torch.ones(3)}, grads, writing.init(stacked)))(stacked)
 
 
 def test_a_function_changes_gradients_at_every_second_update() -> None:

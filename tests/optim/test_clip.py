@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
-from funcamp import clip_grad_norm
+from funcamp import chain, clip_by_norm, clip_grad_norm, ravel, stateless
 from tests.conftest import Transform
 from tests.support.helpers import assert_same, clone
 
@@ -56,3 +57,17 @@ def test_clip_grad_norm_keeps_16_bits_and_takes_the_norm_in_float32(dtype: torch
     factor = 0.3 / (norm + 1e-6)
     assert_same(clipped, [None if grad is None else grad.clone().mul_(factor) for grad in grads])
     assert_same(clip_grad_norm({}, 1.0), ({}, torch.tensor(0.0)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_padding_of_flat_storage_is_not_in_the_norm(dtype: torch.dtype) -> None:
+    """A function of the groups, such as noise, writes into it."""
+    shared = torch.zeros(3, 3, dtype=dtype)
+    zeros = ravel({"w": shared, "tied": shared, "b": torch.zeros(3)})
+    ones = _pytree.tree_map(lambda group: group + 1, zeros)
+    clipped, norm = clip_grad_norm(ones, 1.0)
+    torch.testing.assert_close(norm, torch.tensor(12**0.5))
+    torch.testing.assert_close(clipped["b"], torch.full((3,), 12**-0.5))
+    sgd = stateless(torch.optim.SGD, lr=1.0)
+    by_part, _ = chain(clip_by_norm(1.0), sgd).update(zeros, ones, sgd.init(zeros))
+    torch.testing.assert_close(by_part["w"], torch.full((3, 3), -(12**-0.5), dtype=dtype))

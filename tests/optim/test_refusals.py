@@ -28,6 +28,7 @@ from funcamp import (
     clip_by_value,
     every,
     make_train_step,
+    ravel,
     schedule,
     stateless,
 )
@@ -88,6 +89,16 @@ OPTIMIZERS: dict[str, Row] = {
         updated(chain(ADAMW, average(0.5)), ADAMW),
         ValueError,
         r"must be a tuple with a state for each of.*average\(0.5\).*: begin an average with",
+    ),
+    "states without another average": (
+        updated(chain(ADAMW, average(0.5), average(0.9)), chain(ADAMW, average(0.5))),
+        ValueError,
+        r"begin an average with state._replace\(opt_state=\(\*state\.opt_state, funcamp.average",
+    ),
+    "groups of another state": (
+        lambda: ADAMW.update(ravel(PARAMS), ravel(PARAMS), ADAMW.init(ravel(PARAMS, group=lambda *_: "all"))),
+        ValueError,
+        r"groups of opt_state; got Params\(2 tensors in {vector: .*Params\(2 tensors in {all: .*state.params.ravel\(tree\)",
     ),
     "order of states": (
         updated(chain(average(0.5), ADAMW), chain(ADAMW, average(0.5))),
@@ -187,6 +198,16 @@ def without_b(update: Any) -> Any:
     return update._replace(gradients={"b": None, "w": update.gradients["w"]})
 
 
+class PlainStep(Own):
+    def update(self, params: Any, grads: Any, opt_state: Any) -> Any:
+        return params.tree(), opt_state
+
+
+def flat_updated(optimizer: Any) -> Any:
+    flat = ravel(PARAMS)
+    return optimizer.update(flat, flat, optimizer.init(flat))
+
+
 AFTER = r"make_train_step: optimizer must have a part after clip_by_\w+\(0.1\)"
 CHAINS: dict[str, Row] = {
     "no parts": (chain, TypeError, "chain: parts must be given"),
@@ -197,6 +218,16 @@ CHAINS: dict[str, Row] = {
     "decay": (lambda: average(2), ValueError, "average: decay must be from 0 to 1; got 2"),
     "bound": (lambda: clip_by_value(torch.ones(2)), ValueError, r"clip_by_value: max_value must have shape \(\)"),
     "nothing returned": (updated(chain(lambda update: None, SGD)), TypeError, "must return an Update.*got None"),
+    "a plain tree of gradients": (
+        lambda: flat_updated(chain(without_b, SGD)),
+        TypeError,
+        r"must return gradients as Params, .*; got a dict with 'b', 'w': write gradients.ravel\(tree\)",
+    ),
+    "a plain tree of parameters": (
+        lambda: flat_updated(chain(PlainStep())),
+        TypeError,
+        r"must return params as Params, .*; got a dict with 'b', 'w': write params.ravel\(tree\)",
+    ),
     "None in every": (
         updated(chain(every(2, without_b), SGD)),
         TypeError,
@@ -208,6 +239,16 @@ CHAINS: dict[str, Row] = {
         lambda: step_of(by_group({"matrices": SGD, "vectors": chain(SGD, clip_by_value(0.1))})),
         ValueError,
         AFTER,
+    ),
+    "average in a group": (
+        lambda: step_of(by_group({"matrix": chain(SGD, average(0.5)), "vector": SGD})),
+        ValueError,
+        r"make_train_step: optimizer must have its averages .*: write chain\(by_group\(...\), average\(decay\)\)",
+    ),
+    "average in a delayed chain": (
+        lambda: step_of(chain(every(2, chain(SGD, average(0.5))), average(0.5))),
+        ValueError,
+        "must have its averages as parts of its outermost chain",
     ),
     "two groupings": (lambda: step_of(by_two_functions()), ValueError, "must group parameters by one function"),
     "every to torch": (

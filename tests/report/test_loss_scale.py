@@ -160,6 +160,8 @@ def test_each_backward_pass_has_its_scale() -> None:
     report = numerics_report(step, step.init(), (x.reshape(2, 2, 6), y.reshape(2, 2, 3)), module=model)
     assert [one.loss_scale for one in report.passes] == [2.0**10] * 2
 
+    model = made()
+
     def penalized() -> None:
         given = x.requires_grad_()
         (inner,) = torch.autograd.grad(model(given).sum(), given, create_graph=True)

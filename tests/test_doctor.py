@@ -9,6 +9,8 @@ import torch
 
 import funcamp
 from funcamp import __main__, _doctor
+from funcamp._verify.report import Comparison, Outcome, Verification
+from funcamp._verify.rounding import Difference
 
 
 @pytest.mark.thorough(keep=1)
@@ -40,6 +42,14 @@ def test_a_check_that_fails_stops_no_other_and_shows_in_the_status(
     out = capsys.readouterr().out
     assert "a step beside torch's loop  failed  ValueError: scale at step 3: 2.0 instead of 4.0\n" in out
     assert out.count("  ok ") == 4
+
+
+def test_a_wrong_step_is_named_with_its_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    difference = Difference(2, "params.w", 1e-2, 1e-5)
+    wrong = Comparison("torch's loop - eager step", Outcome.DIFFERENT, difference)
+    monkeypatch.setattr(funcamp, "verify", lambda *_, **__: Verification((wrong,), 6, (), None, ()))
+    with pytest.raises(AssertionError, match="eager step: DIFFERENT from step 2 on: params.w by 1.0e-02"):
+        _doctor._verified("cpu")
 
 
 def test_a_missing_gpu_is_named(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

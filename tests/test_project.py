@@ -137,7 +137,7 @@ MOST_TOKENS: dict[str, int] = {
     "_step_file": 2_876,
     "distributed": 3_564,
     "float8": 2_340,
-    "command line": 976,
+    "command line": 983,
     "_io": 1_058,
 }
 

@@ -48,7 +48,7 @@ def test_a_wrong_step_is_named_with_its_difference(monkeypatch: pytest.MonkeyPat
     difference = Difference(2, "params.w", 1e-2, 1e-5)
     wrong = Comparison("torch's loop - eager step", Outcome.DIFFERENT, difference)
     monkeypatch.setattr(funcamp, "verify", lambda *_, **__: Verification((wrong,), 6, (), None, ()))
-    with pytest.raises(AssertionError, match="eager step: DIFFERENT from step 2 on: params.w by 1.0e-02"):
+    with pytest.raises(AssertionError, match=r"eager step: DIFFERENT from step 2 on: params\.w by 1\.0e-02"):
         _doctor._verified("cpu")
 
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from funcamp._cpu.sources import ENTRY, TAKE_OVER, can_change_sources, source_changed
+from funcamp._jit.compiled_program import in_shared_memory
 from funcamp._jit.passes.program import Flat, Pass, Program
 
 #: Number of elements of a tensor from which on a program is large: the C library keeps smaller ones itself.
@@ -84,8 +85,7 @@ class KeptMemory(NamedTuple):
             memory = _take_memory()
             results = list(inner([*inputs, memory]))
             if copies_needed is None:
-                address = _address(memory)
-                copies_needed = [number for number, result in enumerate(results) if _address(result) == address]
+                copies_needed = in_shared_memory(results, [memory])
             for number in copies_needed:
                 results[number] = results[number].clone()
             _of_thread.memory = weakref.ref(memory)
@@ -102,10 +102,6 @@ def _take_memory() -> Tensor:
         with torch.inference_mode(False):
             memory = torch.empty(0, dtype=torch.uint8, device="cpu")
     return memory
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _run(program: Program) -> Program:

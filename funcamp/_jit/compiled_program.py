@@ -64,7 +64,7 @@ class Surroundings(NamedTuple):
             # A backward pass elsewhere that saved one of them is an error, as after an operation in place.
             torch.autograd.graph.increment_version([inputs[number] for number in written])
             if copies_needed is None:
-                copies_needed = _in_shared_memory(results, inputs)
+                copies_needed = in_shared_memory(results, inputs)
             for number in copies_needed:
                 results[number] = results[number].clone()
             return results
@@ -91,7 +91,7 @@ def _with_wrapped(run: Flat, wrappers: Sequence[Wrapper | None]) -> Flat:
     return run_on_wrapped
 
 
-def _in_shared_memory(results: list[Tensor], inputs: list[Tensor]) -> list[int]:
+def in_shared_memory(results: list[Tensor], inputs: list[Tensor]) -> list[int]:
     """Return the numbers of results that share memory with an input or with an earlier result.
 
     Inductor removes a clone of a value that is also another result. What a caller or a later call writes into one of

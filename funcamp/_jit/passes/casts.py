@@ -93,8 +93,8 @@ def _casts_of_parts(graph: fx.Graph) -> Iterator[tuple[_Group, _CastOfPart]]:
 
 def _is_cast(node: fx.Node) -> bool:
     """Return whether a node changes the dtype of a tensor, and nothing else."""
-    source: Any = node.args[0] if node.args else None
-    if node.target is not _CAST or not isinstance(source, fx.Node):  # vmap casts numbers, too
+    source: Any = node.args[0] if node.target is _CAST else None
+    if not isinstance(source, fx.Node):  # vmap casts numbers, too
         return False
     before, after = source.meta["val"], node.meta["val"]
     return bool(before.device == after.device and before.stride() == after.stride())

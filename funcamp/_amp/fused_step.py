@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp._amp.undo import Flags, combine_flags, entries, forget, read_any
+from funcamp._amp.flags import Flags, combine_flags, read_any
 from funcamp._types import Args, Kwargs
 
 
@@ -24,9 +24,7 @@ def fused_step(
 
     is_unscaled: whether the gradients are unscaled already; otherwise the kernel divides them by scale.
     """
-    entries_before = None
-    if isinstance(optimizer, torch.optim.SGD):  # only SGD writes a first state in a step that it skips
-        entries_before = entries(optimizer)
+    momenta_before = _momenta(optimizer)
     grad_scale = getattr(optimizer, "grad_scale", None)  # as in torch, one that is set already is a further factor
     if not is_unscaled:
         grad_scale = scale if grad_scale is None else scale * grad_scale
@@ -36,6 +34,16 @@ def fused_step(
         result = optimizer.step(*args, **kwargs)
     finally:
         del optimizer.grad_scale, optimizer.found_inf
-    if entries_before is not None and entries(optimizer) != entries_before and read_any(flags):
-        forget(optimizer, entries_before)
+    begun = _momenta(optimizer) - momenta_before
+    if begun and read_any(flags):
+        for param in begun:
+            del optimizer.state[param]["momentum_buffer"]
     return result
+
+
+def _momenta(optimizer: Any) -> set[Tensor]:
+    """Return the parameters for which SGD keeps a momentum: only SGD begins a state in a step that it skips."""
+    if not isinstance(optimizer, torch.optim.SGD):
+        return set()
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return {param for param in params if optimizer.state.get(param, {}).get("momentum_buffer") is not None}

@@ -8,7 +8,7 @@ import warnings
 from collections import abc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Literal, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -16,10 +16,10 @@ from torch.amp.grad_scaler import OptState as Stage
 
 from funcamp import _upstream
 from funcamp._amp.arguments import check_saved, checked_device, checked_numbers
+from funcamp._amp.flags import Flags, combine_flags, read_any
 from funcamp._amp.fused_step import fused_step
 from funcamp._amp.nonfinite import describe_nonfinite
 from funcamp._amp.skips_in_a_row import SkipsInARow
-from funcamp._amp.undo import Flags, combine_flags, is_watched, obstacle, read_any, select, with_grads
 from funcamp._amp.unscale import by_device, unscale
 from funcamp._amp.write_scale import apply_rule, set_scale
 from funcamp._check import boolean, integer
@@ -40,17 +40,12 @@ def _untraced(method: F) -> F:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` without host syncs: the same calls, scales, skips, errors and `state_dict`.
+    """`torch.amp.GradScaler`, without host syncs for fused optimizers: the same calls, scales, skips and `state_dict`.
 
     `scale(loss).backward()`, `step(optimizer)`, `update()`; `unscale_(optimizer)` before clipping.
 
-    A fused optimizer (`fused=True`) skips inside its kernel. For another class of torch.optim the scaler copies
-    parameters and state, takes the step, and restores the copies on the device if the step must be skipped. This costs
-    memory traffic and a launch per tensor, but no synchronization: prefer fused=True, or skip="host". If a step cannot
-    be restored this way, the flag is read on the host, as torch does: an optimizer of another class; hooks, or a `step`
-    that replaces the class's (unless skip="select" allows them to see a step that is restored); a closure; parameters
-    that are tensor subclasses or sparse; counters on the host (Adam on a GPU without capturable=True); a momentum of
-    sparse gradients.
+    A fused optimizer (`fused=True`) skips inside its kernel: prefer it. For any other the flag is read on the host, and
+    `step` is called or not, as torch does.
 
     Compile the model, not the loop: as with torch's class, `torch.compile` breaks its graph at the scaler's calls. To
     compile the whole step, use `make_train_step` and `jit`.
@@ -71,15 +66,13 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: clean steps in a row after which the scale grows.
         enabled: if False, every call except `step` does nothing; as in torch, the setters set what the getters return.
         config: another rule, or bounds; replaces the four numbers. `state_dict` then includes the rule's counters.
-        skip: "select" restores a skipped step on the device; "host" reads the flag and does not call `step` if it is
-            set, as torch does. By default "select", but "host" on a CPU, where the read is free, and under Accelerate.
         allow_fp16: unscale float16 gradients, multiplied in float32 and rounded back; torch raises for them.
 
     Raises:
         AssertionError: growth_factor is not above 1, or backoff_factor not below 1.
         TypeError: device is not a string, or one of the four numbers is not a number; config is not a `ScalerConfig`,
             or allow_fp16 not a bool.
-        ValueError: config is given with one of the four numbers; skip is neither; a number cannot be used.
+        ValueError: config is given with one of the four numbers; a number cannot be used.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -107,11 +100,8 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         *,
         config: ScalerConfig | None = None,
-        skip: Literal["select", "host"] | None = None,
         allow_fp16: bool = False,
     ) -> None:
-        if skip not in (None, "select", "host"):
-            raise ValueError(f'GradScaler: skip must be "select", "host" or None; got {skip!r}')
         boolean("GradScaler", "allow_fp16", allow_fp16)
         device = checked_device(device)
         numbers = init_scale, growth_factor, backoff_factor, growth_interval
@@ -122,7 +112,6 @@ class GradScaler(torch.amp.GradScaler):
         if enabled or config is not None:  # without it a disabled one takes any numbers, as torch's does
             numbers = checked_numbers(numbers, config)
         super().__init__(device, *numbers, enabled=enabled)
-        self._skip = skip
         self._skips = _skips_in_a_row()
         self._allow_fp16 = allow_fp16
         if enabled:
@@ -185,16 +174,15 @@ class GradScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients, unless `unscale_` did, and take the optimizer's step if all are finite.
 
-        No sync with a device, with these exceptions. On a CPU, unless skip="select", the scale is read, and the flag if
-        the optimizer is not fused. The flag is also read with skip="host", for an optimizer with Python numbers or
-        tensors on the host or of your own class, and at a step that makes the state of a parameter: the first one.
+        No sync with a device if the optimizer is fused, but for the steps in which SGD begins its momentum. For any
+        other optimizer the flag is read; on a CPU the scale is read, too.
 
         Pass a closure by position; it is not called in a skipped step. Its gradients are used as they are, so `scale`
         warns if it is called in it. Those of a fused optimizer are divided by the scale, unless `unscale_` was called,
         and are not checked.
 
-        If the flag is read and 20 steps in a row are skipped, one warning names the first parameter whose gradient is
-        not finite.
+        If 20 steps in a row of an optimizer that is not fused are skipped, one warning names the first parameter whose
+        gradient is not finite.
 
         Returns the result of `optimizer.step(*args, **kwargs)`, or None if it was not called.
 
@@ -362,31 +350,15 @@ class GradScaler(torch.amp.GradScaler):
 
     def _may_grow(self, inv_scale: Tensor) -> bool:
         """Return whether unscaling may multiply by more than 1; False only for a readable scale on a CPU."""
-        if self._skip == "select" or inv_scale.device.type != "cpu":
-            return True
-        return not inv_scale.item() <= 1.0  # also if it is NaN
+        return inv_scale.device.type != "cpu" or not inv_scale.item() <= 1.0  # also if it is NaN
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Take the step of an optimizer that is not fused, unless a flag is set."""
-        flags: Flags = optimizer_state["found_inf_per_device"]
-        has_closure = _has_argument(args, kwargs)
-        if self._reads_flag(optimizer, flags, has_closure):
-            is_skipped = read_any(flags)
-            self._skips.note(id(optimizer), skipped=is_skipped, describe=lambda: describe_nonfinite(optimizer))
-            return None if is_skipped else optimizer.step(*args, **kwargs)
-        reason = "step is given a closure, which a skipped step must not call" if has_closure else None
-        return select(optimizer, flags, lambda: optimizer.step(*args, **kwargs), reason)
-
-    def _reads_flag(self, optimizer: torch.optim.Optimizer, flags: Flags, has_closure: bool) -> bool:
-        """Return whether the flag is read on the host without a warning: by choice, or by default if that is better."""
-        if self._skip is not None:
-            return self._skip == "host"
-        if all(device.type == "cpu" for device in flags):  # a read is free there
-            return True
-        # What would observe a step that is undone. With an obstacle `select` reads the flag too, and warns.
-        return obstacle(optimizer) is None and (is_watched(optimizer) or has_closure)
+        """Take the step of an optimizer that is not fused, unless a flag is set, which the host reads."""
+        is_skipped = read_any(optimizer_state["found_inf_per_device"])
+        self._skips.note(id(optimizer), skipped=is_skipped, describe=lambda: describe_nonfinite(optimizer))
+        return None if is_skipped else optimizer.step(*args, **kwargs)
 
     def _fused_step(self, optimizer: Any, noted: dict[str, Any], args: Args, kwargs: Kwargs) -> object:
         """Step an optimizer whose step takes grad_scale and found_inf, or the scaler itself."""
@@ -397,7 +369,8 @@ class GradScaler(torch.amp.GradScaler):
         if not is_unscaled:
             self._check_inf_per_device(optimizer)
         flags: Flags = noted["found_inf_per_device"]
-        if not flags and (with_grads(optimizer) or _has_argument(args, kwargs)):
+        has_gradient = any(param.grad is not None for group in optimizer.param_groups for param in group["params"])
+        if not flags and (has_gradient or _has_argument(args, kwargs)):
             raise AssertionError(
                 "No inf checks were recorded for this optimizer: unscale_() or step() must be called after backward(); "
                 "there was no gradient when it was called, so those that are there now would be taken scaled."

@@ -106,10 +106,6 @@ class Loss:
         """Return the initial parameters, if the loss knows them."""
         raise TypeError("init: params must be given, because the loss was not made by module_loss; got None")
 
-    def why_empty(self) -> str:
-        """Return why there are no parameters, for an error message."""
-        return ""
-
     def shapes(self) -> dict[str, Size]:
         """Return the shapes of the parameters that the loss knows, by their stored names."""
         return {}

@@ -70,7 +70,9 @@ def first_state(
         stored = parallel.own_part(stored)
     device = next((group.device for group in stored.groups if group is not None), None)
     if device is None:
-        raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}{loss_fn.why_empty()}")
+        raise ValueError(
+            f"init: params must hold a tensor; got {_tree.brief(params)} (a module's frozen parameters are not among them)"
+        )
     if is_modules_own:
         loss_fn.state_was_made(shares_memory=consumed is not None)
     count = torch.zeros((), dtype=torch.int64, device=device)

@@ -66,10 +66,9 @@ def make_train_step(
         weight: `(batch) -> number or tensor of shape ()`: how much a micro-batch counts, such as the number of tokens
             of which its loss is the mean. The step is then that of the mean over all tokens of the window, on all
             ranks; over ranks it costs an all-reduce of a number before the backward pass. Gets one micro-batch: without
-            accumulate the batch. One with weight 0 changes nothing. 0 for all skips the step and leaves the scale as it
-            is. A number that is negative or not finite is an error. The value of a tensor is not read: such a one skips
-            the step as a gradient that is not finite does, which lowers the scale. By default micro-batches and ranks
-            count equally.
+            accumulate the batch. One with weight 0 changes nothing. A number that is negative or not finite is an
+            error. The value of a tensor is not read: such a one, and 0 for all, skips the step as a gradient that is
+            not finite does, which lowers the scale. By default micro-batches and ranks count equally.
         ema_decay: store an average of the parameters with this decay in `TrainState.ema`.
         parallel: a `distributed.DataParallel`, with which every rank takes its own batch of one common step; or a pure
             function of the flag only, as `reduce` of `unscale_and_check`.

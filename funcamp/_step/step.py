@@ -19,7 +19,7 @@ from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.skip_step import old_where
 from funcamp._scaler.update import cannot_fall, cannot_grow, decided, moved
 from funcamp._step.accumulate import accumulate, micro_batches, shares_of
-from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
+from funcamp._step.check import flag_and_norm, unscaled_gradients
 from funcamp._step.differentiate import arguments_of, differentiator
 from funcamp._step.first_state import consumed_loss, first_state
 from funcamp._step.options import Options, transforms_of
@@ -141,19 +141,14 @@ class TrainStep(Fixed):
         # reduction in `flag_and_norm`.
         # Nothing looks at the loss: an infinite loss whose gradients are finite is applied.
         result = parallel.summed(result, shares.own, state)
-        squares, finite = squares_and_finite(state.scaler, result.gradients)
-        if shares.is_empty is not None:
-            finite = finite | shares.is_empty  # 0 / 0 in the loss of a batch that does not count
-        scaler, norm = flag_and_norm(state.scaler, squares, finite, parallel.reduce)
+        scaler, norm = flag_and_norm(state.scaler, result.gradients, parallel.reduce)
 
         # Clipping, the optimizer and the average.
         gradients = unscaled_gradients(state.scaler, result.gradients)
         changed, opt_state = self._transforms.transform(Update(state.params, gradients, norm), state.opt_state)
 
-        # The only skip: for a gradient that is not finite, and for a window without weight.
+        # The only skip.
         skips = scaler.found_inf != 0
-        if shares.is_empty is not None:
-            skips = skips | shares.is_empty
         buffers_if_skipped = result.buffers if loss_fn.keep_buffers else state.buffers
         params, opt_state, buffers = old_where(
             "step",
@@ -165,21 +160,18 @@ class TrainStep(Fixed):
             # `old_where` has returned these as they are, being old and new at once; one may be a tensor of the batch.
             buffers = clone(buffers)
 
-        # Counts, which move also when the step is skipped; and the scale, which moves by the gradients' flag.
+        # Counts and the scale, which move also when the step is skipped.
         is_skipped = skips.long()
         calls = state.step + 1
         skipped = state.skipped + is_skipped
         decision = decided(scaler, self.config)
-        next_scaler = moved(scaler, *decision)
-        if shares.is_empty is not None:  # neither a good step nor an overflow
-            next_scaler = old_where("step", shares.is_empty, next_scaler, state.scaler)
         after = TrainState(
             step=calls,
             skipped=skipped,
             consecutive_skips=(state.consecutive_skips + 1) * is_skipped,
             params=params,
             opt_state=opt_state,
-            scaler=next_scaler,
+            scaler=moved(scaler, *decision),
             buffers=buffers,
         )
         # Copies of what is in a state: the next step may be donated the state, and would overwrite these.

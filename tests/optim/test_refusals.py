@@ -192,16 +192,6 @@ def without_b(update: Any) -> Any:
     return update._replace(gradients={"b": None, "w": update.gradients["w"]})
 
 
-class PlainStep(Own):
-    def update(self, params: Any, grads: Any, opt_state: Any) -> Any:
-        return params.tree(), opt_state
-
-
-def flat_updated(optimizer: Any) -> Any:
-    flat = ravel(PARAMS)
-    return optimizer.update(flat, flat, optimizer.init(flat))
-
-
 AFTER = r"make_train_step: optimizer must have a part after clip_by_\w+\(0.1\)"
 CHAINS: dict[str, Row] = {
     "no parts": (chain, TypeError, "chain: parts must be given"),
@@ -212,16 +202,6 @@ CHAINS: dict[str, Row] = {
     "decay": (lambda: average(2), ValueError, "average: decay must be from 0 to 1; got 2"),
     "bound": (lambda: clip_by_value(torch.ones(2)), ValueError, r"clip_by_value: max_value must have shape \(\)"),
     "nothing returned": (updated(chain(lambda update: None, SGD)), TypeError, "must return an Update.*got None"),
-    "a plain tree of gradients": (
-        lambda: flat_updated(chain(without_b, SGD)),
-        TypeError,
-        r"must return gradients as Params, .*; got a dict with 'b', 'w': write gradients.ravel\(tree\)",
-    ),
-    "a plain tree of parameters": (
-        lambda: flat_updated(chain(PlainStep())),
-        TypeError,
-        r"must return params as Params, .*; got a dict with 'b', 'w': write params.ravel\(tree\)",
-    ),
     "None in every": (
         updated(chain(every(2, without_b), SGD)),
         TypeError,

@@ -5,7 +5,6 @@ Random loops are in test_grad_scaler_trajectories.py, the cases of torch's own t
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import math
@@ -50,14 +49,6 @@ def gradients(overflows: bool) -> dict[str, Tensor]:
 
 def full(size: float) -> dict[str, Tensor]:
     return {name: torch.full_like(param, size) for name, param in PARAMS.items()}
-
-
-class Elsewhere(GradScaler):
-    """Reports three other devices, one without an overflow."""
-
-    def _unscale_grads_(self, *args: Any) -> Any:
-        (flag,) = super()._unscale_grads_(*args).values()
-        return {torch.device("meta", index): flag * min(index, 1) for index in range(3)}
 
 
 def with_a_reduced_flag(cls: Any) -> Any:
@@ -215,15 +206,6 @@ def test_nothing_infinite_reaches_an_optimizer_at_any_scale(name: str, scale: fl
         assert all(param.isfinite().all() for param in loop.step(full(size)).values()), size
 
 
-def test_flags_of_several_devices_are_one_flag() -> None:
-    given = []
-    loop = around(Elsewhere("cpu"), "AdamW-fused")
-    loop.optimizer.register_step_pre_hook(lambda optimizer, *_: given.append(optimizer.found_inf.item()))
-    for overflows in (True, False):
-        loop.step(gradients(overflows), max_norm=1.0)
-        assert loop.scaler.metrics().found_inf == given[-1] == overflows
-
-
 def test_fused_momentum_starts_from_zeros_after_a_skip() -> None:
     torch.use_deterministic_algorithms(True)  # fills memory that nobody wrote with NaN, so that it shows
     try:
@@ -259,15 +241,6 @@ def test_the_flag_of_a_fused_step_is_not_read(name: str, cls: Any) -> None:
         with host_reads() as reads:
             loop.step(grads, max_norm=1.0 if step % 2 else None)
         assert len(reads) == expected, reads
-
-
-@pytest.mark.parametrize(("name", "warns"), [("SGD", True), ("AdamW-fused", False)])
-def test_a_closure_that_scales_is_warned_of_if_nothing_unscales_it(name: str, warns: bool) -> None:
-    loop = around(made(GradScaler), name)
-    loop.put(full(1.0))
-    with pytest.warns(UserWarning, match="called in the closure of step") if warns else contextlib.nullcontext():
-        loop.scaler.step(loop.optimizer, lambda: loop.scaler.scale(loop.leaves["w"].sum()).backward())
-    loop.scaler.scale(torch.zeros(()))
 
 
 @pytest.mark.compiled

@@ -1,7 +1,7 @@
 """Hugging Face Accelerate with funcamp's scaler: set `accelerator.scaler` before `prepare`.
 
-Accelerate takes a step as skipped if `optimizer.step` was not called. With selection, and with a fused kernel, it is
-always called: `Accelerator` below uses the scaler's flag instead, a tensor that is read only when it is needed.
+Accelerate takes a step as skipped if `optimizer.step` was not called. With a fused kernel it is always called:
+`Accelerator` below uses the scaler's flag instead, a tensor that is read only when it is needed.
 Watch the schedule: it does not advance at skipped steps, fused optimizer or not, and ends at the count of applied ones.
 """
 

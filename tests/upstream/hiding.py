@@ -164,7 +164,7 @@ def product(funcamp: Any) -> Any:
 
 PARTS: dict[str, Callable[[Any], Any]] = {
     "step": lambda funcamp: trained(funcamp, eager),
-    "select": scaler,
+    "scaler": scaler,
     "batched": batched,
     "ties": ties,
     "consumed": consumed,

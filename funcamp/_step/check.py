@@ -23,10 +23,10 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._dtensor import any_in_meshes, group_by_mesh_dims, local, total
-from funcamp._scaler.scale import reduce_flag, unscaled
+from funcamp._scaler.scale import unscaled
 from funcamp._scaler.state import ScalerState, reciprocal, replace, widen
 from funcamp._trace.tracing import compiling
-from funcamp._types import Reduce, Tree
+from funcamp._types import Tree
 
 
 class _Range(NamedTuple):
@@ -52,7 +52,7 @@ _ROW = 2048
 _ROWS_IN_CACHE = 64
 
 
-def flag_and_norm(state: ScalerState, grads: Tree, reduce: Reduce | None) -> tuple[ScalerState, Tensor]:
+def flag_and_norm(state: ScalerState, grads: Tree) -> tuple[ScalerState, Tensor]:
     """Return the state with the flag of scaled gradients, and their unscaled norm in float64, from one reading."""
     inv_scale = _tree.settled(reciprocal(state.scale))
     leaves = [leaf for leaf in _tree.leaves(grads) if leaf is not None]
@@ -72,10 +72,8 @@ def flag_and_norm(state: ScalerState, grads: Tree, reduce: Reduce | None) -> tup
             without_overflow = torch.where(torch.isfinite(squares), squares, checks * _RANGES[dtype].undo)
             total_squares = total_squares + total(without_overflow.sum(), across)
             finite = finite & torch.isfinite(checks).all()
-    flag = ((state.found_inf != 0) | any_in_meshes(~finite, leaves)).float()
-    if reduce is not None:
-        flag = reduce_flag("step", "parallel", reduce, flag)
-    return replace(state, found_inf=flag), total_squares.sqrt()
+    is_found = (state.found_inf != 0) | any_in_meshes(~finite, leaves)
+    return replace(state, found_inf=is_found.float()), total_squares.sqrt()
 
 
 def _square_and_check(value: Tensor) -> tuple[Tensor, Tensor]:

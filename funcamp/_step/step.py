@@ -137,11 +137,10 @@ class TrainStep(Fixed):
             result = accumulate(differentiate_loss, params_of_loss, state.buffers, tape, pieces, shares)
 
         # The sum over ranks; the flag and the norm by one reading of the gradients. An overflow of one rank reaches the
-        # others in the sum of the gradients; with DTensors in that of the flags over their mesh; with a user's own
-        # reduction in `flag_and_norm`.
+        # others in the sum of the gradients; with DTensors in that of the flags over their mesh.
         # Nothing looks at the loss: an infinite loss whose gradients are finite is applied.
         result = parallel.summed(result, shares.own, state)
-        scaler, norm = flag_and_norm(state.scaler, result.gradients, parallel.reduce)
+        scaler, norm = flag_and_norm(state.scaler, result.gradients)
 
         # Clipping, the optimizer and the average.
         gradients = unscaled_gradients(state.scaler, result.gradients)

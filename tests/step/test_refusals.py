@@ -91,7 +91,7 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "dtype of a buffer": (beside(lambda n: {"n": n.double()}), ValueError, "step: .* 'n' was .*float32.* is .*float64"),
     "shape of a buffer": (beside(lambda n: {"n": n.expand(2)}), ValueError, r"step: .* 'n' was .*\(\).* is .*\(2,\).*; call a model .* once before init"),
     # options
-    "parallel returns a vector": (step_with(parallel=lambda flag: flag[None]), ValueError, r"step: parallel must return a tensor of shape \(\); got \(1,\)"),
+    "a function of the flag": (step_with(parallel=abs), TypeError, "make_train_step: parallel must be a distributed.DataParallel; got"),
     "weight returns a vector": (weighted(lambda batch: batch[1]), ValueError, r"step: weight must return a tensor of shape \(\); got a torch.float32 tensor of shape \(8,\)"),
     "weight is negative": (weighted(lambda _: -1), ValueError, "step: weight must return 0 or a positive number; got -1"),
     "weight is nothing": (weighted(lambda _: None), TypeError, r"step: weight must return a number or a tensor of shape \(\); got None"),

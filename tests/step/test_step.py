@@ -122,30 +122,6 @@ def test_a_gradient_that_overflows_by_unscaling_is_found() -> None:
     assert_same(after.params, state.params)
 
 
-@pytest.mark.compiled
-@eager_and_traced
-def test_a_function_of_the_flag_decides_for_all_ranks(wrap: Any) -> None:
-    elsewhere, flags = torch.tensor(0.0), []
-
-    def of_all(flag: Tensor) -> Tensor:
-        flags.append(flag)
-        return torch.maximum(flag, elsewhere)
-
-    step = make_train_step(linear, SGD, ScalerConfig(8.0), parallel=of_all)
-    run, state = wrap(step), step.init({"a": torch.ones(2)})
-    for other, here, expected in ((0, 1, 0), (1, 1, 1), (0, math.inf, 1), (1, math.inf, 1), (0, 1, 0)):
-        elsewhere.fill_(other)
-        flags.clear()
-        before = clone(state)
-        state, metrics = run(state, torch.tensor([[1.0, here]]))
-        assert metrics.found_inf == expected
-        assert torch.equal(state.params["a"], before.params["a"]) == bool(expected)
-        assert state.scaler.scale == before.scaler.scale * (0.5 if expected else 1.0)
-        if wrap is eager:
-            assert_same(flags, [torch.tensor(float(here == math.inf))])
-    assert state.skipped == 3
-
-
 # What a loss returns beside, and what the optimizer is.
 
 

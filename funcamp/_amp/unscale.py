@@ -18,7 +18,6 @@ from torch import Tensor
 from funcamp import _tree, _upstream
 from funcamp._dtensor import any_in_meshes, is_distributed, local, settled_sum
 
-
 #: found_inf by device: float32, 1.0 or 0.0.
 Flags = dict[torch.device, Tensor]
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import integer, real

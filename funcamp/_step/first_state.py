@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._check import boolean
 from funcamp._scaler.first_state import init
@@ -66,7 +65,8 @@ def first_state(step: TrainStep, params: Tree, *, flat: bool, group: Group | Non
     device = next((group.device for group in stored.groups if group is not None), None)
     if device is None:
         raise ValueError(
-            f"init: params must hold a tensor; got {_tree.brief(params)} (a module's frozen parameters are not among them)"
+            f"init: params must hold a tensor; got {_tree.brief(params)} (a module's frozen parameters are not among "
+            "them)"
         )
     if is_modules_own:
         loss_fn.state_was_made(shares_memory=consumed is not None)

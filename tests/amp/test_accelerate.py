@@ -77,7 +77,7 @@ def test_the_examples_accelerator_equals_torch(optimizer: str) -> None:
         assert_same_run(actual, expected)
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.product(SCALERS, repeat=2))
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(SCALERS, repeat=2)))
 def test_loaded_state_goes_on_as_the_uninterrupted_run(first: str, second: str, tmp_path: Path) -> None:
     half = 15  # in the middle of a growth interval
     whole = Run(SCALERS["torch"](**NUMBERS), "adamw").train()

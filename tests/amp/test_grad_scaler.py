@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, optim
 
 from funcamp import GradScaler, ScalerConfig, init, presets, to_state_dict, update
-from tests.support.helpers import assert_same, clone
+from tests.support.helpers import assert_same
 from tests.support.host_reads import host_reads
 from tests.support.optimizers import CASES
 from tests.support.oracle import flagged

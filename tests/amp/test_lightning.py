@@ -107,7 +107,7 @@ def test_run_equals_the_one_with_torchs_scaler(variant: str, tmp_path: Path) -> 
     assert_same_run(actual, expected)
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.product(SCALERS, repeat=2))
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(SCALERS, repeat=2)))
 @pytest.mark.parametrize("module", [Net, TwoOptimizers], ids=["", "two optimizers by hand"])
 def test_resumed_run_equals_the_uninterrupted_one(module: Any, first: str, second: str, tmp_path: Path) -> None:
     numbers, path = NUMBERS | {"growth_interval": 7}, tmp_path / "half.ckpt"

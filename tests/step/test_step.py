@@ -14,7 +14,7 @@ from torch.utils import _pytree
 from funcamp import ScalerConfig, loss, make_train_step, presets, stateless
 from tests.support.helpers import assert_close, assert_same, clone, values_of
 from tests.support.models import cnn, mlp
-from tests.support.steps import SGD, build, eager, eager_and_traced
+from tests.support.steps import SGD, build
 
 ADAMW = stateless(torch.optim.AdamW, lr=1e-2)
 

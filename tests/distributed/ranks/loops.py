@@ -6,7 +6,6 @@ They are compared with DDP's loop and torch's scaler, over overflows of float16 
 from __future__ import annotations
 
 import functools
-import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple

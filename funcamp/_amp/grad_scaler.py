@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -112,6 +112,10 @@ class GradScaler(torch.amp.GradScaler):
             self._counters: dict[str, Tensor] = {}
             self._init_counters = self._config.rule.first_counters()
             self._found_inf: Tensor | None = None
+
+    if TYPE_CHECKING:  # torch's returns a Tensor, whose `backward` strict type checkers refuse
+
+        def scale(self, outputs: object) -> Any: ...
 
     @_untraced
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:

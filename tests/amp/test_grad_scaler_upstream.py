@@ -23,7 +23,7 @@ BATCHES, SKIPPED = 4, 2
 Run = Callable[[torch.nn.Sequential, torch.optim.Optimizer, Any], None]
 
 
-def scaler_of(**options: Any) -> GradScaler:
+def scaler_of(**options: Any) -> Any:
     return GradScaler("cpu", **options)
 
 

@@ -49,6 +49,8 @@ def weighted(weight: Any) -> Call:
 class Counting(nn.BatchNorm1d):
     """Puts something else in the place of a buffer."""
 
+    running_mean: Tensor
+
     def __init__(self, changed: Callable[[Tensor], Tensor]) -> None:
         super().__init__(4)
         self.changed = changed

@@ -168,7 +168,7 @@ class Least(nn.Module):
             self.register_buffer(name, torch.tensor(start))
 
     def forward(self, x: Tensor) -> Tensor:
-        for name, value in self._buffers.items():
+        for name, value in self.named_buffers():
             setattr(self, name, torch.minimum(value, x.min()))
         return (self.w * x).sum()
 

@@ -35,7 +35,7 @@ def _untraced(method: F) -> F:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler`, without host syncs for fused optimizers: the same calls, scales, skips and `state_dict`.
+    """`torch.amp.GradScaler` with the same calls, scales and skips, and no host sync if an optimizer is fused.
 
     `scale(loss).backward()`, `step(optimizer)`, `update()`; `unscale_(optimizer)` before clipping.
 

@@ -35,11 +35,6 @@ START = STEP.init(W)
 LINEAR = nn.Linear(4, 1)
 
 
-def step_with(**options: Any) -> Call:
-    """A step with an option, called."""
-    return lambda: make_train_step(plain, SGD, **options)(START, X)
-
-
 def weighted(weight: Any) -> Call:
     """A step whose weight returns something."""
     batch = (torch.ones(2, 8, 4), torch.ones(2, 8))
@@ -101,7 +96,6 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "dtype of a buffer": (with_buffer(Tensor.double), ValueError, "step: .* buffers; 'running_mean' was .*float32.* is .*float64"),
     "shape of a buffer": (with_buffer(lambda mean: mean[:2]), ValueError, r"step: .* was .*\(4,\).* is .*\(2,\).*; call a model .* once before init"),
     # options
-    "a function of the flag": (step_with(parallel=abs), TypeError, "make_train_step: parallel must be a distributed.DataParallel; got"),
     "weight returns a vector": (weighted(lambda batch: batch[1]), ValueError, r"step: weight must return a tensor of shape \(\); got a torch.float32 tensor of shape \(8,\)"),
     "weight is negative": (weighted(lambda _: -1), ValueError, "step: weight must return 0 or a positive number; got -1"),
     "weight is nothing": (weighted(lambda _: None), TypeError, r"step: weight must return a number or a tensor of shape \(\); got None"),

@@ -35,7 +35,7 @@ def _untraced(method: F) -> F:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` with the same calls, scales and skips, and no host sync if an optimizer is fused.
+    """`torch.amp.GradScaler`, the same calls, scales and skips, without a host sync for fused optimizers.
 
     `scale(loss).backward()`, `step(optimizer)`, `update()`; `unscale_(optimizer)` before clipping.
 

@@ -215,7 +215,8 @@ class TrainStep(Fixed):
 
         Args:
             params: a pytree of floating-point or complex tensors, or `Params`; by default the module's, if the
-                loss is of `module_loss`, whose buffers are the state's. `Params` are taken apart and stored anew.
+                loss is of `module_loss`. `Params` are taken apart and stored anew. Buffers are the module's; others are
+                given by `state._replace(buffers=...)`, such as those of the members of an ensemble.
             flat: store the parameters in a few 1-D tensors, so that the number of kernel launches does not depend on
                 the number of tensors; False stores each tensor by itself.
             group: the groups of flat storage, as in `ravel`; by default those of the optimizer, or matrices and

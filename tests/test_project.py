@@ -129,7 +129,7 @@ MOST_TOKENS: dict[str, int] = {
     "numerics": 6_709,
     "_verify": 4_698,
     "_upstream": 4_078,
-    "_amp": 3_904,
+    "_amp": 3_922,
     "files beside": 5_344,
     "_storage": 4_241,
     "_scaler": 4_544,

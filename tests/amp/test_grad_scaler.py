@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, optim
 
 from funcamp import GradScaler, ScalerConfig, init, presets, to_state_dict, update
-from tests.support.helpers import assert_same
+from tests.support.helpers import assert_same, clone
 from tests.support.host_reads import host_reads
 from tests.support.optimizers import CASES
 from tests.support.oracle import flagged
@@ -204,6 +204,29 @@ def test_nothing_infinite_reaches_an_optimizer_at_any_scale(name: str, scale: fl
     for size in (2.0**100, 2.0**-120, 0.0):
         loop.scaler.update(scale)
         assert all(param.isfinite().all() for param in loop.step(full(size)).values()), size
+
+
+def test_flags_of_two_devices_are_one_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fused kernel that gets their sum, 2.0, takes the step."""
+
+    def two_devices(optimizer: Any, allow_fp16: bool) -> dict[torch.device, list[Tensor]]:
+        first, second = optimizer.param_groups[0]["params"]
+        return {torch.device("cpu"): [first.grad], torch.device("cpu", 0): [second.grad]}
+
+    monkeypatch.setattr("funcamp._amp.grad_scaler.by_device", two_devices)
+    loop = around(GradScaler("cpu"), "AdamW-fused")
+    before = clone(loop.params())
+    for grads in (full(math.inf), gradients(True)):
+        assert_same(loop.step(grads, max_norm=1.0), before)
+        assert loop.scaler.metrics().found_inf == 1
+
+
+def test_a_fused_step_that_raises_leaves_no_factor_for_the_next() -> None:
+    loop = around(made(GradScaler), "AdamW-fused")
+    loop.put(full(1.0))
+    with pytest.raises(ZeroDivisionError):
+        loop.scaler.step(loop.optimizer, lambda: 1 / 0)
+    assert not {"grad_scale", "found_inf"} & vars(loop.optimizer).keys()
 
 
 def test_fused_momentum_starts_from_zeros_after_a_skip() -> None:

@@ -20,7 +20,7 @@ from _timing import Report, Row, Variant, about, arguments, chosen, measured, na
 from torch import Tensor
 
 import funcamp
-from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
+from funcamp._step.check import flag_and_norm, unscaled_gradients
 
 BYTES = 2 + 14 + 14  # a parameter
 LR = 1e-4
@@ -86,7 +86,7 @@ def funcamp_iteration(size: Size, device: str, dtype: torch.dtype, *, flat: bool
 
     def step(state: Any, _: Any) -> tuple[Any, Tensor]:  # a batch would be copied into a captured step
         params, opt_state, scaler, _ = state
-        checked, norm = flag_and_norm(scaler, *squares_and_finite(scaler, grads), None)
+        checked, norm = flag_and_norm(scaler, grads)
         update = funcamp.Update(params, unscaled_gradients(scaler, grads), norm)
         update, new_opt_state = clipped.transform(update, opt_state)
         params, opt_state = funcamp.skip_step(checked, new=(update.params, new_opt_state), old=(params, opt_state))

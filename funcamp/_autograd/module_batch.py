@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from funcamp import _tree
 from funcamp._types import Args, Kwargs
@@ -33,7 +32,7 @@ def arguments_of(batch: object, *, has_target: bool) -> Arguments:
     """
     if has_target:
         if not isinstance(batch, (tuple, list)) or not batch:
-            raise _wrong_form(batch, has_target=True)
+            raise _wrong_form(batch, "a tuple or list (*inputs, target) with a criterion")
         return Arguments(tuple(batch[:-1]), {}, batch[-1])
     if isinstance(batch, (tuple, list)):
         return Arguments(tuple(batch), {}, None)
@@ -41,40 +40,12 @@ def arguments_of(batch: object, *, has_target: bool) -> Arguments:
         return Arguments((), dict(batch), None)
     if isinstance(batch, Tensor):
         return Arguments((batch,), {}, None)
-    raise _wrong_form(batch, has_target=False)
+    raise _wrong_form(batch, "a mapping of keyword arguments, a tuple or list of arguments, or a tensor")
 
 
-def _wrong_form(batch: object, *, has_target: bool) -> TypeError:
+def _wrong_form(batch: object, accepted_forms: str) -> TypeError:
     """Return the error for a batch of another form."""
-    return TypeError(f"module_loss: batch must be {_accepted_forms(has_target)}; got {_tree.brief(batch)}")
-
-
-def _accepted_forms(has_target: bool) -> str:
-    """Return the forms of a batch in the words of an error message."""
-    if has_target:
-        return "a tuple or list (*inputs, target) with a criterion"
-    return "a mapping of keyword arguments, a tuple or list of arguments, or a tensor"
-
-
-def check_fit(model: nn.Module, batch: object, arguments: Arguments, error: TypeError, *, has_target: bool) -> None:
-    """Raise TypeError if an error of a call is because the model does not take these arguments.
-
-    Args:
-        model: the module that was called.
-        batch: the batch that the arguments are from.
-        arguments: of `arguments_of`.
-        error: what the call raised. If the arguments fit, it is the model's own.
-        has_target: as in `arguments_of`.
-    """
-    signature = inspect.signature(model.forward)
-    try:
-        signature.bind(*arguments.positional, **arguments.by_name)
-    except TypeError:
-        raise TypeError(
-            f"module_loss: batch must be {_accepted_forms(has_target)}, as "
-            f"{type(model).__name__}.forward{signature} takes them; "
-            f"got {_tree.brief(batch)}: {error}"
-        ) from error
+    return TypeError(f"module_loss: batch must be {accepted_forms}; got {_tree.brief(batch)}")
 
 
 def loss_in(outputs: object) -> Tensor:

@@ -21,7 +21,7 @@ from torch.func import functional_call
 from funcamp import _tree
 from funcamp._autograd.left_behind import LeftBehind, TensorSlot
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.module_batch import arguments_of, check_fit, loss_in
+from funcamp._autograd.module_batch import arguments_of, loss_in
 from funcamp._autograd.module_checks import check_arguments, check_call, check_hooks
 from funcamp._autograd.module_tensors import ModuleTensors
 from funcamp._autograd.scaled_grad import Engine, pair
@@ -77,7 +77,7 @@ class ModuleLoss(Loss):
         keep_buffers: bool = False,
         engine: Engine | None = None,
     ) -> None:
-        super().__init__(model, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
+        super().__init__(model, has_aux=has_aux, engine=engine)
         self.made_of = model
         """The module that the loss was made of. `model` is the one that it calls: the same, or a copy with taps."""
         self.criterion = criterion
@@ -85,6 +85,7 @@ class ModuleLoss(Loss):
         self.names = self.tensors.names
         self.uncast_names = self.tensors.uncast_names
         self.has_buffers = bool(self.tensors.buffer_names)
+        self.keep_buffers = keep_buffers
         self._left_behind: LeftBehind | None = None
         self._has_logged_eval_mode = False
         self.call_copy(model)
@@ -107,7 +108,7 @@ class ModuleLoss(Loss):
         """Return the loss; for a module with buffers, the loss and the buffers after the forward pass.
 
         Raises:
-            TypeError: the batch has another form than `module_loss` accepts, or the model returns no loss.
+            TypeError: the batch has another form than `module_loss` or the model accepts, or the model returns no loss.
             ValueError: the forward pass deleted a buffer, or assigned one of two that were one tensor. At the first
                 call in training or eval mode, and in every trace: the module got other parameters or buffers or froze
                 a parameter since the loss was made; the forward pass writes a parameter, or reads one through a tensor
@@ -208,11 +209,7 @@ class ModuleLoss(Loss):
         """Return the loss of a batch, and aux if the criterion returns it."""
         has_target = self.criterion is not None
         arguments = arguments_of(batch, has_target=has_target)
-        try:
-            outputs = self.holder.model(*arguments.positional, **arguments.by_name)
-        except TypeError as error:
-            check_fit(self.model, batch, arguments, error, has_target=has_target)
-            raise
+        outputs = self.holder.model(*arguments.positional, **arguments.by_name)
         return self._criterion_of(outputs, arguments.target) if has_target else loss_in(outputs)
 
     def _criterion_of(self, outputs: object, target: object) -> Tree:
@@ -254,13 +251,6 @@ class ModuleLoss(Loss):
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the module's parameters and buffers, by name."""
         return self.tensors.shapes()
-
-    def why_empty(self) -> str:
-        """Return why there are no parameters, for an error message."""
-        has_parameters = next(self.made_of.parameters(), None) is not None
-        if has_parameters:
-            return ": every parameter of the module is frozen"
-        return ": the module has no parameter"
 
     def python_parts(self) -> dict[str, object]:
         """Return the objects that may keep state besides the loss's arguments, by name."""

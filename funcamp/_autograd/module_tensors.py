@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple
 from torch import Size, Tensor, nn
 
 from funcamp._autograd.left_behind import TensorSlot
-from funcamp._memory import identity, overlaps, rebind
+from funcamp._memory import identity, overlaps
 
 #: What a tensor is in its module, in the words of error messages.
 Kind = Literal["a trainable parameter", "a frozen parameter", "a buffer", "a plain attribute"]
@@ -47,10 +47,9 @@ class ModuleTensors:
         self._trained_shapes = {name: entry.tensor.shape for name, entry in entries.items() if entry.kind == TRAINED}
         self.names, self.buffer_names = _ties(model)
         """The name of every trainable parameter, with the name under which it is stored, the first of tied ones; and
-        the same for buffers, and for frozen parameters in the memory of a buffer."""
+        the same for buffers."""
         self.uncast_names = _uncast_names(model, self.names)
         """The stored names of the parameters that autocast does not cast, such as those of embeddings."""
-        self._frozen_names = {name for name in self.buffer_names if self._kinds[name] == FROZEN}
         self._attributes = {name: vars(entries[name].tensor) for name in (*self.names, *self.buffer_names)}
         """The attributes that a user has set on the module's own tensors."""
 
@@ -96,10 +95,7 @@ class ModuleTensors:
         for name, stored_name in self.names.items():
             values[name] = params[stored_name]
         for name, stored_name in self.buffer_names.items():
-            # A frozen parameter is another object in the same memory, as in the module: an object that is both would
-            # make `self.buffer += 1` register the buffer as a parameter.
-            buffer = buffers[stored_name]
-            values[name] = buffer.detach() if name in self._frozen_names else buffer
+            values[name] = buffers[stored_name]
         return values
 
     def buffers_after(self, model: nn.Module, passed: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -144,7 +140,7 @@ class ModuleTensors:
             if attributes is own_attributes:
                 continue
             new = {key: item for key, item in own_attributes.items() if key not in attributes}
-            if name in self.names or name in self._frozen_names:
+            if name in self.names:
                 new.setdefault(_IS_PARAMETER, True)
             attributes.update(new)
             added.append((attributes, set(new)))
@@ -168,7 +164,7 @@ class ModuleTensors:
                 )
 
     def share_buffers(self, modules: nn.Module, values: Mapping[str, Tensor]) -> None:
-        """Make buffers, and frozen parameters in the memory of buffers, share the memory of values.
+        """Make buffers share the memory of values.
 
         Args:
             modules: the module, and its copies that have the same tensors.
@@ -187,9 +183,6 @@ class ModuleTensors:
             for key, buffer in list(module._buffers.items()):
                 if id(buffer) in new_buffers_by_id:
                     module._buffers[key] = new_buffers_by_id[id(buffer)]
-            for parameter in module._parameters.values():
-                if parameter is not None and id(parameter) in new_buffers_by_id:
-                    rebind(parameter, new_buffers_by_id[id(parameter)])
 
     @contextlib.contextmanager
     def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
@@ -296,16 +289,15 @@ def _ties(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
     kinds = {name: entry.kind for name, entry in entries.items()}
     keys: dict[str, object] = {}
     for name, (tensor, kind) in entries.items():
-        # Two Parameters on one memory are two for an optimizer; for the others only memory counts.
-        keys[name] = id(tensor) if kind == TRAINED else identity(tensor)
+        # Two Parameters on one memory are two for an optimizer; for buffers only memory counts.
+        keys[name] = identity(tensor) if kind == BUFFER else id(tensor)
     first_names = _first_names(keys, keys)
     _refuse_common_memory(model, kinds, {name: entries[name].tensor for name in first_names.values()})
 
     stored_params = _first_names(_names_of(kinds, TRAINED), keys)
     stored_buffers = _first_names(_names_of(kinds, BUFFER), keys)
-    frozen_in_buffers = [name for name in _names_of(kinds, FROZEN) if keys[name] in stored_buffers]
     names = {name: stored_params[keys[name]] for name in _names_of(kinds, TRAINED)}
-    buffer_names = {name: stored_buffers[keys[name]] for name in (*_names_of(kinds, BUFFER), *frozen_in_buffers)}
+    buffer_names = {name: stored_buffers[keys[name]] for name in _names_of(kinds, BUFFER)}
     return names, buffer_names
 
 

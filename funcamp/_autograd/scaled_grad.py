@@ -74,7 +74,6 @@ def scaled_grad_and_value(
         TypeError: has_aux is not a bool; when called: a leaf of params is an integer tensor or not a tensor, the loss
             is not a floating-point tensor, aux contains something else than tensors, or has_aux is set and loss_fn does
             not return a pair.
-        RuntimeError: when called: in a branch of torch.cond that torch.compile does not trace, without engine="func".
 
     Example:
         >>> step = scaled_grad_and_value(lambda params, x: ((params["w"] * x) ** 2).sum())
@@ -320,8 +319,7 @@ def pair(call: str, name: str, returned: Tree) -> tuple[Tree, Tree]:
         returned: what it returned.
     """
     if not isinstance(returned, tuple) or len(returned) != 2:
-        rule = "must return a pair: (loss, aux), (loss, buffers) or (loss, (buffers, aux))"
-        raise TypeError(f"{call}: {name} {rule}; got {_tree.brief(returned)}")
+        raise TypeError(f"{call}: {name} must return a pair: (loss, aux); got {_tree.brief(returned)}")
     return returned
 
 
@@ -345,15 +343,6 @@ def loss_and_aux(call: str, returned: Tree, beside: bool) -> tuple[Tensor, Tree]
     return loss, aux
 
 
-def _records_nothing() -> bool:
-    """Return whether autograd is switched off here, below no_grad: in the kernel of an operation."""
-    if _upstream.transforms_active():
-        return False
-    with torch.enable_grad():
-        probe = torch.ones((), requires_grad=True)
-        return not (probe * 1).requires_grad
-
-
 def _checked_loss_and_aux(call: str, returned: Tree, has_aux: bool) -> tuple[Tensor, Tree]:
     """Return the loss and aux that a loss function returned; raise if they cannot be differentiated and returned."""
     loss, aux = loss_and_aux(call, returned, has_aux)
@@ -361,13 +350,6 @@ def _checked_loss_and_aux(call: str, returned: Tree, has_aux: bool) -> tuple[Ten
         got = f"{tuple(loss.shape)}: take its mean() or sum()"
         raise ValueError(f"{call}: loss_fn must return a loss of shape (); got {got}")
     if not loss.requires_grad:
-        if not torch.compiler.is_dynamo_compiling() and _records_nothing():
-            raise RuntimeError(
-                f"{call}: torch.autograd must record the loss; got a call in which torch records nothing, such as a "
-                "branch of torch.cond that torch.compile does not trace (torch.compiler.set_stance('force_eager'), a "
-                "mode such as FlopCounterMode around it): take torch.where on the results, a Python if, or "
-                "engine='func'"
-            )
         raise ValueError(
             f"{call}: loss_fn must return a loss that depends on the parameters through differentiable operations; got "
             "one with requires_grad=False, which trains nothing: compute it outside torch.no_grad(), without detach(), "

@@ -10,7 +10,6 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._memory import MemoryMark, memory_of
 from funcamp._optim.arguments import EXAMPLE
-from funcamp._storage.params import Params
 from funcamp._trace.tracing import ordinary_views
 from funcamp._types import Tree
 
@@ -52,7 +51,7 @@ def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
     """Return the update and the state after one part: a function, a `Transform` or an optimizer.
 
     Raises:
-        TypeError: the part returns something else than an `Update`, or a plain tree for `Params`.
+        TypeError: the part returns something else than an `Update`.
         ValueError: it has written into what it got.
     """
     is_of_this_package = type(part).__module__.startswith("funcamp.")
@@ -90,13 +89,6 @@ def _applied(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
             f"chain: {part!r} must return an Update, such as update._replace(gradients=...); got "
             f"{_tree.brief(new_update)}"
         )
-    for name in ("params", "gradients"):
-        got, returned = getattr(update, name), getattr(new_update, name)
-        if isinstance(got, Params) and not isinstance(returned, Params):
-            raise TypeError(
-                f"chain: {part!r} must return {name} as Params, as it gets them; got {_tree.brief(returned)}: write "
-                f"{name}.ravel(tree), of those that it gets"
-            )
     # The known norm is that of the former gradients. A later part that needs a norm computes it.
     if new_update.gradients is not update.gradients:
         new_update = new_update._replace(norm=None)

@@ -56,8 +56,8 @@ def schedule(optimizer: Pure, make: Callable[[torch.optim.Optimizer], Any], *, s
         TypeError: optimizer is not made by `stateless` or `by_group`; make is not a function, or does not return a
             scheduler of the optimizer that it is given; the scheduler changes a hyperparameter that is already a tensor
             or a schedule, or sets one to something that is not a Python number; steps is not an integer.
-        ValueError: steps is less than 1, or more than the scheduler can take; its step needs an argument, or it does
-            not start at step 0; a value is not finite. What make raises is not changed.
+        ValueError: steps is less than 1; the scheduler does not start at step 0; a value is not finite. What make and
+            the scheduler's step raise is not changed: the step of a ReduceLROnPlateau needs an argument.
 
     Example:
         >>> from torch.optim.lr_scheduler import LinearLR
@@ -171,23 +171,11 @@ def _run(
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # no optimizer steps here
         for count in range(steps):
             if count > 0:
-                _step(scheduler, count, steps)
+                scheduler.step()
             for group, values_by_name in zip(optimizer.param_groups, values):
                 for name, values_of_name in values_by_name.items():
                     values_of_name.append(group[name])
     return values
-
-
-def _step(scheduler: Any, count: int, steps: int) -> None:
-    """Take step number `count` of a scheduler; raise ValueError if it has none."""
-    try:
-        scheduler.step()
-    except Exception as error:
-        raise ValueError(
-            f"schedule: steps must be at most {count}, or make must return another scheduler: step number {count} of "
-            f"the {type(scheduler).__name__} raised {type(error).__name__}: {error}; got steps={steps}. If its step "
-            "needs an argument, give stateless the rate as a tensor of shape (), and fill_ it between steps"
-        ) from error
 
 
 def _table(source: str, name: str, hyperparameter: Any, before: object, *values: object) -> object:

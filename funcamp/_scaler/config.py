@@ -7,7 +7,6 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import integer, real
@@ -47,7 +46,7 @@ class ScalerConfig:
 
     Raises:
         TypeError: a value is not of the type given above, the rule has an attribute that is no field of its dataclass,
-            or it returns no `Outcome` of the right dtypes.
+            or its outcome is no `Outcome` with tensors and counters of a state.
         ValueError: a value is out of the range given above, init_scale is outside [min_scale, max_scale], or the rule
             does not fit the other values.
 
@@ -122,39 +121,29 @@ def _check_fields(rule: Rule) -> None:
 
 
 def _check_outcome(config: ScalerConfig) -> None:
-    """Call the rule of a configuration with a first state on the CPU, and check what it returns.
+    """Call the rule of a configuration with a first state on the CPU: it must return what a next state has.
 
     Raises:
-        TypeError: it does not return an `Outcome`, or a field is not a tensor of the right dtype.
-        ValueError: the counters are not those that the rule starts with, or a field has another shape than ().
+        TypeError: it does not return an `Outcome`, a field is not a tensor of the right dtype, or the counters are not
+            those that the rule starts with.
+        ValueError: a field has another shape than ().
     """
-    counters = config.rule.first_counters()
+    rule = config.rule
     state = ScalerState(
         scale=torch.tensor(config.init_scale, dtype=torch.float32, device="cpu"),
         growth_tracker=torch.tensor(0, dtype=torch.int32, device="cpu"),
         found_inf=torch.tensor(0.0, dtype=torch.float32, device="cpu"),
     )
-    outcome: object = config.rule.outcome(with_counters(state, tensors_of(counters, "cpu")), config)
-    rule = f"ScalerConfig: the rule {config.rule.name} must return"
+    outcome: object = rule.outcome(with_counters(state, tensors_of(rule.first_counters(), "cpu")), config)
     if not isinstance(outcome, Outcome):
         raise TypeError(
-            f"{rule} a rules.Outcome; got {_tree.brief(outcome)}: "
+            f"{_CALL}: the rule {rule.name} must return a rules.Outcome; got {_tree.brief(outcome)}: "
             "write Outcome(scale, growth_tracker, backs_off, grows)"
         )
-    if outcome.counters.keys() != counters.keys():
-        raise ValueError(
-            f"{rule} the counters of its first_counters, {', '.join(counters) or 'none'}; "
-            f"got {', '.join(outcome.counters) or 'none'}"
-        )
-    dtypes = {"scale": torch.float32, "growth_tracker": torch.int32, "backs_off": torch.bool, "grows": torch.bool}
-    fields = {name: getattr(outcome, name) for name in dtypes} | dict(outcome.counters)
-    for name, value in fields.items():
-        dtype = dtypes.get(name, torch.int32)
-        if isinstance(value, bool) and dtype == torch.bool:  # as of a rule that never grows
-            continue
-        error = TypeError if not isinstance(value, Tensor) or value.dtype != dtype else ValueError
-        if error is TypeError or value.dim() != 0:
-            raise error(f"{rule} an outcome whose {name} is a {dtype} tensor of shape (); got {_tree.describe(value)}")
+    next_state = ScalerState(outcome.scale, outcome.growth_tracker, state.found_inf)
+    check_state_and_config(
+        f"{_CALL}: in the outcome of rule {rule.name}", with_counters(next_state, dict(outcome.counters)), config
+    )
 
 
 def check_config(call: str, config: object) -> ScalerConfig:

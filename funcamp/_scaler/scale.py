@@ -150,7 +150,7 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
         is_found = is_found | ~torch.stack(finite_flags).all()
     found_inf = any_in_meshes(is_found, unscaled_grads).float()
     if reduce is not None:
-        found_inf = reduce_flag("unscale_and_check", "reduce", reduce, found_inf)
+        found_inf = _reduced(reduce, found_inf)
     return _tree.unflatten(unscaled_grads, spec), replace(state, found_inf=found_inf)
 
 
@@ -263,11 +263,12 @@ def _is_finite(leaf: Tensor) -> Tensor:
     return torch.isfinite(values.abs().amax())
 
 
-def reduce_flag(call: str, name: str, reduce: Reduce, flag: Tensor) -> Tensor:
+def _reduced(reduce: Reduce, flag: Tensor) -> Tensor:
     """Return the flag after reduce, checked, as 0 or 1."""
     reduced_flag = reduce(flag)
+    rule = "unscale_and_check: reduce must return a tensor of shape ()"
     if not isinstance(reduced_flag, Tensor):
-        raise TypeError(f"{call}: {name} must return a tensor of shape (); got {reduced_flag!r}")
+        raise TypeError(f"{rule}; got {reduced_flag!r}")
     if reduced_flag.dim() != 0:
-        raise ValueError(f"{call}: {name} must return a tensor of shape (); got {tuple(reduced_flag.shape)}")
+        raise ValueError(f"{rule}; got {tuple(reduced_flag.shape)}")
     return (reduced_flag != 0).float()

@@ -125,8 +125,6 @@ class Shares(NamedTuple):
     """The number of micro-batches."""
     each: Tensor | None = None
     """Of every micro-batch, float64, shape (micro_batch_count,); None if they count equally."""
-    is_empty: Tensor | None = None
-    """bool, shape (): whether all weights are 0, on all ranks, so that nothing counts; None without weights."""
 
     def weigh(self, loss: Tensor, share: Tensor | None) -> Tensor:
         """Multiply the loss of a micro-batch with this share by its factor."""
@@ -148,7 +146,7 @@ def shares_of(
     sum_over_ranks: Callable[[Tensor], Tensor],
     device: torch.device,
 ) -> Shares:
-    """Return the factors of micro-batches; NaN if a tensor of weight is negative, 0 if all weights are 0.
+    """Return the factors of micro-batches; NaN if a tensor of weight is negative, or if all weights are 0.
 
     ranks: the number of ranks.
     sum_over_ranks: returns the sum of a number over ranks.
@@ -158,9 +156,7 @@ def shares_of(
     weights = torch.stack([_as_tensor(weight(piece), device) for piece in pieces])
     own_weight = weights.sum()
     weight_of_all_ranks = sum_over_ranks(own_weight)
-    is_empty = weight_of_all_ranks == 0
-    divisor = torch.where(is_empty, 1.0, weight_of_all_ranks)
-    return Shares(own_weight / divisor, len(pieces), weights / divisor, is_empty)
+    return Shares(own_weight / weight_of_all_ranks, len(pieces), weights / weight_of_all_ranks)
 
 
 def _as_tensor(weight: object, device: torch.device) -> Tensor:

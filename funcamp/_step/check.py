@@ -23,10 +23,10 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._dtensor import any_in_meshes, group_by_mesh_dims, local, total
-from funcamp._scaler.scale import reduce_flag, unscaled
+from funcamp._scaler.scale import unscaled
 from funcamp._scaler.state import ScalerState, reciprocal, replace, widen
 from funcamp._trace.tracing import compiling
-from funcamp._types import Reduce, Tree
+from funcamp._types import Tree
 
 
 class _Range(NamedTuple):
@@ -52,8 +52,8 @@ _ROW = 2048
 _ROWS_IN_CACHE = 64
 
 
-def squares_and_finite(state: ScalerState, grads: Tree) -> tuple[Tensor, Tensor]:
-    """Return the sum of squares of the unscaled gradients, and whether all are finite, from one reading."""
+def flag_and_norm(state: ScalerState, grads: Tree) -> tuple[ScalerState, Tensor]:
+    """Return the state with the flag of scaled gradients, and their unscaled norm in float64, from one reading."""
     inv_scale = _tree.settled(reciprocal(state.scale))
     leaves = [leaf for leaf in _tree.leaves(grads) if leaf is not None]
     total_squares = torch.zeros_like(widen(state.scale))
@@ -72,7 +72,8 @@ def squares_and_finite(state: ScalerState, grads: Tree) -> tuple[Tensor, Tensor]
             without_overflow = torch.where(torch.isfinite(squares), squares, checks * _RANGES[dtype].undo)
             total_squares = total_squares + total(without_overflow.sum(), across)
             finite = finite & torch.isfinite(checks).all()
-    return total_squares, ~any_in_meshes(~finite, leaves)
+    is_found = (state.found_inf != 0) | any_in_meshes(~finite, leaves)
+    return replace(state, found_inf=is_found.float()), total_squares.sqrt()
 
 
 def _square_and_check(value: Tensor) -> tuple[Tensor, Tensor]:
@@ -80,16 +81,6 @@ def _square_and_check(value: Tensor) -> tuple[Tensor, Tensor]:
     constants = _RANGES[value.dtype]
     shrunk = (value * constants.shrink).abs()
     return _sum(value.square()), _sum(shrunk.clamp(min=constants.floor).square())
-
-
-def flag_and_norm(
-    state: ScalerState, squares: Tensor, finite: Tensor, reduce: Reduce | None
-) -> tuple[ScalerState, Tensor]:
-    """Return the state with its flag, and the norm in float64."""
-    flag = ((state.found_inf != 0) | ~finite).float()
-    if reduce is not None:
-        flag = reduce_flag("step", "parallel", reduce, flag)
-    return replace(state, found_inf=flag), squares.sqrt()
 
 
 def _parts(leaf: Tensor) -> list[Tensor]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._check import boolean
 from funcamp._scaler.first_state import init
@@ -27,9 +26,7 @@ if TYPE_CHECKING:
 Group = Callable[[str, Tensor], str]
 
 
-def first_state(
-    step: TrainStep, params: Tree, buffers: Any, *, flat: bool, group: Group | None, consume: bool
-) -> TrainState:
+def first_state(step: TrainStep, params: Tree, *, flat: bool, group: Group | None, consume: bool) -> TrainState:
     """Return the state of `TrainStep.init`."""
     call = "init"
     loss_fn = step.loss_fn
@@ -41,17 +38,14 @@ def first_state(
             "module_loss has its module's, init()"
         )
     _check_labels(call, parallel, flat, group)
-    consumed = consumed_loss(call, step, params, buffers, consume)
+    consumed = consumed_loss(call, step, params, consume)
 
-    # The parameters and buffers to begin with: the caller's, or the module's.
+    # The parameters to begin with: the caller's, or the module's.
     is_modules_own = params is None
     if consumed is not None:
         params = consumed.own_params()
     elif params is None:
         params = loss_fn.params()
-    if buffers is None:
-        buffers = loss_fn.buffers()
-    _check_buffers(loss_fn, buffers)
     parallel.agree(described(loss_fn, step.optimizer, step.config, options, flat))
 
     # Stored as the state has them, with the first rank's values.
@@ -60,7 +54,7 @@ def first_state(
             call, params, loss_fn, group or step._group, flat=flat, buckets=parallel.buckets, consume=consume
         )
         check_params(call, stored, loss_fn)
-        buffers = clone(buffers)
+        buffers = clone(loss_fn.buffers())
         if consumed is not None:
             consumed.share_buffers(buffers)
         parallel.broadcast_first(stored)
@@ -70,7 +64,10 @@ def first_state(
         stored = parallel.own_part(stored)
     device = next((group.device for group in stored.groups if group is not None), None)
     if device is None:
-        raise ValueError(f"init: params must hold a tensor; got {_tree.brief(params)}{loss_fn.why_empty()}")
+        raise ValueError(
+            f"init: params must hold a tensor; got {_tree.brief(params)} (a module's frozen parameters are not among "
+            "them)"
+        )
     if is_modules_own:
         loss_fn.state_was_made(shares_memory=consumed is not None)
     count = torch.zeros((), dtype=torch.int64, device=device)
@@ -85,18 +82,6 @@ def first_state(
     )
 
 
-def _check_buffers(loss_fn: Loss, buffers: object) -> None:
-    """Raise TypeError or ValueError if these are not the buffers that a loss takes."""
-    if not isinstance(buffers, dict) or not all(isinstance(value, Tensor) for value in buffers.values()):
-        raise TypeError(f"init: buffers must be a dict of tensors; got {_tree.brief(buffers)}")
-    if buffers and not loss_fn.has_buffers:
-        raise ValueError(f"init: buffers must be None for a loss without; got {_tree.brief(buffers)}")
-    module_buffers = loss_fn.buffers()
-    if module_buffers and buffers.keys() != module_buffers.keys():
-        odd = min(buffers.keys() ^ module_buffers.keys())
-        raise ValueError(f"init: buffers must have the names of the module's; they differ in {odd!r}")
-
-
 def _check_labels(call: str, parallel: Parallel, flat: bool, group: Group | None) -> None:
     """Raise TypeError or ValueError for a group that is no function, and for what needs flat storage without it."""
     if group is not None and not callable(group):
@@ -106,12 +91,12 @@ def _check_labels(call: str, parallel: Parallel, flat: bool, group: Group | None
         raise ValueError(f"{call}: flat must be True with {reason}; got False")
 
 
-def consumed_loss(call: str, step: TrainStep, params: Tree, buffers: object, consume: bool) -> ModuleLoss | None:
+def consumed_loss(call: str, step: TrainStep, params: Tree, consume: bool) -> ModuleLoss | None:
     """Return the loss whose module is to share the state's memory; None without consume.
 
     Raises:
         TypeError: consume is not a bool, or the loss has no module.
-        ValueError: params or buffers are given, or the state is sharded.
+        ValueError: params are given, or the state is sharded.
     """
     if not boolean(call, "consume", consume):
         return None
@@ -120,11 +105,10 @@ def consumed_loss(call: str, step: TrainStep, params: Tree, buffers: object, con
             f"{call}: consume must be False for a loss that module_loss did not make, as there is no module whose "
             f"place the state could take; got True with {step.loss_fn!r}"
         )
-    if params is not None or buffers is not None:
-        name, value = ("buffers", buffers) if params is None else ("params", params)
+    if params is not None:
         raise ValueError(
-            f"{call}: consume must be False if params or buffers are given, as it takes the module's own; got "
-            f"True and {name}={_tree.brief(value)}"
+            f"{call}: consume must be False if params are given, as it takes the module's own; got True and "
+            f"params={_tree.brief(params)}"
         )
     if step._options.parallel.shard:
         raise ValueError(

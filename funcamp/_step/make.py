@@ -21,7 +21,7 @@ from funcamp._step.options import Options
 from funcamp._step.parallel import Parallel
 from funcamp._step.step import TrainStep
 from funcamp._storage.policy import Policy, check_policy
-from funcamp._types import Reduce, Tree
+from funcamp._types import Tree
 
 _log = logging.getLogger("funcamp")
 
@@ -37,7 +37,7 @@ def make_train_step(
     accumulate: int = 1,
     weight: Callable[[Tree], float | Tensor] | None = None,
     ema_decay: float | None = None,
-    parallel: Parallel | Reduce | None = None,
+    parallel: Parallel | None = None,
     observe: Mapping[str, Callable[[Tree], Tree]] | None = None,
 ) -> TrainStep:
     """Build a pure training step from a loss function and an optimizer.
@@ -66,13 +66,11 @@ def make_train_step(
         weight: `(batch) -> number or tensor of shape ()`: how much a micro-batch counts, such as the number of tokens
             of which its loss is the mean. The step is then that of the mean over all tokens of the window, on all
             ranks; over ranks it costs an all-reduce of a number before the backward pass. Gets one micro-batch: without
-            accumulate the batch. One with weight 0 changes nothing. 0 for all skips the step and leaves the scale as it
-            is. A number that is negative or not finite is an error. The value of a tensor is not read: such a one skips
-            the step as a gradient that is not finite does, which lowers the scale. By default micro-batches and ranks
-            count equally.
+            accumulate the batch. One with weight 0 changes nothing. A number that is negative or not finite is an
+            error. The value of a tensor is not read: such a one, and 0 for all, skips the step as a gradient that is
+            not finite does, which lowers the scale. By default micro-batches and ranks count equally.
         ema_decay: store an average of the parameters with this decay in `TrainState.ema`.
-        parallel: a `distributed.DataParallel`, with which every rank takes its own batch of one common step; or a pure
-            function of the flag only, as `reduce` of `unscale_and_check`.
+        parallel: a `distributed.DataParallel`, with which every rank takes its own batch of one common step.
         observe: a dict of names to pure functions of the unscaled gradients before clipping, a pytree like the
             parameters given to `init`. They return pytrees of tensors (no None), which are in `Metrics.observed`.
             `{"found_inf_by_leaf": funcamp.found_inf_by_leaf}` shows which gradients are non-finite, in the order of
@@ -109,7 +107,9 @@ def make_train_step(
     _check_clipping(call, max_norm, max_value)
     if ema_decay is not None:
         check_decay(call, "ema_decay", ema_decay)
-    parallel = _checked_parallel(call, parallel)
+    parallel = Parallel() if parallel is None else parallel
+    if not isinstance(parallel, Parallel):
+        raise TypeError(f"{call}: parallel must be a distributed.DataParallel; got {_tree.brief(parallel)}")
     if weight is not None and not callable(weight):
         raise TypeError(f"{call}: weight must be a function of a micro-batch; got {_tree.brief(weight)}")
     group_functions = group_functions_in(optimizer)
@@ -142,16 +142,6 @@ def _check_clipping(call: str, max_norm: object, max_value: object) -> None:
             check_limit(call, name, limit)
     if max_norm is not None and max_value is not None:
         raise ValueError(f"{call}: max_norm and max_value must not both be given; got {max_norm} and {max_value}")
-
-
-def _checked_parallel(call: str, parallel: Parallel | Reduce | None) -> Parallel:
-    """Return the communication of a step; of a function of the flag, or of None, that of one process with it."""
-    if isinstance(parallel, Parallel):
-        return parallel
-    if parallel is not None and not callable(parallel):
-        rule = "parallel must be a distributed.DataParallel or a function of the flag"
-        raise TypeError(f"{call}: {rule}; got {_tree.brief(parallel)}")
-    return Parallel(reduce=parallel)
 
 
 def _report_scale(config: ScalerConfig, policy: Policy) -> None:

@@ -15,15 +15,13 @@ from funcamp._dtensor import settled_sum
 from funcamp._step.accumulate import Result, Share
 from funcamp._step.state import TrainState
 from funcamp._storage.params import Params
-from funcamp._types import Reduce, Tree
+from funcamp._types import Tree
 
 
 @dataclass(frozen=True)
 class Parallel:
-    """The communication of a step on one process: none, except the user's function of the flag."""
+    """The communication of a step on one process: none."""
 
-    reduce: Reduce | None = None
-    """A function of the flag, or None."""
     size: int = 1
     """The number of ranks."""
     shard: bool = False

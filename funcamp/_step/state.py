@@ -66,8 +66,7 @@ class Metrics(NamedTuple):
     """The learning rate of this step, float32: a dict by label for `by_group`, `()` for an optimizer without a rate.
     A skipped step did not use it."""
     found_inf: Tensor
-    """1.0 if a gradient is not finite: the step was skipped, and the rule lowers the scale. A step is skipped without
-    it if all its weights are 0 (`make_train_step(weight=...)`); `consecutive_skips` is above 0 after both."""
+    """1.0 if a gradient is not finite: the step was skipped, and the rule lowers the scale."""
     exhausted: Tensor
     """1.0 if a gradient is not finite and the scale cannot be lowered (`funcamp.exhausted`)."""
     saturated: Tensor

@@ -19,7 +19,7 @@ from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.skip_step import old_where
 from funcamp._scaler.update import cannot_fall, cannot_grow, decided, moved
 from funcamp._step.accumulate import accumulate, micro_batches, shares_of
-from funcamp._step.check import flag_and_norm, squares_and_finite, unscaled_gradients
+from funcamp._step.check import flag_and_norm, unscaled_gradients
 from funcamp._step.differentiate import arguments_of, differentiator
 from funcamp._step.first_state import consumed_loss, first_state
 from funcamp._step.options import Options, transforms_of
@@ -137,23 +137,17 @@ class TrainStep(Fixed):
             result = accumulate(differentiate_loss, params_of_loss, state.buffers, tape, pieces, shares)
 
         # The sum over ranks; the flag and the norm by one reading of the gradients. An overflow of one rank reaches the
-        # others in the sum of the gradients; with DTensors in that of the flags over their mesh; with a user's own
-        # reduction in `flag_and_norm`.
+        # others in the sum of the gradients; with DTensors in that of the flags over their mesh.
         # Nothing looks at the loss: an infinite loss whose gradients are finite is applied.
         result = parallel.summed(result, shares.own, state)
-        squares, finite = squares_and_finite(state.scaler, result.gradients)
-        if shares.is_empty is not None:
-            finite = finite | shares.is_empty  # 0 / 0 in the loss of a batch that does not count
-        scaler, norm = flag_and_norm(state.scaler, squares, finite, parallel.reduce)
+        scaler, norm = flag_and_norm(state.scaler, result.gradients)
 
         # Clipping, the optimizer and the average.
         gradients = unscaled_gradients(state.scaler, result.gradients)
         changed, opt_state = self._transforms.transform(Update(state.params, gradients, norm), state.opt_state)
 
-        # The only skip: for a gradient that is not finite, and for a window without weight.
+        # The only skip.
         skips = scaler.found_inf != 0
-        if shares.is_empty is not None:
-            skips = skips | shares.is_empty
         buffers_if_skipped = result.buffers if loss_fn.keep_buffers else state.buffers
         params, opt_state, buffers = old_where(
             "step",
@@ -161,25 +155,19 @@ class TrainStep(Fixed):
             new=(changed.params, opt_state, result.buffers),
             old=(state.params, state.opt_state, buffers_if_skipped),
         )
-        if loss_fn.keep_buffers:
-            # `old_where` has returned these as they are, being old and new at once; one may be a tensor of the batch.
-            buffers = clone(buffers)
 
-        # Counts, which move also when the step is skipped; and the scale, which moves by the gradients' flag.
+        # Counts and the scale, which move also when the step is skipped.
         is_skipped = skips.long()
         calls = state.step + 1
         skipped = state.skipped + is_skipped
         decision = decided(scaler, self.config)
-        next_scaler = moved(scaler, *decision)
-        if shares.is_empty is not None:  # neither a good step nor an overflow
-            next_scaler = old_where("step", shares.is_empty, next_scaler, state.scaler)
         after = TrainState(
             step=calls,
             skipped=skipped,
             consecutive_skips=(state.consecutive_skips + 1) * is_skipped,
             params=params,
             opt_state=opt_state,
-            scaler=next_scaler,
+            scaler=moved(scaler, *decision),
             buffers=buffers,
         )
         # Copies of what is in a state: the next step may be donated the state, and would overwrite these.
@@ -214,7 +202,6 @@ class TrainStep(Fixed):
     def init(
         self,
         params: Tree = None,
-        buffers: dict[str, Tensor] | None = None,
         *,
         flat: bool = True,
         group: Callable[[str, Tensor], str] | None = None,
@@ -228,8 +215,8 @@ class TrainStep(Fixed):
 
         Args:
             params: a pytree of floating-point or complex tensors, or `Params`; by default the module's, if the
-                loss is of `module_loss`. `Params` are taken apart and stored anew.
-            buffers: tensors by name; by default the module's.
+                loss is of `module_loss`. `Params` are taken apart and stored anew. Buffers are the module's; others are
+                given by `state._replace(buffers=...)`, such as those of the members of an ensemble.
             flat: store the parameters in a few 1-D tensors, so that the number of kernel launches does not depend on
                 the number of tensors; False stores each tensor by itself.
             group: the groups of flat storage, as in `ravel`; by default those of the optimizer, or matrices and
@@ -251,12 +238,11 @@ class TrainStep(Fixed):
                 reads another parameter of the group; with flat=False they count separately.
 
         Raises:
-            TypeError: params is missing; a leaf is an integer tensor, a sparse tensor or not a tensor; buffers is not a
-                dict of tensors; flat or consume is not a bool; group is not callable; consume is set for a loss that is
-                not of `module_loss`, or for a module with DTensors or other tensor subclasses.
-            ValueError: params has no tensor, or not the names of the module; buffers are given for a loss without, or
-                with other names than the module's; flat is False with a group, or for a sharded state; consume is set
-                with params or buffers, or for a sharded state.
+            TypeError: params is missing; a leaf is an integer tensor, a sparse tensor or not a tensor; flat or consume
+                is not a bool; group is not callable; consume is set for a loss that is not of `module_loss`, or for a
+                module with DTensors or other tensor subclasses.
+            ValueError: params has no tensor, or not the names of the module; flat is False with a group, or for a
+                sharded state; consume is set with params, or for a sharded state.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -269,7 +255,7 @@ class TrainStep(Fixed):
             >>> model.weight.data_ptr() == state.params["weight"].data_ptr()
             True
         """
-        return first_state(self, params, buffers, flat=flat, group=group, consume=consume)
+        return first_state(self, params, flat=flat, group=group, consume=consume)
 
     def loss(self, state: TrainState, batch: Tree, *more: NoReturn, training: bool = False) -> Tensor:
         """Return the loss of a batch without a gradient, without dropout and without writing anything.
@@ -470,7 +456,7 @@ class TrainStep(Fixed):
     @torch.inference_mode(False)  # as `init`
     def _adopted(self, call: str, state: TrainState, consume: bool) -> TrainState:
         """Return a loaded state; with consume, its memory is the module's."""
-        consuming_loss = consumed_loss(call, self, None, None, consume)
+        consuming_loss = consumed_loss(call, self, None, consume)
         if consuming_loss is None:
             self.loss_fn.state_moves()  # the module has the values of before
         else:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -45,8 +46,9 @@ class Slot(NamedTuple):
     shape: tuple[int, ...]
 
 
+@dataclass(eq=False, repr=False)
 class Layout:
-    """The layout of a tree in groups. Layouts of equal content are one object."""
+    """The layout of a tree in groups. Layouts of equal content are one object (`_interned`)."""
 
     spec: _tree.TreeSpec
     """The structure of the tree."""
@@ -63,26 +65,6 @@ class Layout:
     """For every group the number of its bucket: a consecutive part of the tree."""
     flat: bool
     """Whether a group is a one-dimensional tensor; else it is one tensor in its own shape."""
-
-    def __init__(
-        self,
-        spec: _tree.TreeSpec,
-        leaves: tuple[int | None, ...],
-        slots: tuple[Slot, ...],
-        labels: tuple[str, ...],
-        padded_sizes: tuple[tuple[int, ...], ...],
-        row_lengths: tuple[int | None, ...],
-        buckets: tuple[int, ...],
-        flat: bool,
-    ) -> None:
-        self.spec = spec
-        self.leaves = leaves
-        self.slots = slots
-        self.labels = labels
-        self.padded_sizes = padded_sizes
-        self.row_lengths = row_lengths
-        self.buckets = buckets
-        self.flat = flat
 
     def __reduce__(self) -> tuple[object, ...]:
         # A pickled TreeSpec depends on torch's version, so the structure is saved as a tree of numbers of slots.
@@ -188,26 +170,16 @@ class Layout:
 _layouts: dict[object, Layout] = {}
 
 
-def _interned(
-    spec: _tree.TreeSpec,
-    leaves: tuple[int | None, ...],
-    slots: tuple[Slot, ...],
-    labels: tuple[str, ...],
-    padded_sizes: tuple[tuple[int, ...], ...],
-    row_lengths: tuple[int | None, ...],
-    buckets: tuple[int, ...],
-    flat: bool,
-) -> Layout:
+def _interned(layout: Layout) -> Layout:
     """Return the one layout of this content."""
-    content = (spec, leaves, slots, labels, padded_sizes, row_lengths, buckets, flat)
-    return _layouts.setdefault(content, Layout(*content))
+    return _layouts.setdefault(tuple(vars(layout).values()), layout)
 
 
 # Its name and the order of its arguments are in files of pickled parameters.
 def _restore(slot_numbers: Tree, *content: Any) -> Layout:
     """Return the layout that was pickled; invert `Layout.__reduce__`."""
     leaves, spec = _tree.flatten(slot_numbers)
-    return _interned(spec, tuple(leaves), *content)
+    return _interned(Layout(spec, tuple(leaves), *content))
 
 
 class GroupKey(NamedTuple):
@@ -302,7 +274,7 @@ def _flat_layout(
     row_lengths = [row_length for _, row_length in group_numbers]
     labels = [key.label for key in group_keys]
     buckets = [key.bucket for key in group_keys]
-    return _interned(
+    layout = Layout(
         spec,
         tuple(slot_of_leaf),
         tuple(slots),
@@ -312,6 +284,7 @@ def _flat_layout(
         tuple(buckets),
         flat=True,
     )
+    return _interned(layout)
 
 
 def _padded_size(tensor: Tensor) -> int:
@@ -328,7 +301,7 @@ def _layout_by_tensor(
     slots = [Slot(number, 0, tuple(tensor.shape)) for number, tensor in enumerate(tensors)]
     sizes = [(tensor.numel(),) for tensor in tensors]
     count = len(tensors)
-    return _interned(
+    layout = Layout(
         spec,
         tuple(slot_of_leaf),
         tuple(slots),
@@ -338,6 +311,7 @@ def _layout_by_tensor(
         buckets=(0,) * count,
         flat=False,
     )
+    return _interned(layout)
 
 
 def _row_lengths(keys: list[GroupKey], tensors: list[Tensor], max_row_lengths: int) -> list[int | None]:

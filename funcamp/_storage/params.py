@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from funcamp import _tree
@@ -77,16 +76,6 @@ class Params:
         """
         self._refuse_shards()
         return self.layout.tree(self.layout.views(self.groups))
-
-    def kinds(self) -> list[tuple[tuple[int, ...], torch.dtype, int]]:
-        """Return the shape and the dtype of every tensor that is there, and the number of elements of its group."""
-        groups = self.groups
-        kinds: list[tuple[tuple[int, ...], torch.dtype, int]] = []
-        for slot in self.layout.slots:
-            group = groups[slot.group]
-            if group is not None:
-                kinds.append((slot.shape, group.dtype, group.numel()))
-        return kinds
 
     def placeholders(self) -> Tree:
         """Return the original pytree with an empty tensor for every leaf."""

@@ -40,7 +40,7 @@ class TorchLoop:
         loss_fn, parallel = step.loss_fn, step._options.parallel
         if not isinstance(loss_fn, ModuleLoss) or loss_fn.model is not loss_fn.made_of:
             raise NotImplementedError("the loss is not of module_loss")
-        if parallel.size > 1 or parallel.shard or parallel.reduce is not None:
+        if parallel.size > 1 or parallel.shard:
             raise NotImplementedError("the step communicates with other processes")
         if isinstance(step.optimizer, Chain):
             raise NotImplementedError("the optimizer is a chain")

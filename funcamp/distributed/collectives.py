@@ -115,7 +115,7 @@ def max_over(*groups: Group) -> Reduce:
             Pass the groups in the same order on every rank.
 
     Returns:
-        A function of the flag, for `reduce` of `unscale_and_check` or for `parallel` of `make_train_step`.
+        A function of the flag, for `reduce` of `unscale_and_check`.
 
     Raises:
         TypeError: a group is neither a ProcessGroup nor a DeviceMesh.

@@ -113,7 +113,7 @@ class DataParallel(Parallel):
         checked_mean_buffers = boolean(call, "mean_buffers", mean_buffers)
         checked_buckets = integer(call, "buckets", buckets, 1)
         # No reduction of the flag: the sum of the gradients carries an overflow to all ranks.
-        super().__init__(reduce=None, size=size_of(dims), shard=checked_shard, buckets=checked_buckets)
+        super().__init__(size=size_of(dims), shard=checked_shard, buckets=checked_buckets)
         # The class is frozen, and its arguments are not its fields: a group is stored as its constants.
         mesh = group if is_mesh(group) else None
         vars(self).update(dims=dims, mesh=mesh, dtype=dtype, mean_buffers=checked_mean_buffers)

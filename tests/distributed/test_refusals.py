@@ -67,7 +67,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "dtype": (lambda: Parallel(dtype="bfloat16"), TypeError, "dtype must be a torch.dtype; got 'bfloat16'"),
     "shard": (lambda: Parallel(shard=1), TypeError, "shard must be True or False; got 1"),
     "buckets": (lambda: Parallel(buckets=0), ValueError, "buckets must be 1 or more; got 0"),
-    "parallel": (lambda: made("all"), TypeError, r"parallel must be a distributed\.DataParallel or a function .* got 'all'"),
+    "parallel": (lambda: made("all"), TypeError, r"parallel must be a distributed\.DataParallel; got 'all'"),
     "flat": (lambda: sharded().init(flat=False), ValueError, r"flat must be True with DataParallel\(.*shard=True\); got False"),
     "consume": (lambda: sharded().init(consume=True), ValueError, r"consume must be False with DataParallel\(.*shard=True\)"),
     "observe": (lambda: sharded(observe={"f": funcamp.found_inf_by_leaf}), ValueError, r"observe must not be given with DataParallel\(.*shard=True\); got a dict"),

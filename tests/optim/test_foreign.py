@@ -20,6 +20,8 @@ STEPS = 24
 SKIPPED = (0, 4, 17)
 #: In this step gradients are large.
 LARGE = 9
+#: As Python has it: a step has another in its place.
+SQRT = math.sqrt
 #: Two parameters have one shape.
 SHAPES = {"w": (3, 4), "b": (4,), "v": (3, 4)}
 
@@ -252,5 +254,6 @@ def test_a_class_is_stored_per_tensor_and_leaves_the_callers_tensors_alone() -> 
     before = clone((params, grads))
     new, opt_state = optimizer.update(params, grads, optimizer.init(params))
     assert_same((params, grads), before)
+    assert math.sqrt is SQRT
     assert type(new) is type(params)
     assert opt_state.shared["k"] == 1

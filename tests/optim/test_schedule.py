@@ -194,7 +194,7 @@ def test_state_of_the_given_optimizer_continues_under_a_schedule() -> None:
 
 
 def test_plateau_fills_the_tensor_of_the_step() -> None:
-    """What the error proposes for ReduceLROnPlateau, as the documentation shows it."""
+    """As the documentation shows it."""
     lr = torch.tensor(0.4, dtype=torch.float64)
     plateau = ReduceLROnPlateau(optim.SGD([torch.zeros(1)], lr=lr), factor=0.5, patience=0)
     sgd = stateless(optim.SGD, lr=lr)

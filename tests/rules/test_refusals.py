@@ -50,19 +50,19 @@ def returns(instead: Callable[[rules.Outcome], Any]) -> Callable[[], object]:
 CASES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a dtype": (
         returns(lambda outcome: outcome._replace(scale=outcome.scale.double())),
-        *(TypeError, r"rule Returns must return .* scale is a torch.float32 .*\(\); got a torch.float64 tensor"),
+        *(TypeError, "outcome of rule Returns: state.scale must be a torch.float32 tensor; got a torch.float64 tensor"),
     ),
     "a shape": (
         returns(lambda outcome: outcome._replace(growth_tracker=outcome.growth_tracker[None])),
-        *(ValueError, r"whose growth_tracker is a torch.int32 .* got .* of shape \(1,\)"),
+        *(ValueError, r"outcome of rule Returns: state.growth_tracker must have shape \(\); got \(1,\)"),
     ),
     "a counter": (
         returns(lambda outcome: outcome._replace(counters={"steps": outcome.scale})),
-        *(TypeError, "whose steps is a torch.int32 tensor .* got a torch.float32 tensor"),
+        *(TypeError, "outcome of rule Returns: state.steps must be a torch.int32 tensor; got a torch.float32 tensor"),
     ),
     "no counter": (
         returns(lambda outcome: outcome._replace(counters={})),
-        *(ValueError, "the counters of its first_counters, steps; got none"),
+        *(TypeError, "outcome of rule Returns: state must count steps, .*; got one that counts clean steps only"),
     ),
     "a tuple": (returns(tuple), TypeError, r"a rules.Outcome; got a tuple .*write Outcome\("),
     "a parameter that is no field": (

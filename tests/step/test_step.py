@@ -14,7 +14,7 @@ from torch.utils import _pytree
 from funcamp import ScalerConfig, loss, make_train_step, presets, stateless
 from tests.support.helpers import assert_close, assert_same, clone, values_of
 from tests.support.models import cnn, mlp
-from tests.support.steps import SGD, build, eager, eager_and_traced
+from tests.support.steps import SGD, build
 
 ADAMW = stateless(torch.optim.AdamW, lr=1e-2)
 
@@ -122,43 +122,17 @@ def test_a_gradient_that_overflows_by_unscaling_is_found() -> None:
     assert_same(after.params, state.params)
 
 
-@pytest.mark.compiled
-@eager_and_traced
-def test_a_function_of_the_flag_decides_for_all_ranks(wrap: Any) -> None:
-    elsewhere, flags = torch.tensor(0.0), []
-
-    def of_all(flag: Tensor) -> Tensor:
-        flags.append(flag)
-        return torch.maximum(flag, elsewhere)
-
-    step = make_train_step(linear, SGD, ScalerConfig(8.0), parallel=of_all)
-    run, state = wrap(step), step.init({"a": torch.ones(2)})
-    for other, here, expected in ((0, 1, 0), (1, 1, 1), (0, math.inf, 1), (1, math.inf, 1), (0, 1, 0)):
-        elsewhere.fill_(other)
-        flags.clear()
-        before = clone(state)
-        state, metrics = run(state, torch.tensor([[1.0, here]]))
-        assert metrics.found_inf == expected
-        assert torch.equal(state.params["a"], before.params["a"]) == bool(expected)
-        assert state.scaler.scale == before.scaler.scale * (0.5 if expected else 1.0)
-        if wrap is eager:
-            assert_same(flags, [torch.tensor(float(here == math.inf))])
-    assert state.skipped == 3
-
-
 # What a loss returns beside, and what the optimizer is.
 
 
-def test_buffers_and_aux_come_back_and_aux_is_stacked() -> None:
-    def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Any:
-        beside = {"seen": batch.sum(), "row": batch, "weight": params["w"]}
-        return (params["w"] * batch).sum(), ({"count": buffers["count"] + 1}, beside)
+def test_aux_comes_back_stacked() -> None:
+    def loss_fn(params: Any, batch: Tensor) -> Any:
+        return (params["w"] * batch).sum(), {"seen": batch.sum(), "row": batch, "weight": params["w"]}
 
     for accumulate, batch in ((1, torch.ones(3)), (2, torch.ones(2, 3))):
-        step = make_train_step(loss(loss_fn, has_aux=True, has_buffers=True), SGD, accumulate=accumulate)
-        first = step.init({"w": torch.ones(3)}, {"count": torch.zeros(())})
-        state, metrics = step(first, batch)
-        assert state.buffers["count"] == accumulate
+        step = make_train_step(loss(loss_fn, has_aux=True), SGD, accumulate=accumulate)
+        first = step.init({"w": torch.ones(3)})
+        _, metrics = step(first, batch)
         assert_same(metrics.aux["seen"], batch.sum(-1))
         assert_same(metrics.aux["row"], batch)
         metrics.aux["weight"].zero_()  # a copy

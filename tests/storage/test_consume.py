@@ -38,7 +38,6 @@ class Mixed(nn.Module):
         mean, variance = (self.norm.get_buffer(f"running_{name}") for name in ("mean", "var"))
         self.register_buffer("mean", mean)
         self.register_buffer("alias", variance.detach())  # another object, one memory
-        self.kept = nn.Parameter(variance.detach(), requires_grad=False)
         self.register_buffer("order", torch.arange(8), persistent=False)
         self.register_buffer("flag", torch.ones(1, dtype=torch.bool).expand(8))
         self.register_buffer("nothing", torch.zeros(0))
@@ -48,7 +47,7 @@ class Mixed(nn.Module):
         x = F.linear(self.again(torch.tanh(self.last(self.first(x)))), *self.flat)
         x = x[:, self.get_buffer("order")] * self.get_buffer("flag")
         out: Tensor = self.norm(self.narrow(x.to(torch.bfloat16)).float()) * self.scale
-        return out + self.get_buffer("alias") + self.kept
+        return out + self.get_buffer("alias")
 
 
 def two_layers() -> nn.Module:

@@ -53,6 +53,10 @@ REFUSED: dict[str, tuple[Callable[[Any], dict[str, Tensor]], str]] = {
         f"{W} and a frozen parameter 'b.weight'",
     ),
     "a buffer": (lambda w: {"b.rows": w.data[:2]}, f"{W} and a buffer 'b.rows'"),
+    "a frozen one and a buffer": (
+        lambda w: {"a.bias": nn.Parameter(ROWS[:4], requires_grad=False), "b.rows": ROWS[:4]},
+        "a frozen parameter 'a.bias' and a buffer 'b.rows'",
+    ),
     "buffers": (lambda w: {"a.low": ROWS[:4], "b.high": ROWS[2:]}, "a buffer 'a.low' and a buffer 'b.high'"),
 }
 

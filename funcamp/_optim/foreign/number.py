@@ -49,10 +49,10 @@ class Run:
 
     Args:
         cls: the class.
-        answers: the answers to the first questions of this run; None if the values are known and decide.
+        answers: the answers to the first questions of this run.
     """
 
-    def __init__(self, cls: type[torch.optim.Optimizer], answers: tuple[bool, ...] | None) -> None:
+    def __init__(self, cls: type[torch.optim.Optimizer], answers: tuple[bool, ...]) -> None:
         #: Whether a division by 0 is a question, because the step catches it. No run shows it, but the code.
         self.asks_divisors = "ZeroDivisionError" in inspect.unwrap(cls.step).__code__.co_names
         self.conditions: list[Tensor] = []
@@ -75,13 +75,10 @@ class Run:
         key = tuple(map(value_of, question)) or (condition,)
         if key in self._known:
             return self._known[key]
-        if self._answers is None:
-            answer = bool(condition)
-        elif len(self.path) >= len(self._answers) + MOST_WAYS:  # also a loop that ends when an answer is no
+        if len(self.path) >= len(self._answers) + MOST_WAYS:  # also a loop that ends when an answer is no
             self.refusal = too_many_ways(self._cls)
             raise self.refusal
-        else:
-            answer = self._answers[len(self.path)] if len(self.path) < len(self._answers) else True
+        answer = self._answers[len(self.path)] if len(self.path) < len(self._answers) else True
         self.conditions.append(condition.reshape(()))
         self.path.append(answer)
         self._known[key] = answer
@@ -151,32 +148,23 @@ _OF_PYTHON = {
     name: getattr(math, name)
     for name in ("sqrt", "exp", "log", "log2", "cos", "sin", "tanh", "pow", "floor", "ceil", "copysign")
 }
-_lock = threading.Lock()
-_users = 0
-#: What is set for all threads while one of them runs a step.
-_for_all_threads = contextlib.ExitStack()
+#: One thread runs a step at a time, because both are set for all threads.
+_lock = threading.RLock()
 
 
 @contextlib.contextmanager
 def in_a_step() -> Iterator[None]:
     """Context manager: functions of `math` take a `Number`, and what a class compiles runs eager.
 
-    In any other thread functions of `math` are as before.
+    With other arguments the functions of `math` do what they did.
     """
-    global _users
-    with _lock:
-        if _users == 0:
-            _for_all_threads.enter_context(torch.compiler.set_stance("force_eager"))
-            _for_all_threads.callback(vars(math).update, _OF_PYTHON)
-            vars(math).update(_OF_NUMBERS)
-        _users += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _users -= 1
-            if _users == 0:
-                _for_all_threads.close()
+    with _lock, torch.compiler.set_stance("force_eager"):
+        functions = {name: vars(math)[name] for name in _OF_NUMBERS}
+        vars(math).update(_OF_NUMBERS)
+        try:
+            yield
+        finally:
+            vars(math).update(functions)
 
 
 def _on_numbers(of_python: Callable[..., Any], of_torch: Callable[..., Tensor]) -> Callable[..., Any]:

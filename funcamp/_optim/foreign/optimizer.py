@@ -46,8 +46,6 @@ from funcamp._types import Tree
 _FIRST = "another first step"
 
 _STEPS = 8
-#: Its values are known, so these suffice to see every path.
-_STEPS_WITH_ALL_PATHS = (0, 1)
 #: The parameters of a trial; matrices only for a class that refuses others.
 _TRIALS = (((2, 3), (2,), (48, 32), (2, 3), (32, 48), (2, 2, 2, 1), ()), ((2, 3), (3, 2), (2, 3)))
 
@@ -80,8 +78,6 @@ class ForeignOptimizer(StatelessOptimizer):
         self._changing: set[str] = set()
         #: How the class must be run, found in the trial.
         self._remedies: set[str] = set()
-        #: Whether values are known, so that one path suffices: while the class is tried.
-        self._reads_answers = False
         failure: Exception | None = None
         with as_eager(), in_a_step():
             for dtype, shapes in itertools.product((torch.float64, torch.float32), _TRIALS):
@@ -101,7 +97,7 @@ class ForeignOptimizer(StatelessOptimizer):
         flat, spec = _tree.parameters("evaluation_params", "params", expanded)
         positions = self._positions(flat, flat)
         inputs = self._inputs(positions, flat, flat, self._states(expanded, flat, opt_state), opt_state)
-        calls = self._calls(())
+        calls = Calls(self._cls, ())
         optimizer, clones = self._filled_instance(inputs, calls)
         self._call(optimizer.eval, calls)
         if calls.path:
@@ -120,7 +116,7 @@ class ForeignOptimizer(StatelessOptimizer):
 
     def _first_of(self, params: list[Tensor], hyper: Hyper) -> list[State]:
         """Return these values for parameters that step together."""
-        calls = self._calls(())
+        calls = Calls(self._cls, ())
         with torch.no_grad(), calls:
             clones = [param.detach().clone() for param in params]
             for clone in clones:
@@ -159,7 +155,7 @@ class ForeignOptimizer(StatelessOptimizer):
                 f"update: {self._cls.__name__} runs its own Python, which torch.compile does not trace; compile the "
                 "step with funcamp.jit"
             )
-        if _FIRST not in self._remedies or (self._reads_answers and inputs.applied > 0):
+        if _FIRST not in self._remedies:
             return self._all_paths(inputs)
         first = self._all_paths(inputs._replace(is_first=True))
         return _selected(inputs.applied == 0, first, self._all_paths(inputs))
@@ -174,11 +170,9 @@ class ForeignOptimizer(StatelessOptimizer):
 
     def _paths(self, inputs: Inputs, answers: tuple[bool, ...], runs: list[Calls]) -> Stepped:
         """Run every path that begins with some answers, and select the one that the values take."""
-        calls = self._calls(answers)
+        calls = Calls(self._cls, answers)
         runs.append(calls)
         result = self._run(inputs, calls)
-        if self._reads_answers:
-            return result
         if len(runs) + len(calls.path) - len(answers) > MOST_WAYS:  # each new question is one more run at least
             raise too_many_ways(self._cls)
         for index in reversed(range(len(answers), len(calls.path))):
@@ -189,10 +183,6 @@ class ForeignOptimizer(StatelessOptimizer):
             yes, no = (result, other) if calls.path[index] else (other, result)
             result = _selected(calls.conditions[index], yes, no)
         return result
-
-    def _calls(self, answers: tuple[bool, ...]) -> Calls:
-        given = None if self._reads_answers else answers
-        return Calls(self._cls, given)
 
     def _filled_instance(self, inputs: Inputs, calls: Calls) -> tuple[Any, list[Tensor]]:
         """Return an instance with a state, and its parameters, which are clones."""
@@ -270,7 +260,6 @@ class ForeignOptimizer(StatelessOptimizer):
                 self._compare(params, own_steps)
                 return self._refuse_draws(generator_before)  # in a branch
             except RefusedError as error:
-                self._reads_answers = False
                 if error.remedy is None or error.remedy in self._remedies:
                     raise
                 self._remedies.add(error.remedy)
@@ -309,7 +298,6 @@ class ForeignOptimizer(StatelessOptimizer):
         states = self._first(params, hyper)
         current = params
         for number, own in enumerate(own_steps):
-            self._reads_answers = number not in _STEPS_WITH_ALL_PATHS
             current, states = self._stepped(Inputs(current, own.grads, states, torch.tensor(number), hyper))
             for found, wanted, start in zip(current, own.params, params):
                 self._check_near(number, found, wanted, start)
@@ -318,7 +306,6 @@ class ForeignOptimizer(StatelessOptimizer):
                     if name in entries and is_entry(leaf):  # a count that is off by one may show late
                         wanted = tensor_of(leaf, params[0]).to(entries[name].dtype).reshape(entries[name].shape)
                         self._check_near(number, entries[name], wanted, torch.zeros_like(wanted))
-        self._reads_answers = False
 
     def _check_near(self, number: int, found: Tensor, wanted: Tensor, start: Tensor) -> None:
         """Raise if a tensor is far from what it is in the own loop, by its size or by the way that it went."""

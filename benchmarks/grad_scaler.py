@@ -1,4 +1,4 @@
-"""What do `step` and `update` of a scaler cost around an optimizer: a host read, a fused kernel?
+"""What do `step` and `update` of a scaler cost around an optimizer: torch's host read, a fused kernel, selection?
 
 The gradients are there already; one iteration is scaler.step(optimizer) and scaler.update(). Variants are interleaved;
 medians and quartiles of the rounds. On a GPU the clock stops when the device is done, and the host's own time, until
@@ -25,10 +25,11 @@ SIZES = {"0.1 M in 20": (20, 5_000, 200), "10 M in 100": (100, 100_000, 20), "40
 VARIANTS: dict[str, tuple[Callable[[str], Any], dict[str, Any]]] = {
     "torch, fused AdamW": (lambda device: torch.amp.GradScaler(device), {"fused": True}),
     "torch, AdamW": (lambda device: torch.amp.GradScaler(device), {"capturable": True}),
-    "funcamp, AdamW": (lambda device: funcamp.GradScaler(device), {"capturable": True}),
+    'funcamp skip="host", AdamW': (lambda device: funcamp.GradScaler(device, skip="host"), {"capturable": True}),
+    'funcamp skip="select", AdamW': (lambda device: funcamp.GradScaler(device, skip="select"), {"capturable": True}),
     "funcamp, fused AdamW": (lambda device: funcamp.GradScaler(device), {"fused": True, "capturable": True}),
 }
-CAPTURED = ("funcamp, fused AdamW",)
+CAPTURED = ('funcamp skip="select", AdamW', "funcamp, fused AdamW")
 
 
 def iteration(variant: str, size: str, device: str) -> Callable[[], None]:

@@ -1,7 +1,7 @@
 """Hugging Face Accelerate with funcamp's scaler: set `accelerator.scaler` before `prepare`.
 
-Accelerate takes a step as skipped if `optimizer.step` was not called. With a fused kernel it is always called:
-`Accelerator` below uses the scaler's flag instead, a tensor that is read only when it is needed.
+Accelerate takes a step as skipped if `optimizer.step` was not called. With selection, and with a fused kernel, it is
+always called: `Accelerator` below uses the scaler's flag instead, a tensor that is read only when it is needed.
 Watch the schedule: it does not advance at skipped steps, fused optimizer or not, and ends at the count of applied ones.
 """
 
@@ -43,7 +43,7 @@ def main(steps: int = 200, fused: bool = True) -> dict[str, float]:
     device = accelerator.device.type
     if device == "cpu":
         accelerator.native_amp = True  # on a CPU Accelerate accepts "fp16" and silently trains in float32
-    accelerator.scaler = funcamp.GradScaler(device, init_scale=2.0**24, growth_interval=50)
+    accelerator.scaler = funcamp.GradScaler(device, init_scale=2.0**24, growth_interval=50, skip="select")
 
     x = torch.randn(2 * steps * 32, 8)
     data = DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=32)

@@ -27,7 +27,8 @@ class Net(pl.LightningModule):
         return torch.nn.functional.mse_loss(self.layers(batch[0]).float(), batch[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+        # capturable: AdamW's step counts are on the parameters' device, so that a skipped step can restore them
+        return torch.optim.AdamW(self.parameters(), lr=1e-2, capturable=self.device.type == "cuda")
 
 
 class ScalerLog(pl.Callback):
@@ -55,7 +56,7 @@ def main(steps: int = 300, folder: str = "demo-out/lightning") -> dict[str, floa
     """Fit a small network from a scale that overflows at first; return the callback's values."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    scaler = funcamp.GradScaler(device, init_scale=2.0**24, growth_interval=50)
+    scaler = funcamp.GradScaler(device, init_scale=2.0**24, growth_interval=50, skip="select")
     x = torch.randn(steps * 32, 8)
     batches = DataLoader(TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=32)
     trainer = pl.Trainer(

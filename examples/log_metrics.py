@@ -56,7 +56,7 @@ def main(steps: int = 400, folder: str | Path = "demo-out/metrics", device: str 
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    scaler = funcamp.GradScaler(device, init_scale=2.0**24, growth_interval=50)
+    scaler = funcamp.GradScaler(device, init_scale=2.0**24, growth_interval=50, skip="select")
     reader, log = funcamp.MetricReader(), Log(Path(folder))
     with contextlib.closing(log):
         for step in range(steps):

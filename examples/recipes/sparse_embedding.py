@@ -50,7 +50,7 @@ def train(
     model = make_model().to(device)
     sparse = torch.optim.SparseAdam(model[0].parameters(), lr=1e-2)
     dense = torch.optim.AdamW(model[2].parameters(), lr=1e-2, fused=True)  # skips in its kernel
-    scaler = funcamp.GradScaler(device, config=CONFIG)  # reads the flag for SparseAdam, as torch does
+    scaler = funcamp.GradScaler(device, config=CONFIG, skip="host")  # reads the flag for SparseAdam, as torch does
     history = []
     for index in range(steps):
         words, target = batch(index, device)

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 import warnings
+from collections import abc
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.amp.grad_scaler import OptState as Stage
 
 from funcamp import _upstream
 from funcamp._amp.arguments import check_saved, checked_device, checked_numbers
+from funcamp._amp.fused_step import fused_step
 from funcamp._amp.nonfinite import describe_nonfinite
 from funcamp._amp.skips_in_a_row import SkipsInARow
-from funcamp._amp.unscale import Flags, by_device, combine_flags, unscale
+from funcamp._amp.undo import Flags, combine_flags, is_watched, obstacle, read_any, select, with_grads
+from funcamp._amp.unscale import by_device, unscale
 from funcamp._amp.write_scale import apply_rule, set_scale
 from funcamp._check import boolean, integer
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.state import ScalerState, reciprocal, tensors_of
-from funcamp._types import StateDict
+from funcamp._types import Args, Kwargs, StateDict
 
 _INT32_MAX = torch.iinfo(torch.int32).max
 
@@ -35,12 +40,17 @@ def _untraced(method: F) -> F:
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler`, the same calls, scales and skips, without a host sync for fused optimizers.
+    """`torch.amp.GradScaler` without host syncs: the same calls, scales, skips, errors and `state_dict`.
 
     `scale(loss).backward()`, `step(optimizer)`, `update()`; `unscale_(optimizer)` before clipping.
 
-    A fused optimizer (`fused=True`) skips inside its kernel: prefer it. For any other the flag is read on the host, and
-    `step` is called or not, as torch does.
+    A fused optimizer (`fused=True`) skips inside its kernel. For another class of torch.optim the scaler copies
+    parameters and state, takes the step, and restores the copies on the device if the step must be skipped. This costs
+    memory traffic and a launch per tensor, but no synchronization: prefer fused=True, or skip="host". If a step cannot
+    be restored this way, the flag is read on the host, as torch does: an optimizer of another class; hooks, or a `step`
+    that replaces the class's (unless skip="select" allows them to see a step that is restored); a closure; parameters
+    that are tensor subclasses or sparse; counters on the host (Adam on a GPU without capturable=True); a momentum of
+    sparse gradients.
 
     Compile the model, not the loop: as with torch's class, `torch.compile` breaks its graph at the scaler's calls. To
     compile the whole step, use `make_train_step` and `jit`.
@@ -61,13 +71,15 @@ class GradScaler(torch.amp.GradScaler):
         growth_interval: clean steps in a row after which the scale grows.
         enabled: if False, every call except `step` does nothing; as in torch, the setters set what the getters return.
         config: another rule, or bounds; replaces the four numbers. `state_dict` then includes the rule's counters.
+        skip: "select" restores a skipped step on the device; "host" reads the flag and does not call `step` if it is
+            set, as torch does. By default "select", but "host" on a CPU, where the read is free, and under Accelerate.
         allow_fp16: unscale float16 gradients, multiplied in float32 and rounded back; torch raises for them.
 
     Raises:
         AssertionError: growth_factor is not above 1, or backoff_factor not below 1.
         TypeError: device is not a string, or one of the four numbers is not a number; config is not a `ScalerConfig`,
             or allow_fp16 not a bool.
-        ValueError: config is given with one of the four numbers; a number cannot be used.
+        ValueError: config is given with one of the four numbers; skip is neither; a number cannot be used.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -82,6 +94,9 @@ class GradScaler(torch.amp.GradScaler):
         torch/amp/grad_scaler.py, PyTorch 2.11 to 2.15.
     """
 
+    _takes_as_is = False
+    """Whether a closure is running, whose gradients are not unscaled."""
+
     def __init__(
         self,
         device: str = "cuda",
@@ -92,8 +107,11 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         *,
         config: ScalerConfig | None = None,
+        skip: Literal["select", "host"] | None = None,
         allow_fp16: bool = False,
     ) -> None:
+        if skip not in (None, "select", "host"):
+            raise ValueError(f'GradScaler: skip must be "select", "host" or None; got {skip!r}')
         boolean("GradScaler", "allow_fp16", allow_fp16)
         device = checked_device(device)
         numbers = init_scale, growth_factor, backoff_factor, growth_interval
@@ -104,6 +122,7 @@ class GradScaler(torch.amp.GradScaler):
         if enabled or config is not None:  # without it a disabled one takes any numbers, as torch's does
             numbers = checked_numbers(numbers, config)
         super().__init__(device, *numbers, enabled=enabled)
+        self._skip = skip
         self._skips = _skips_in_a_row()
         self._allow_fp16 = allow_fp16
         if enabled:
@@ -113,43 +132,103 @@ class GradScaler(torch.amp.GradScaler):
             self._init_counters = self._config.rule.first_counters()
             self._found_inf: Tensor | None = None
 
-    if TYPE_CHECKING:  # torch's returns a Tensor, whose `backward` strict type checkers refuse
+    @_untraced
+    def scale(self, outputs: object) -> Any:
+        """Multiply a tensor, or every tensor of nested iterables, by the scale. No sync.
 
-        def scale(self, outputs: object) -> Any: ...
+        Raises:
+            ValueError: outputs is neither a tensor nor an iterable of them.
+        """
+        if not self._enabled:
+            return outputs
+        if self._takes_as_is:
+            warnings.warn(
+                "GradScaler.scale: it is called in the closure of step(), whose gradients are taken as they are: "
+                "unscale them in the closure, or return the unscaled loss from it",
+                stacklevel=4,  # two frames are those of `_untraced`
+            )
+        if isinstance(outputs, Tensor):
+            if self._scale is None:
+                self._lazy_init_scale_growth_tracker(outputs.device)
+            return outputs * cast(Tensor, self._scale).to(device=outputs.device, non_blocking=True)
+        if isinstance(outputs, abc.Iterable):
+            scaled = map(self.scale, outputs)
+            return type(outputs)(scaled) if isinstance(outputs, (list, tuple)) else scaled
+        raise ValueError("outputs must be a Tensor or an iterable of Tensors")
+
+    @_untraced
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """Multiply an optimizer's gradients by 1 / scale in place and record non-finite ones. No sync.
+
+        Optional: for clipping or inspecting gradients between `backward` and `step`. Sparse float16 gradients are
+        replaced by coalesced ones.
+
+        Raises:
+            AssertionError: `scale` was not called before.
+            RuntimeError: it was called for this optimizer since the last `update`, or after `step`.
+            ValueError: a gradient is float16, without allow_fp16.
+        """
+        if not self._enabled:
+            return
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        noted = self._per_optimizer_states[id(optimizer)]
+        if noted["stage"] is Stage.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if noted["stage"] is Stage.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        noted["found_inf_per_device"] = self._unscale_grads_(
+            optimizer, reciprocal(scale), torch.zeros_like(scale), self._allow_fp16
+        )
+        noted["stage"] = Stage.UNSCALED
 
     @_untraced
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Unscale the gradients, unless `unscale_` did, and take the optimizer's step if all are finite.
 
-        No sync with a device if the optimizer is fused, but for the steps in which SGD begins its momentum. For any
-        other optimizer the flag is read; on a CPU the scale is read, too.
+        No sync with a device, with these exceptions. On a CPU, unless skip="select", the scale is read, and the flag if
+        the optimizer is not fused. The flag is also read with skip="host", for an optimizer with Python numbers or
+        tensors on the host or of your own class, and at a step that makes the state of a parameter: the first one.
 
-        Pass a closure by position, as torch's class takes it: it is not called in a skipped step, and its gradients are
-        used as they are; those of a fused optimizer are divided by the scale, unless `unscale_` was called, and are not
-        checked.
+        Pass a closure by position; it is not called in a skipped step. Its gradients are used as they are, so `scale`
+        warns if it is called in it. Those of a fused optimizer are divided by the scale, unless `unscale_` was called,
+        and are not checked.
 
-        If 20 steps in a row of an optimizer that is not fused are skipped, one warning names the first parameter whose
-        gradient is not finite.
+        If the flag is read and 20 steps in a row are skipped, one warning names the first parameter whose gradient is
+        not finite.
 
         Returns the result of `optimizer.step(*args, **kwargs)`, or None if it was not called.
 
         Raises:
-            AssertionError: `scale` was not called before; no parameter has a gradient.
+            AssertionError: `scale` was not called before; no parameter has a gradient, or none had one at `unscale_`.
             RuntimeError: it was called for this optimizer since the last `update`; closure is passed by name.
             ValueError: a gradient is float16, without allow_fp16.
         """
-        momenta_before = _fused_momenta(optimizer)
+        if not self._enabled:
+            return optimizer.step(*args, **kwargs)
+        if "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        self._check_scale_growth_tracker("step")
+        noted = self._per_optimizer_states[id(optimizer)]
+        if noted["stage"] is Stage.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        is_fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+        has_closure = _has_argument(args, kwargs)
+        if has_closure:
+            # A fused kernel divides by the scale whatever the closure computes, unless `unscale_` was called.
+            self._takes_as_is = not is_fused or noted["stage"] is Stage.UNSCALED
         try:
-            result = super().step(optimizer, *args, **kwargs)
-        except Exception:
-            for name in ("grad_scale", "found_inf"):  # torch leaves them, and the next step would multiply by them
-                if hasattr(optimizer, name):
-                    delattr(optimizer, name)
-            raise
-        begun = _fused_momenta(optimizer) - momenta_before
-        if begun and self._enabled and _is_any_set(self._per_optimizer_states[id(optimizer)]):
-            for param in begun:
-                del optimizer.state[param]["momentum_buffer"]
+            if is_fused:
+                result = self._fused_step(optimizer, noted, args, kwargs)
+            else:
+                if noted["stage"] is Stage.READY:
+                    self.unscale_(optimizer)
+                if len(noted["found_inf_per_device"]) == 0:
+                    raise AssertionError("No inf checks were recorded for this optimizer.")
+                result = self._maybe_opt_step(optimizer, noted, *args, **kwargs)
+        finally:
+            if has_closure:
+                self._takes_as_is = False
+        noted["stage"] = Stage.STEPPED
         return result
 
     @_untraced
@@ -257,8 +336,8 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> Flags:
-        flags = self._flags(by_device(optimizer, allow_fp16 or self._allow_fp16), inv_scale.reshape(()))
-        return {device: torch.maximum(found_inf, flag) for device, flag in flags.items()}
+        flags = self._flags(by_device(optimizer, allow_fp16), inv_scale.reshape(()))
+        return {device: torch.maximum(found_inf.to(device), flag) for device, flag in flags.items()}
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Tensor]:
         scale, _ = self._check_scale_growth_tracker("_check_inf_per_device")
@@ -272,27 +351,58 @@ class GradScaler(torch.amp.GradScaler):
     def _flags(
         self, grads: dict[torch.device, list[Tensor]], inv_scale: Tensor, only_check_scale: Tensor | None = None
     ) -> Flags:
-        """Unscale gradients, or only check them for this scale; return the flag of all devices, on the scale's."""
+        """Unscale gradients, or only check them for this scale; return the flags."""
         may_grow = self._may_grow(inv_scale)
-        flags = []
+        flags = {}
         with torch.no_grad():
             for device, device_grads in grads.items():
                 scale = None if only_check_scale is None else only_check_scale.to(device)
-                flags.append(unscale(device_grads, inv_scale.to(device), may_grow=may_grow, only_check_scale=scale))
-        # torch adds the flags of several devices, and a fused kernel that gets 2.0 takes the step.
-        return {inv_scale.device: combine_flags(flags, inv_scale.device)} if flags else {}
+                flags[device] = unscale(device_grads, inv_scale.to(device), may_grow=may_grow, only_check_scale=scale)
+        return flags
 
     def _may_grow(self, inv_scale: Tensor) -> bool:
         """Return whether unscaling may multiply by more than 1; False only for a readable scale on a CPU."""
-        return inv_scale.device.type != "cpu" or not inv_scale.item() <= 1.0  # also if it is NaN
+        if self._skip == "select" or inv_scale.device.type != "cpu":
+            return True
+        return not inv_scale.item() <= 1.0  # also if it is NaN
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Take the step of an optimizer that is not fused, unless a flag is set, which the host reads."""
-        is_skipped = _is_any_set(optimizer_state)
-        self._skips.note(id(optimizer), skipped=is_skipped, describe=lambda: describe_nonfinite(optimizer))
-        return None if is_skipped else optimizer.step(*args, **kwargs)
+        """Take the step of an optimizer that is not fused, unless a flag is set."""
+        flags: Flags = optimizer_state["found_inf_per_device"]
+        has_closure = _has_argument(args, kwargs)
+        if self._reads_flag(optimizer, flags, has_closure):
+            is_skipped = read_any(flags)
+            self._skips.note(id(optimizer), skipped=is_skipped, describe=lambda: describe_nonfinite(optimizer))
+            return None if is_skipped else optimizer.step(*args, **kwargs)
+        reason = "step is given a closure, which a skipped step must not call" if has_closure else None
+        return select(optimizer, flags, lambda: optimizer.step(*args, **kwargs), reason)
+
+    def _reads_flag(self, optimizer: torch.optim.Optimizer, flags: Flags, has_closure: bool) -> bool:
+        """Return whether the flag is read on the host without a warning: by choice, or by default if that is better."""
+        if self._skip is not None:
+            return self._skip == "host"
+        if all(device.type == "cpu" for device in flags):  # a read is free there
+            return True
+        # What would observe a step that is undone. With an obstacle `select` reads the flag too, and warns.
+        return obstacle(optimizer) is None and (is_watched(optimizer) or has_closure)
+
+    def _fused_step(self, optimizer: Any, noted: dict[str, Any], args: Args, kwargs: Kwargs) -> object:
+        """Step an optimizer whose step takes grad_scale and found_inf, or the scaler itself."""
+        if "grad_scaler" in inspect.signature(optimizer.step).parameters:
+            return super().step(optimizer, *args, **kwargs)
+        scale, _ = self._check_scale_growth_tracker("step")
+        is_unscaled = noted["stage"] is Stage.UNSCALED
+        if not is_unscaled:
+            self._check_inf_per_device(optimizer)
+        flags: Flags = noted["found_inf_per_device"]
+        if not flags and (with_grads(optimizer) or _has_argument(args, kwargs)):
+            raise AssertionError(
+                "No inf checks were recorded for this optimizer: unscale_() or step() must be called after backward(); "
+                "there was no gradient when it was called, so those that are there now would be taken scaled."
+            )
+        return fused_step(optimizer, scale, flags, is_unscaled=is_unscaled, args=args, kwargs=kwargs)
 
     def _configure(self, **values: Any) -> None:
         """Change constants that torch's class lets users change; if a value is invalid, change none."""
@@ -331,17 +441,9 @@ class GradScaler(torch.amp.GradScaler):
 
 
 def _skips_in_a_row() -> SkipsInARow:
-    return SkipsInARow("GradScaler.step", depth=6)
+    return SkipsInARow("GradScaler.step", depth=5)
 
 
-def _is_any_set(optimizer_state: dict[str, Any]) -> bool:
-    """Return on the host whether a flag is set of what torch's class notes of an optimizer; waits for the device."""
-    return any(bool(flag != 0) for flag in optimizer_state["found_inf_per_device"].values())
-
-
-def _fused_momenta(optimizer: torch.optim.Optimizer) -> set[Tensor]:
-    """Return the parameters for which a fused SGD keeps a momentum. It begins one in a step that it skips, too."""
-    if not isinstance(optimizer, torch.optim.SGD) or not getattr(optimizer, "_step_supports_amp_scaling", False):
-        return set()
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    return {param for param in params if optimizer.state.get(param, {}).get("momentum_buffer") is not None}
+def _has_argument(args: Args, kwargs: Kwargs) -> bool:
+    """Return whether a step gets an argument; None does not count, because Accelerate passes it."""
+    return any(value is not None for value in (*args, *kwargs.values()))

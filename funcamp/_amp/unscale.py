@@ -18,22 +18,6 @@ from torch import Tensor
 from funcamp import _tree, _upstream
 from funcamp._dtensor import any_in_meshes, is_distributed, local, settled_sum
 
-#: found_inf by device: float32, 1.0 or 0.0.
-Flags = dict[torch.device, Tensor]
-
-
-def combine_flags(flags: list[Tensor], device: torch.device) -> Tensor:
-    """Combine flags into one, 1.0 or 0.0, on a device."""
-    found_inf = _on(device, flags[0])
-    for flag in flags[1:]:
-        found_inf = torch.maximum(found_inf, _on(device, flag))
-    return found_inf
-
-
-def _on(device: torch.device, flag: Tensor) -> Tensor:
-    """Return a flag on a device; the host waits for one that it will read."""
-    return flag.to(device, non_blocking=device.type != "cpu")
-
 
 def by_device(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> dict[torch.device, list[Tensor]]:
     """Return the gradients by device; the values of a sparse gradient, coalesced first if it is float16.

@@ -121,6 +121,8 @@ PRIVATE = {
     "torch.distributed.distributed_c10d._resolve_process_group": "distributed does not work",
     "torch.nn.modules.transformer._detect_is_causal_mask": "jit takes masks of nn.Transformer if is_causal is given",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "jit computes float16 convolutions in float32 on every CPU",
+    "torch.optim.optimizer._global_optimizer_post_hooks": "GradScaler.step reads found_inf on the host",
+    "torch.optim.optimizer._global_optimizer_pre_hooks": "GradScaler.step reads found_inf on the host",
     "torch.utils._python_dispatch.TorchDispatchMode": "jit does not work",
     "torch.utils._python_dispatch._disable_current_modes": (
         "stateless is not made under FakeTensorMode, torch.compile, and a captured step makes no tensor on the host"

@@ -66,25 +66,28 @@ def assert_same_run(actual: Run, expected: Run) -> None:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_the_examples_accelerator_equals_torch(optimizer: str) -> None:
+def test_selection_with_the_examples_accelerator_equals_torch(optimizer: str) -> None:
     # not torch's fused run: Accelerate takes no step of it for skipped
     expected = Run(SCALERS["torch"](**NUMBERS), "adamw" if optimizer == "fused" else optimizer).train()
     assert_moves([row["scale"] for row in expected.column("scaler")])
-    actual = Run(SCALERS["funcamp"](**NUMBERS), optimizer, cls=example.Accelerator).train()
+    actual = Run(SCALERS["select"](**NUMBERS), optimizer, cls=example.Accelerator).train()
     for name in ("skipped", "scaler", "lr"):
         assert actual.column(name) == expected.column(name)
     if optimizer != "fused":
         assert_same_run(actual, expected)
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.product(SCALERS, repeat=2)))
+MAKERS = {"torch": accelerate.Accelerator, "host": accelerate.Accelerator, "select": example.Accelerator}
+
+
+@pytest.mark.parametrize(("first", "second"), list(itertools.product(MAKERS, repeat=2)))
 def test_loaded_state_goes_on_as_the_uninterrupted_run(first: str, second: str, tmp_path: Path) -> None:
     half = 15  # in the middle of a growth interval
     whole = Run(SCALERS["torch"](**NUMBERS), "adamw").train()
-    before = Run(SCALERS[first](**NUMBERS), "adamw").train(0, half)
+    before = Run(SCALERS[first](**NUMBERS), "adamw", cls=MAKERS[first]).train(0, half)
     before.accelerator.save_state(str(tmp_path))
     assert whole.rows[half - 1]["scaler"]["_growth_tracker"] > 0
-    after = Run(SCALERS[second](), "adamw")  # the file's numbers count, not the constructor's
+    after = Run(SCALERS[second](), "adamw", cls=MAKERS[second])  # the file's numbers count, not the constructor's
     after.accelerator.load_state(str(tmp_path))
     after.train(half, STEPS).rows[:0] = before.rows
     assert_same_run(after, whole)

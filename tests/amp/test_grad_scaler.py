@@ -5,12 +5,15 @@ Random loops are in test_grad_scaler_trajectories.py, the cases of torch's own t
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import inspect
 import math
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -51,6 +54,14 @@ def full(size: float) -> dict[str, Tensor]:
     return {name: torch.full_like(param, size) for name, param in PARAMS.items()}
 
 
+class Elsewhere(GradScaler):
+    """Reports three other devices, one without an overflow: without skip, it does what it does on a GPU."""
+
+    def _unscale_grads_(self, *args: Any) -> Any:
+        (flag,) = super()._unscale_grads_(*args).values()
+        return {torch.device("meta", index): flag * min(index, 1) for index in range(3)}
+
+
 def with_a_reduced_flag(cls: Any) -> Any:
     """Return a class whose flags are reduced over ranks, of which another one overflows at some steps."""
 
@@ -74,9 +85,10 @@ SET = {
 ASSIGNED = {3: ("_backoff_factor", 0.6), 6: ("_growth_interval", 2), 13: ("_growth_factor", 2.5)}
 
 
+@pytest.mark.parametrize("skip", ["select", "host"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_loop_is_torchs(name: str) -> None:
-    loops = around(made(GradScaler), name), around(made(torch.amp.GradScaler), name)
+def test_a_loop_is_torchs(name: str, skip: Any) -> None:
+    loops = around(made(GradScaler, skip=skip), name), around(made(torch.amp.GradScaler), name)
     overflows = "XX.X...X.XX..X....X.X.X.."
     # torch's first state is not defined then: test_fused_momentum_starts_from_zeros_after_a_skip
     for step in range(2 * (name == "SGD-fused"), len(overflows)):
@@ -137,7 +149,7 @@ def test_what_a_disabled_one_returns_is_what_torchs_does() -> None:
 
 def test_complex_empty_and_missing_gradients() -> None:
     params = {"wave": torch.ones(2) * 1j, "empty": torch.zeros(0, 3), "idle": torch.ones(2)}
-    loop = ScaledLoop(GradScaler("cpu", init_scale=4.0), optim.SGD, params, lr=1.0)
+    loop = ScaledLoop(GradScaler("cpu", init_scale=4.0, skip="select"), optim.SGD, params, lr=1.0)
     for value in (4 + 8j, complex(1, math.nan)):
         grads = {"wave": torch.full((2,), value), "empty": torch.zeros(0, 3), "idle": None}
         assert loop.step(grads)["wave"].tolist() == [-1 - 1j] * 2
@@ -178,8 +190,9 @@ def test_float16_gradients_are_unscaled_in_float32_if_asked() -> None:
     assert scaler.metrics().found_inf == 1.0
 
 
-def test_metrics_are_copies_of_this_steps_numbers() -> None:
-    scaler = made(GradScaler)
+@pytest.mark.parametrize("skip", [None, "host", "select"])
+def test_metrics_are_copies_of_this_steps_numbers(skip: Any) -> None:
+    scaler = made(GradScaler, skip=skip)
     scaler.load_state_dict(scaler.state_dict() | {"scale": 32.0, "_growth_tracker": 1})
     rows = [scaler.metrics()]  # before the first scale
     loop = around(scaler)
@@ -200,33 +213,19 @@ def test_metrics_are_copies_of_this_steps_numbers() -> None:
 @pytest.mark.parametrize("name", ["SGD", "AdamW", "AdamW-fused"])
 @pytest.mark.parametrize("scale", [0.0, 2.0**-149, 2.0**-128, 2.0**-60, math.inf, math.nan])
 def test_nothing_infinite_reaches_an_optimizer_at_any_scale(name: str, scale: float) -> None:
-    loop = around(GradScaler("cpu"), name)
+    loop = around(GradScaler("cpu", skip="select"), name)
     for size in (2.0**100, 2.0**-120, 0.0):
         loop.scaler.update(scale)
         assert all(param.isfinite().all() for param in loop.step(full(size)).values()), size
 
 
-def test_flags_of_two_devices_are_one_flag(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fused kernel that gets their sum, 2.0, takes the step."""
-
-    def two_devices(optimizer: Any, allow_fp16: bool) -> dict[torch.device, list[Tensor]]:
-        first, second = optimizer.param_groups[0]["params"]
-        return {torch.device("cpu"): [first.grad], torch.device("cpu", 0): [second.grad]}
-
-    monkeypatch.setattr("funcamp._amp.grad_scaler.by_device", two_devices)
-    loop = around(GradScaler("cpu"), "AdamW-fused")
-    before = clone(loop.params())
-    for grads in (full(math.inf), gradients(True)):
-        assert_same(loop.step(grads, max_norm=1.0), before)
-        assert loop.scaler.metrics().found_inf == 1
-
-
-def test_a_fused_step_that_raises_leaves_no_factor_for_the_next() -> None:
-    loop = around(made(GradScaler), "AdamW-fused")
-    loop.put(full(1.0))
-    with pytest.raises(ZeroDivisionError):
-        loop.scaler.step(loop.optimizer, lambda: 1 / 0)
-    assert not {"grad_scale", "found_inf"} & vars(loop.optimizer).keys()
+def test_flags_of_several_devices_are_one_flag() -> None:
+    given = []
+    loop = around(Elsewhere("cpu"), "AdamW-fused")
+    loop.optimizer.register_step_pre_hook(lambda optimizer, *_: given.append(optimizer.found_inf.item()))
+    for overflows in (True, False):
+        loop.step(gradients(overflows), max_norm=1.0)
+        assert loop.scaler.metrics().found_inf == given[-1] == overflows
 
 
 def test_fused_momentum_starts_from_zeros_after_a_skip() -> None:
@@ -246,19 +245,23 @@ def test_fused_momentum_starts_from_zeros_after_a_skip() -> None:
 # how a step is skipped
 
 
-#: What is read in a step. On a CPU this class reads the scale, too, and a fused one at the step that begins a momentum.
-READS: dict[tuple[str, Any], tuple[int, int]] = {
-    ("SGD", torch.amp.GradScaler): (1, 1),
-    ("SGD", GradScaler): (2, 2),
-    ("AdamW-fused", GradScaler): (1, 1),
-    ("SGD-fused", GradScaler): (2, 1),
+#: Reads of a step until the optimizer has its state, and of a later one. On a CPU the scale is read unless it selects.
+READS: dict[tuple[str, str], tuple[Any, int, int]] = {
+    ("SGD", "torch"): (torch.amp.GradScaler, 1, 1),
+    ("SGD", "default"): (GradScaler, 2, 2),
+    ("AdamW-fused", "default"): (GradScaler, 1, 1),
+    ("SGD", "on a GPU"): (Elsewhere, 1, 1),
+} | {
+    (name, "select"): (functools.partial(GradScaler, skip="select"), first, 0)
+    for name, first in {"SGD": 0, "AdamW-fused": 0, "SGD-momentum": 1, "SGD-fused": 1, "Muon": 1}.items()
 }
 
 
-@pytest.mark.parametrize(("name", "cls"), READS)
-def test_the_flag_of_a_fused_step_is_not_read(name: str, cls: Any) -> None:
-    first, later = READS[name, cls]
-    loop = around(cls("cpu"), name)
+@pytest.mark.parametrize("case", READS, ids="-".join)
+def test_the_flag_is_read_only_if_asked_on_a_cpu_or_at_the_step_that_makes_the_state(case: tuple[str, str]) -> None:
+    make, first, later = READS[case]
+    loop = around(make("cpu"), case[0])
+    optim.lr_scheduler.StepLR(loop.optimizer, 1)  # which may see a step that is undone
     for step, expected in enumerate((first, first, later, later)):
         grads = gradients(step in (0, 2))
         with host_reads() as reads:
@@ -266,11 +269,72 @@ def test_the_flag_of_a_fused_step_is_not_read(name: str, cls: Any) -> None:
         assert len(reads) == expected, reads
 
 
+class Own(optim.SGD):
+    """No class of torch's."""
+
+
+class Named(torch.nn.Parameter):
+    """No class of torch's."""
+
+
+SPARSE = torch.sparse_coo_tensor(torch.tensor([[1, 3]]), torch.ones(2, 2), (4, 2), check_invariants=False)
+#: An optimizer, a parameter, its gradient, and the reason for which the step is not undone.
+READ_FOR: list[tuple[Callable[[list[Tensor]], Any], Tensor, Tensor, str]] = [
+    (Own, torch.ones(2), torch.ones(2), "Own is no class of torch.optim's own"),
+    (optim.SparseAdam, torch.ones(4, 2), SPARSE, "SparseAdam takes steps whose size follows from values"),
+    (functools.partial(optim.SGD, momentum=0.9), torch.ones(4, 2), SPARSE, "SGD keeps sparse tensors, whose sizes"),
+    (optim.SGD, Named(torch.ones(2)), torch.ones(2), "a parameter is a Named"),
+    (optim.SGD, SPARSE.clone(), SPARSE, "a parameter is sparse"),
+]
+
+
+@pytest.mark.parametrize(("cls", "param", "grad", "reason"), READ_FOR)
+def test_the_flag_of_a_step_that_cannot_be_undone_is_read_with_the_reason(
+    cls: Any, param: Tensor, grad: Tensor, reason: str
+) -> None:
+    optimizer = cls([param.requires_grad_()])
+    param.grad = grad.clone()
+    optimizer.step()
+    before = clone((param, optimizer.state_dict()["state"]))
+    scaler = made(GradScaler, skip="select")
+    scaler.scale(torch.zeros(()))
+    param.grad = grad * math.inf
+    with pytest.warns(UserWarning, match=reason):
+        scaler.step(optimizer)
+    assert_same(clone((param, optimizer.state_dict()["state"])), before)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+@pytest.mark.parametrize(("skip", "calls"), [(None, 1), ("host", 1), ("select", 2)])
+def test_a_hook_or_a_replaced_step_sees_no_step_that_is_undone_unless_asked_to(
+    skip: Any, calls: int, replaces: bool
+) -> None:
+    loop, seen = around(Elsewhere("cpu", skip=skip)), mock.Mock(spec=[], return_value=None)
+    if replaces:  # as Accelerate does
+        seen.side_effect = loop.optimizer.step
+        loop.optimizer.step = seen
+    else:
+        loop.optimizer.register_step_post_hook(seen)
+    for overflows in (True, False):
+        loop.step(gradients(overflows))
+    assert seen.call_count == calls
+
+
+@pytest.mark.parametrize(("name", "warns"), [("SGD", True), ("AdamW-fused", False)])
+def test_a_closure_that_scales_is_warned_of_if_nothing_unscales_it(name: str, warns: bool) -> None:
+    loop = around(made(GradScaler), name)
+    loop.put(full(1.0))
+    with pytest.warns(UserWarning, match="called in the closure of step") if warns else contextlib.nullcontext():
+        loop.scaler.step(loop.optimizer, lambda: loop.scaler.scale(loop.leaves["w"].sum()).backward())
+    loop.scaler.scale(torch.zeros(()))
+
+
 @pytest.mark.compiled
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf Tensor:UserWarning")
-def test_a_compiled_loop_breaks_its_graph_at_the_scaler_and_follows_the_eager_one() -> None:
+@pytest.mark.parametrize("skip", ["select", "host"])
+def test_a_compiled_loop_breaks_its_graph_at_the_scaler_and_follows_the_eager_one(skip: Any) -> None:
     # contract: "the drop-in `GradScaler` inside a graph of Dynamo (`fullgraph=True`)"
-    scaler = made(GradScaler)
+    scaler = made(GradScaler, skip=skip)
     eager, compiled = (around(copy.deepcopy(scaler), "SGD-momentum") for _ in range(2))
 
     def iterate(loop: ScaledLoop, size: Tensor) -> None:

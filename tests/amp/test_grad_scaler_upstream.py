@@ -1,4 +1,4 @@
-"""What PyTorch's own tests ask of a gradient scaler, asked of funcamp's.
+"""What PyTorch's own tests ask of a gradient scaler, asked of funcamp's in every mode.
 
 The cases are those of pytorch/pytorch: test/test_torch.py (`test_grad_scaling_*`), test/distributed/fsdp/
 test_fsdp_sharded_grad_scaler.py (on one process), and test/distributed/_composable/fsdp/
@@ -23,8 +23,9 @@ BATCHES, SKIPPED = 4, 2
 Run = Callable[[torch.nn.Sequential, torch.optim.Optimizer, Any], None]
 
 
-def scaler_of(**options: Any) -> Any:
-    return GradScaler("cpu", **options)
+@pytest.fixture(params=[None, "host", "select"])
+def scaler_of(request: pytest.FixtureRequest) -> Callable[..., GradScaler]:
+    return lambda **options: GradScaler("cpu", skip=request.param, **options)
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
@@ -50,7 +51,7 @@ mse = torch.nn.functional.mse_loss
 # one call
 
 
-def test_outputs_in_nested_containers() -> None:
+def test_outputs_in_nested_containers(scaler_of: Any) -> None:
     scaler = scaler_of(init_scale=2.0)
     a, b = torch.full((1,), 4.0), torch.full((1,), 8.0)
     scaled = scaler.scale([b.clone(), (a.clone(), b.clone()), [a.clone(), (b.clone(), a.clone())]])
@@ -60,7 +61,7 @@ def test_outputs_in_nested_containers() -> None:
 
 @pytest.mark.parametrize("culprit", [None, 0, 1, 2, 3])
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
-def test_unscaling_many_kinds_of_gradients(culprit: int | None, bad: float) -> None:
+def test_unscaling_many_kinds_of_gradients(scaler_of: Any, culprit: int | None, bad: float) -> None:
     """Contiguous, strided, transposed and float16 gradients, with a scale and a flag of one element."""
     whole = torch.full((20, 20), 4.0)
     grads = [whole.clone(), whole.clone()[:, :5], whole.clone().t(), whole.half()]
@@ -83,7 +84,7 @@ def test_unscaling_many_kinds_of_gradients(culprit: int | None, bad: float) -> N
     ("values", "expected"), [((16.0, 32.0, 64.0), 0.0), ((16.0, 32.0, math.inf), 1.0), ((16.0, 32.0, math.nan), 1.0)]
 )
 def test_sparse_gradients_are_unscaled_and_checked(
-    values: tuple[float, ...], expected: float, dtype: torch.dtype
+    scaler_of: Any, values: tuple[float, ...], expected: float, dtype: torch.dtype
 ) -> None:
     place = torch.tensor([[0, 1, 1], [2, 0, 2]])
     sparse = torch.sparse_coo_tensor(place, torch.tensor(values), (2, 3), dtype=dtype, check_invariants=False)
@@ -97,7 +98,7 @@ def test_sparse_gradients_are_unscaled_and_checked(
         assert torch.equal(param.grad.to_dense(), sparse.to_dense() / 4)
 
 
-def test_duplicates_that_overflow_float16_when_summed() -> None:
+def test_duplicates_that_overflow_float16_when_summed(scaler_of: Any) -> None:
     place, values = torch.tensor([[0, 1, 0], [2, 0, 2]]), torch.tensor([64000.0, 32.0, 64000.0]).half()
     param = torch.sparse_coo_tensor(place, values, (2, 3), check_invariants=False)
     param.grad = param.clone()
@@ -107,7 +108,7 @@ def test_duplicates_that_overflow_float16_when_summed() -> None:
     assert flags[param.device] == 1.0
 
 
-def test_a_step_on_an_infinite_gradient_returns_none() -> None:
+def test_a_step_on_an_infinite_gradient_returns_none(scaler_of: Any) -> None:
     param = torch.tensor([math.inf])
     param.grad = param.clone()
     scaler = scaler_of(init_scale=2.0)
@@ -116,7 +117,7 @@ def test_a_step_on_an_infinite_gradient_returns_none() -> None:
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_a_loaded_state_dict_has_every_number_lazy_or_not(lazy: bool) -> None:
+def test_a_loaded_state_dict_has_every_number_lazy_or_not(scaler_of: Any, lazy: bool) -> None:
     first, second = scaler_of(init_scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2), scaler_of()
     first._init_growth_tracker = 7
     if not lazy:
@@ -131,18 +132,19 @@ def test_a_loaded_state_dict_has_every_number_lazy_or_not(lazy: bool) -> None:
 
 
 @pytest.mark.parametrize("lazy", [True, False])
-def test_a_pickled_scaler_goes_on_lazy_or_not(lazy: bool) -> None:
+def test_a_pickled_scaler_goes_on_lazy_or_not(scaler_of: Any, lazy: bool) -> None:
     scaler = scaler_of(init_scale=3.0, growth_factor=4.0, backoff_factor=0.5, growth_interval=2)
     if not lazy:
         scaler.scale(torch.zeros(()))
         scaler._growth_tracker.fill_(1)
     again = pickle.loads(pickle.dumps(scaler))
     assert again.state_dict() == scaler.state_dict()
+    assert again._skip == scaler._skip
     again.scale(torch.zeros(()))
     assert (again._scale, again._growth_tracker) == (3.0, 0 if lazy else 1)
 
 
-def test_growth_stops_before_infinity() -> None:
+def test_growth_stops_before_infinity(scaler_of: Any) -> None:
     model, scaler = torch.nn.Linear(5, 1), scaler_of(init_scale=1e38, growth_factor=2.0**4, growth_interval=1)
     adam = torch.optim.Adam(model.parameters())
     scaler.scale((model(torch.randn(1, 5)) - 1e-30 * torch.randn(1, 1)).square().mean() * 1e-30).backward()
@@ -151,7 +153,7 @@ def test_growth_stops_before_infinity() -> None:
     assert math.isfinite(scaler.get_scale())
 
 
-def test_an_optimizer_is_given_the_scaler_or_its_tensors() -> None:
+def test_an_optimizer_is_given_the_scaler_or_its_tensors(scaler_of: Any) -> None:
     class Own(torch.optim.Optimizer):
         def __init__(self, params: Any) -> None:
             super().__init__(params, {})
@@ -228,7 +230,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("run", ["plain", "autocast", "clipping", "separate unscale", "penalty", "accumulation"])
-def test_a_loop_is_the_one_without_a_scaler(run: str, name: str) -> None:
+def test_a_loop_is_the_one_without_a_scaler(scaler_of: Any, run: str, name: str) -> None:
     control, scaled = models()
     without, optimizer = OPTIMIZERS[name](control.parameters()), OPTIMIZERS[name](scaled.parameters())
     scaler = scaler_of(init_scale=128.0, growth_interval=1)
@@ -243,7 +245,7 @@ def test_a_loop_is_the_one_without_a_scaler(run: str, name: str) -> None:
             torch.testing.assert_close(optimizer.state[s][key], value, atol=tolerance, rtol=tolerance)
 
 
-def test_a_disabled_scaler_changes_nothing() -> None:
+def test_a_disabled_scaler_changes_nothing(scaler_of: Any) -> None:
     control, scaled = models()
     sgd, other = (torch.optim.SGD(model.parameters(), lr=0.1) for model in (control, scaled))
     scaler = scaler_of(enabled=False)
@@ -259,7 +261,7 @@ def test_a_disabled_scaler_changes_nothing() -> None:
     assert all(torch.equal(c, s) for c, s in zip(control.parameters(), scaled.parameters()))
 
 
-def test_two_models_and_two_optimizers_of_two_losses() -> None:
+def test_two_models_and_two_optimizers_of_two_losses(scaler_of: Any) -> None:
     """The second's gradient overflows once: it skips, the first does not."""
     pairs = [models(), models()]
     optimizers = [[torch.optim.SGD(model.parameters(), lr=0.5) for model in pair] for pair in pairs]
@@ -292,7 +294,9 @@ def test_two_models_and_two_optimizers_of_two_losses() -> None:
 
 @pytest.mark.parametrize("cls", [torch.optim.Adam, torch.optim.AdamW])
 @pytest.mark.parametrize("options", [{"foreach": False}, {"foreach": True}, {"fused": True}])
-def test_gradients_that_are_spoiled_after_unscaling_spoil_the_parameters(cls: Any, options: dict[str, bool]) -> None:
+def test_gradients_that_are_spoiled_after_unscaling_spoil_the_parameters(
+    scaler_of: Any, cls: Any, options: dict[str, bool]
+) -> None:
     model, _ = models()
     optimizer, scaler = cls(model.parameters(), lr=1.0, **options), scaler_of(init_scale=128.0)
     for x, y in batches():

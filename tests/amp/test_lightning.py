@@ -13,7 +13,17 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.float16_run import NUMBERS, OPTIMIZERS, SCALERS, SIZE, STEPS, assert_moves, make_data, make_model
+from tests.support.float16_run import (
+    FUNCAMP,
+    NUMBERS,
+    OPTIMIZERS,
+    SCALERS,
+    SIZE,
+    STEPS,
+    assert_moves,
+    make_data,
+    make_model,
+)
 from tests.support.helpers import assert_same, clone
 from tests.support.quiet_lightning import IGNORED, trainer
 
@@ -102,12 +112,13 @@ def test_run_equals_the_one_with_torchs_scaler(variant: str, tmp_path: Path) -> 
     module, options = VARIANTS[variant]
     expected = Run(SCALERS["torch"](**NUMBERS), module(), tmp_path, **options)
     assert_moves([row["scaler"]["scale"] for row in expected.rows])
-    actual = Run(SCALERS["funcamp"](**NUMBERS), module(), tmp_path, **options)
-    assert len(actual.rows) == STEPS
-    assert_same_run(actual, expected)
+    for make in FUNCAMP.values():
+        actual = Run(make(**NUMBERS), module(), tmp_path, **options)
+        assert len(actual.rows) == STEPS
+        assert_same_run(actual, expected)
 
 
-@pytest.mark.parametrize(("first", "second"), list(itertools.product(SCALERS, repeat=2)))
+@pytest.mark.parametrize(("first", "second"), [*itertools.product(["torch", "select"], repeat=2), ("host", "default")])
 @pytest.mark.parametrize("module", [Net, TwoOptimizers], ids=["", "two optimizers by hand"])
 def test_resumed_run_equals_the_uninterrupted_one(module: Any, first: str, second: str, tmp_path: Path) -> None:
     numbers, path = NUMBERS | {"growth_interval": 7}, tmp_path / "half.ckpt"

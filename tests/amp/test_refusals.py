@@ -80,6 +80,7 @@ def loaded(**entries: Any) -> Callable[[Any], Any]:
 #: What is called, the error, and its words.
 OWN: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "device": (lambda scaler: GradScaler(ANY), TypeError, "device must be a string, as in torch.amp; got None"),
+    "skip": (made(skip="never"), ValueError, 'skip must be "select", "host" or None; got \'never\''),
     "allow_fp16": (made(allow_fp16=1), TypeError, "allow_fp16 must be True or False; got 1"),
     "config and numbers": (made(config=ScalerConfig(), init_scale=4.0), ValueError, "must be left out if config is"),
     "config, disabled": (made(config=4.0, enabled=False), TypeError, "config must be a ScalerConfig; got 4.0"),

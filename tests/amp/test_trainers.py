@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:`[a-z_]*gradient_checkpointing[a-z_]*` is deprecated:FutureWarning"),
 ]
 
-TORCH, FUNCAMP = SCALERS["torch"], SCALERS["funcamp"]
+TORCH, FUNCAMP = SCALERS["torch"], SCALERS["default"]
 
 
 @pytest.mark.parametrize("client", TRAINERS)

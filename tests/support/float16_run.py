@@ -16,10 +16,10 @@ STEPS, SIZE = 24, 4
 HUGE = 11  # this batch overflows float16 in the forward pass, whatever the scale
 NUMBERS: dict[str, Any] = {"init_scale": 2.0**19, "growth_interval": 5}
 
-SCALERS: dict[str, Callable[..., torch.amp.GradScaler]] = {
-    "funcamp": functools.partial(funcamp.GradScaler, "cpu"),
-    "torch": functools.partial(torch.amp.GradScaler, "cpu"),
+FUNCAMP: dict[str, Callable[..., torch.amp.GradScaler]] = {
+    skip or "default": functools.partial(funcamp.GradScaler, "cpu", skip=skip) for skip in (None, "host", "select")
 }
+SCALERS = FUNCAMP | {"torch": functools.partial(torch.amp.GradScaler, "cpu")}
 
 OPTIMIZERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "sgd": functools.partial(optim.SGD, lr=1e-2, momentum=0.9),

@@ -70,6 +70,7 @@ CLAMPED = make_train_step(lambda p, b: (p["w"] * b).abs().sum(), SGD, max_value=
 LINEAR = torch.nn.Linear(2, 2)
 MODULE = module_loss(LINEAR, torch.nn.functional.mse_loss)
 NO_AUX = make_train_step(module_loss(LINEAR, torch.nn.functional.mse_loss, has_aux=True), SGD)
+NO_BUFFERS = make_train_step(loss(lambda params, buffers, batch: LOSS(params, batch), has_buffers=True), SGD)
 NUMBERED = make_train_step(LOSS, SGD, observe={"f": lambda grads: {"t": grads["w"], "n": 2}})
 
 
@@ -174,16 +175,18 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "loss probes": (lambda: loss(LOSS, probes=["a", "a"]), ValueError, r"loss: probes must differ; got \('a', 'a'\)"),
     "module_loss has_aux": (lambda: module_loss(LINEAR, has_aux=True), ValueError, "module_loss: has_aux must be False without a criterion, which returns aux; got True"),
     "module_loss engine": (lambda: module_loss(LINEAR, LOSS, engine="tape"), ValueError, "module_loss: engine must be 'func', 'autograd' or None; got 'tape'"),  # type: ignore[arg-type]
-    "module_loss no aux": (lambda: NO_AUX(NO_AUX.init(), (W, W)), TypeError, r"module_loss: criterion must return a pair: \(loss, aux\); got a torch.float32 tensor"),
+    "module_loss no aux": (lambda: NO_AUX(NO_AUX.init(), (W, W)), TypeError, r"module_loss: criterion must return a pair: \(loss, aux\), .*; got a torch.float32 tensor"),
     "init flat": (lambda: STEP.init({"w": W}, flat=1), TypeError, "init: flat must be True or False; got 1"),  # type: ignore[arg-type]
     "init group of a tree": (lambda: STEP.init({"w": W}, flat=False, group=lambda name, leaf: name), ValueError, "init: flat must be True with a group; got False"),
     "init nothing": (lambda: STEP.init(), TypeError, "params must be given.*got None"),
     "module_loss criterion class": (lambda: module_loss(LINEAR, torch.nn.MSELoss), TypeError, r"criterion must be a function or an object; got the class MSELoss: pass MSELoss\(\)"),
     "init module": (lambda: STEP.init(LINEAR), TypeError, r"init: params must be a pytree of tensors.*; got Linear: .* init\(\)"),
     "init integer": (lambda: STEP.init({"w": W.int()}), TypeError, r"init: params\['w'\] must be a strided floating"),
+    "init buffers": (lambda: STEP.init({"w": W}, {"b": 1}), TypeError, "buffers must be a dict of tensors"),  # type: ignore[dict-item]
     "init names": (lambda: make_train_step(MODULE, SGD).init({"weight": W}), ValueError, "must have the names .* differ in 'bias'"),
     "loss training": (lambda: STEP.loss(START, W, training=1), TypeError, "training must be True or False; got 1"),  # type: ignore[arg-type]
-    "loss without aux": (lambda: make_train_step(loss(LOSS, has_aux=True), SGD).loss(START, W), TypeError, r"loss: loss_fn must return a pair: \(loss, aux\); got a torch.float32 tensor"),
+    "loss without aux": (lambda: make_train_step(loss(LOSS, has_aux=True), SGD).loss(START, W), TypeError, r"loss: loss_fn must return a pair: \(loss, aux\), .*; got a torch.float32 tensor"),
+    "step without buffers": (lambda: NO_BUFFERS(NO_BUFFERS.init({"w": W}, {"b": W}), W), TypeError, r"step: loss_fn must return a pair: .*\(loss, buffers\) .*; got a torch.float32 tensor"),
     "state_dict state": (lambda: STEP.state_dict(3), TypeError, "^state_dict: state must be a TrainState.*got 3"),  # type: ignore[arg-type]
     "flat name": (lambda: START.params["v"], KeyError, "'v' must be in .tree\\(\\), a dict with 'w'"),
     "flat iteration": (lambda: list(START.params), TypeError, r"must not be iterated over: .tree\(\) is the pytree of its tensors"),

@@ -45,10 +45,6 @@ class Loss:
 
     has_module = False
     """Whether a module has the tensors of a call until the backward pass has ended."""
-    has_buffers = False
-    """Whether the module has buffers, which a call gets and returns."""
-    keep_buffers = False
-    """Whether a skipped step keeps what the forward pass wrote into them."""
     names: dict[str, str] | None = None
     """The name of every trainable parameter of a module, with the stored name, which differs for tied ones."""
     uncast_names: frozenset[str] = frozenset()
@@ -59,12 +55,16 @@ class Loss:
         function: Callable[..., object],
         *,
         has_aux: bool = False,
+        has_buffers: bool = False,
+        keep_buffers: bool = False,
         has_scaler: bool = False,
         taps: Taps | None = None,
         engine: Engine | None = None,
     ) -> None:
         self.function = function
         self.has_aux = has_aux
+        self.has_buffers = has_buffers
+        self.keep_buffers = keep_buffers
         self.has_scaler = has_scaler
         self.taps = taps
         self.engine = engine
@@ -144,6 +144,8 @@ def loss(
     function: Callable[..., Any],
     *,
     has_aux: bool = False,
+    has_buffers: bool = False,
+    keep_buffers: bool = False,
     has_scaler: bool = False,
     probes: Iterable[str] = (),
     engine: Engine | None = None,
@@ -151,13 +153,15 @@ def loss(
     """Describe a loss function whose inputs or outputs are more than `(params, batch) -> loss`.
 
     `make_train_step` accepts a function `(params, batch) -> loss` as it is; this describes any other. The function's
-    arguments are `(params, probes, scaler, batch)`, without those that are not requested. What it must remember from
-    step to step is a buffer of a module: write a loss of `module_loss`. No sync.
+    arguments are `(params, probes, buffers, scaler, batch)`, without those that are not requested. No sync.
 
     Args:
         function: any function of a pytree of parameters and a batch. Dropout uses torch's default generator:
             `torch.manual_seed` makes a run reproducible, saving `torch.get_rng_state` lets it resume.
-        has_aux: it returns `(loss, aux)`; aux is a pytree of tensors for the metrics.
+        has_aux: it returns `(loss, aux)`, or `(loss, (buffers, aux))`; aux is a pytree of tensors for the metrics.
+        has_buffers: it takes a dict of buffers and returns `(loss, buffers)` with the new ones.
+        keep_buffers: keep the buffers of a skipped step, as torch's loop does; they may be non-finite. By default they
+            are reverted with the rest.
         has_scaler: it takes the `ScalerState` to scale further gradients (a gradient penalty, an inner loop): pass it
             to `scaled_grad_and_value`, or to `scale` and `unscale`.
         probes: names of tensors that it taps. It takes a dict of `numerics.Record` by these names, for `numerics.tap`,
@@ -188,12 +192,14 @@ def loss(
     check_function(call, function)
     if isinstance(function, Loss) or isinstance(getattr(function, "func", None), Loss):  # a functools.partial
         raise TypeError(f"{call}: function must not be a loss already: describe it where it is made; got {function!r}")
-    boolean(call, "has_aux", has_aux)
-    boolean(call, "has_scaler", has_scaler)
+    flags = {"has_aux": has_aux, "has_buffers": has_buffers, "keep_buffers": keep_buffers, "has_scaler": has_scaler}
+    checked_flags = {name: boolean(call, name, flag) for name, flag in flags.items()}
+    if keep_buffers and not has_buffers:
+        raise ValueError(f"{call}: keep_buffers must be False without has_buffers; got True")
     check_engine(call, engine)
     probe_names = _checked_names(call, probes)
     taps: Taps | None = layer("numerics.record").Taps(probe_names) if probe_names else None
-    return Loss(function, has_aux=has_aux, has_scaler=has_scaler, taps=taps, engine=engine)
+    return Loss(function, **checked_flags, taps=taps, engine=engine)
 
 
 def check_function(call: str, function: object) -> None:

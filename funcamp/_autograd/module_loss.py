@@ -77,7 +77,7 @@ class ModuleLoss(Loss):
         keep_buffers: bool = False,
         engine: Engine | None = None,
     ) -> None:
-        super().__init__(model, has_aux=has_aux, engine=engine)
+        super().__init__(model, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
         self.made_of = model
         """The module that the loss was made of. `model` is the one that it calls: the same, or a copy with taps."""
         self.criterion = criterion
@@ -85,7 +85,6 @@ class ModuleLoss(Loss):
         self.names = self.tensors.names
         self.uncast_names = self.tensors.uncast_names
         self.has_buffers = bool(self.tensors.buffer_names)
-        self.keep_buffers = keep_buffers
         self._left_behind: LeftBehind | None = None
         self._has_logged_eval_mode = False
         self.call_copy(model)

@@ -319,7 +319,8 @@ def pair(call: str, name: str, returned: Tree) -> tuple[Tree, Tree]:
         returned: what it returned.
     """
     if not isinstance(returned, tuple) or len(returned) != 2:
-        raise TypeError(f"{call}: {name} must return a pair: (loss, aux); got {_tree.brief(returned)}")
+        rule = "must return a pair: (loss, aux), (loss, buffers) or (loss, (buffers, aux))"
+        raise TypeError(f"{call}: {name} {rule}; got {_tree.brief(returned)}")
     return returned
 
 

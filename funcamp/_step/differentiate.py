@@ -77,7 +77,8 @@ def arguments_of(
     if loss_fn.probes:
         arguments.append(taps)
     if loss_fn.has_buffers:
-        arguments.append(buffers)
+        # A function may write them. A call of a module copies them itself.
+        arguments.append(buffers if loss_fn.has_module else {name: value.clone() for name, value in buffers.items()})
     if loss_fn.has_scaler:
         arguments.append(scaler)
     arguments.append(batch)
@@ -94,21 +95,30 @@ def _check_first_graph(loss_fn: Loss, returned: Tree, values: list[Tensor]) -> N
         loss_fn.graph_is_checked = True
 
 
-def _buffers_and_aux(loss_fn: Loss, before: dict[str, Tensor], beside: Any) -> tuple[dict[str, Tensor], Tree]:
+def _buffers_and_aux(loss_fn: Loss, before: dict[str, Tensor], beside: Tree) -> tuple[dict[str, Tensor], Tree]:
     """Return the new buffers and aux of what a loss returned besides itself.
 
     Raises:
-        ValueError: a buffer has another shape or dtype than before.
+        TypeError: this is not a dict of buffers, or not a pair with one.
+        ValueError: the buffers have other names, shapes or dtypes than those given.
     """
     if not loss_fn.has_buffers:
         return before, beside
-    after, aux = beside if loss_fn.has_aux else (beside, ())
-    for name, was in before.items():
-        now = after[name]
-        if was.shape != now.shape or was.dtype != now.dtype:
+    after = beside
+    aux: Tree = ()
+    if loss_fn.has_aux:
+        if not isinstance(beside, tuple) or len(beside) != 2:
+            got = _tree.brief(beside)
+            raise TypeError(f"step: loss_fn must return (loss, (buffers, aux)) with both; got {got} besides loss")
+        after, aux = beside
+    if not isinstance(after, dict):
+        raise TypeError(f"step: loss_fn must return its buffers as a dict; got {_tree.brief(after)}")
+    for name in {**before, **after}:
+        was, now = before.get(name), after.get(name)
+        if was is None or now is None or was.shape != now.shape or was.dtype != now.dtype:
             raise ValueError(
-                f"step: the model must keep the shapes and dtypes of its buffers; {name!r} was {_tree.describe(was)}, "
-                f"is {_tree.describe(now)}; call a model that fills a buffer in its first call once before init"
+                f"step: loss_fn must return buffers like those given; {name!r} was {_tree.describe(was)}, is "
+                f"{_tree.describe(now)}; call a model that fills a buffer in its first call once before init"
             )
     return {name: after[name] for name in before}, aux
 

@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 Group = Callable[[str, Tensor], str]
 
 
-def first_state(step: TrainStep, params: Tree, *, flat: bool, group: Group | None, consume: bool) -> TrainState:
+def first_state(
+    step: TrainStep, params: Tree, buffers: Any, *, flat: bool, group: Group | None, consume: bool
+) -> TrainState:
     """Return the state of `TrainStep.init`."""
     call = "init"
     loss_fn = step.loss_fn
@@ -38,14 +40,17 @@ def first_state(step: TrainStep, params: Tree, *, flat: bool, group: Group | Non
             "module_loss has its module's, init()"
         )
     _check_labels(call, parallel, flat, group)
-    consumed = consumed_loss(call, step, params, consume)
+    consumed = consumed_loss(call, step, params, buffers, consume)
 
-    # The parameters to begin with: the caller's, or the module's.
+    # The parameters and buffers to begin with: the caller's, or the module's.
     is_modules_own = params is None
     if consumed is not None:
         params = consumed.own_params()
     elif params is None:
         params = loss_fn.params()
+    if buffers is None:
+        buffers = loss_fn.buffers()
+    _check_buffers(loss_fn, buffers)
     parallel.agree(described(loss_fn, step.optimizer, step.config, options, flat))
 
     # Stored as the state has them, with the first rank's values.
@@ -54,7 +59,7 @@ def first_state(step: TrainStep, params: Tree, *, flat: bool, group: Group | Non
             call, params, loss_fn, group or step._group, flat=flat, buckets=parallel.buckets, consume=consume
         )
         check_params(call, stored, loss_fn)
-        buffers = clone(loss_fn.buffers())
+        buffers = clone(buffers)
         if consumed is not None:
             consumed.share_buffers(buffers)
         parallel.broadcast_first(stored)
@@ -82,6 +87,18 @@ def first_state(step: TrainStep, params: Tree, *, flat: bool, group: Group | Non
     )
 
 
+def _check_buffers(loss_fn: Loss, buffers: object) -> None:
+    """Raise TypeError or ValueError if these are not the buffers that a loss takes."""
+    if not isinstance(buffers, dict) or not all(isinstance(value, Tensor) for value in buffers.values()):
+        raise TypeError(f"init: buffers must be a dict of tensors; got {_tree.brief(buffers)}")
+    if buffers and not loss_fn.has_buffers:
+        raise ValueError(f"init: buffers must be None for a loss without; got {_tree.brief(buffers)}")
+    module_buffers = loss_fn.buffers()
+    if module_buffers and buffers.keys() != module_buffers.keys():
+        odd = min(buffers.keys() ^ module_buffers.keys())
+        raise ValueError(f"init: buffers must have the names of the module's; they differ in {odd!r}")
+
+
 def _check_labels(call: str, parallel: Parallel, flat: bool, group: Group | None) -> None:
     """Raise TypeError or ValueError for a group that is no function, and for what needs flat storage without it."""
     if group is not None and not callable(group):
@@ -91,12 +108,12 @@ def _check_labels(call: str, parallel: Parallel, flat: bool, group: Group | None
         raise ValueError(f"{call}: flat must be True with {reason}; got False")
 
 
-def consumed_loss(call: str, step: TrainStep, params: Tree, consume: bool) -> ModuleLoss | None:
+def consumed_loss(call: str, step: TrainStep, params: Tree, buffers: object, consume: bool) -> ModuleLoss | None:
     """Return the loss whose module is to share the state's memory; None without consume.
 
     Raises:
         TypeError: consume is not a bool, or the loss has no module.
-        ValueError: params are given, or the state is sharded.
+        ValueError: params or buffers are given, or the state is sharded.
     """
     if not boolean(call, "consume", consume):
         return None
@@ -105,10 +122,11 @@ def consumed_loss(call: str, step: TrainStep, params: Tree, consume: bool) -> Mo
             f"{call}: consume must be False for a loss that module_loss did not make, as there is no module whose "
             f"place the state could take; got True with {step.loss_fn!r}"
         )
-    if params is not None:
+    if params is not None or buffers is not None:
+        name, value = ("buffers", buffers) if params is None else ("params", params)
         raise ValueError(
-            f"{call}: consume must be False if params are given, as it takes the module's own; got True and "
-            f"params={_tree.brief(params)}"
+            f"{call}: consume must be False if params or buffers are given, as it takes the module's own; got "
+            f"True and {name}={_tree.brief(value)}"
         )
     if step._options.parallel.shard:
         raise ValueError(

@@ -155,6 +155,9 @@ class TrainStep(Fixed):
             new=(changed.params, opt_state, result.buffers),
             old=(state.params, state.opt_state, buffers_if_skipped),
         )
+        if loss_fn.keep_buffers:
+            # `old_where` has returned these as they are, being old and new at once; one may be a tensor of the batch.
+            buffers = clone(buffers)
 
         # Counts and the scale, which move also when the step is skipped.
         is_skipped = skips.long()
@@ -202,6 +205,7 @@ class TrainStep(Fixed):
     def init(
         self,
         params: Tree = None,
+        buffers: dict[str, Tensor] | None = None,
         *,
         flat: bool = True,
         group: Callable[[str, Tensor], str] | None = None,
@@ -215,8 +219,8 @@ class TrainStep(Fixed):
 
         Args:
             params: a pytree of floating-point or complex tensors, or `Params`; by default the module's, if the
-                loss is of `module_loss`. `Params` are taken apart and stored anew. Buffers are the module's; others are
-                given by `state._replace(buffers=...)`, such as those of the members of an ensemble.
+                loss is of `module_loss`. `Params` are taken apart and stored anew.
+            buffers: tensors by name; by default the module's.
             flat: store the parameters in a few 1-D tensors, so that the number of kernel launches does not depend on
                 the number of tensors; False stores each tensor by itself.
             group: the groups of flat storage, as in `ravel`; by default those of the optimizer, or matrices and
@@ -238,11 +242,12 @@ class TrainStep(Fixed):
                 reads another parameter of the group; with flat=False they count separately.
 
         Raises:
-            TypeError: params is missing; a leaf is an integer tensor, a sparse tensor or not a tensor; flat or consume
-                is not a bool; group is not callable; consume is set for a loss that is not of `module_loss`, or for a
-                module with DTensors or other tensor subclasses.
-            ValueError: params has no tensor, or not the names of the module; flat is False with a group, or for a
-                sharded state; consume is set with params, or for a sharded state.
+            TypeError: params is missing; a leaf is an integer tensor, a sparse tensor or not a tensor; buffers is not a
+                dict of tensors; flat or consume is not a bool; group is not callable; consume is set for a loss that is
+                not of `module_loss`, or for a module with DTensors or other tensor subclasses.
+            ValueError: params has no tensor, or not the names of the module; buffers are given for a loss without, or
+                with other names than the module's; flat is False with a group, or for a sharded state; consume is set
+                with params or buffers, or for a sharded state.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -255,7 +260,7 @@ class TrainStep(Fixed):
             >>> model.weight.data_ptr() == state.params["weight"].data_ptr()
             True
         """
-        return first_state(self, params, flat=flat, group=group, consume=consume)
+        return first_state(self, params, buffers, flat=flat, group=group, consume=consume)
 
     def loss(self, state: TrainState, batch: Tree, *more: NoReturn, training: bool = False) -> Tensor:
         """Return the loss of a batch without a gradient, without dropout and without writing anything.
@@ -456,7 +461,7 @@ class TrainStep(Fixed):
     @torch.inference_mode(False)  # as `init`
     def _adopted(self, call: str, state: TrainState, consume: bool) -> TrainState:
         """Return a loaded state; with consume, its memory is the module's."""
-        consuming_loss = consumed_loss(call, self, None, consume)
+        consuming_loss = consumed_loss(call, self, None, None, consume)
         if consuming_loss is None:
             self.loss_fn.state_moves()  # the module has the values of before
         else:

@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("funcamp")
 _MAX_RUNS = 3
-_FIX = "keep it in a buffer of the model (register_buffer, and copy_ to change it), or pass it in the batch"
+_FIX = (
+    "keep it in a buffer of the model (register_buffer, and copy_ to change it) or in loss(has_buffers=True), or pass "
+    "it in the batch"
+)
 _DRAW_INSTEAD = "draw from torch's generator, or pass the numbers in the batch, as tensors"
 
 

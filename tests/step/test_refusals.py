@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.functional import mse_loss
 
 from funcamp import loss, make_train_step, module_loss, stateless
@@ -41,24 +41,11 @@ def weighted(weight: Any) -> Call:
     return lambda: make_train_step(masked, SGD, accumulate=2, weight=weight)(START, batch)
 
 
-class Counting(nn.BatchNorm1d):
-    """Puts something else in the place of a buffer."""
-
-    running_mean: Tensor
-
-    def __init__(self, changed: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(4)
-        self.changed = changed
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.running_mean = self.changed(self.running_mean)
-        return x * self.weight
-
-
-def with_buffer(changed: Callable[[Tensor], Tensor]) -> Call:
-    """A step of a module that changes a buffer."""
-    step = make_train_step(module_loss(Counting(changed), mse_loss), SGD)
-    return lambda: step(step.init(), (torch.ones(3, 4), torch.ones(3, 4)))
+def beside(returned: Callable[[Any], Any], has_aux: bool = False) -> Call:
+    """A step whose loss returns something of its buffers beside."""
+    described = loss(lambda p, b, x: (plain(p, x), returned(b["n"])), has_buffers=True, has_aux=has_aux)
+    step = make_train_step(described, SGD)
+    return lambda: step(step.init(W, {"n": torch.zeros(())}), X)
 
 
 def entered(region: Callable[[], Any]) -> Call:
@@ -92,14 +79,19 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     # the loss
     "loss of the module": (lambda: make_train_step(lambda p, x: LINEAR(x).sum(), SGD)(START, X), ValueError, "step: .*parameters it is given; it uses none.*module_loss"),
     "loss described twice": (lambda: loss(functools.partial(loss(plain, engine="func"))), TypeError, "loss: function must not be a loss already"),
+    "keep_buffers": (lambda: loss(plain, keep_buffers=True), ValueError, "loss: keep_buffers must be False without has_buffers"),
     "criterion": (lambda: module_loss(LINEAR, loss(lambda out, y: out.sum())), TypeError, "module_loss: criterion must be a plain function"),
-    "dtype of a buffer": (with_buffer(Tensor.double), ValueError, "step: .* buffers; 'running_mean' was .*float32.* is .*float64"),
-    "shape of a buffer": (with_buffer(lambda mean: mean[:2]), ValueError, r"step: .* was .*\(4,\).* is .*\(2,\).*; call a model .* once before init"),
+    "aux forgotten": (beside(lambda n: {"n": n}, has_aux=True), TypeError, r"step: loss_fn must return \(loss, \(buffers, aux\)\) with both; got a dict"),
+    "a buffer less": (beside(lambda n: {}), ValueError, "step: .* 'n' was .*, is None"),
+    "dtype of a buffer": (beside(lambda n: {"n": n.double()}), ValueError, "step: .* 'n' was .*float32.* is .*float64"),
+    "shape of a buffer": (beside(lambda n: {"n": n.expand(2)}), ValueError, r"step: .* 'n' was .*\(\).* is .*\(2,\).*; call a model .* once before init"),
     # options
     "weight returns a vector": (weighted(lambda batch: batch[1]), ValueError, r"step: weight must return a tensor of shape \(\); got a torch.float32 tensor of shape \(8,\)"),
     "weight is negative": (weighted(lambda _: -1), ValueError, "step: weight must return 0 or a positive number; got -1"),
     "weight is nothing": (weighted(lambda _: None), TypeError, r"step: weight must return a number or a tensor of shape \(\); got None"),
     # the state
+    "buffers of a loss without": (lambda: STEP.init(W, {"n": X}), ValueError, "init: buffers must be None for a loss without"),
+    "names of buffers": (lambda: make_train_step(module_loss(nn.BatchNorm1d(2), mse_loss), SGD).init(buffers={"running_mean": X}), ValueError, "init: buffers .*differ in 'num_batches_tracked'"),
     "saved as an object": (lambda: torch.save({"state": START}, io.BytesIO()), TypeError, r"torch.save: a TrainState must be saved by its tensors.*step.state_dict"),
     "evaluating without a module": (entered(lambda: STEP.evaluating(START)), TypeError, "evaluating: the step must have a loss of module_loss"),
     # from_torch

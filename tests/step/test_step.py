@@ -125,14 +125,16 @@ def test_a_gradient_that_overflows_by_unscaling_is_found() -> None:
 # What a loss returns beside, and what the optimizer is.
 
 
-def test_aux_comes_back_stacked() -> None:
-    def loss_fn(params: Any, batch: Tensor) -> Any:
-        return (params["w"] * batch).sum(), {"seen": batch.sum(), "row": batch, "weight": params["w"]}
+def test_buffers_and_aux_come_back_and_aux_is_stacked() -> None:
+    def loss_fn(params: Any, buffers: Any, batch: Tensor) -> Any:
+        beside = {"seen": batch.sum(), "row": batch, "weight": params["w"]}
+        return (params["w"] * batch).sum(), ({"count": buffers["count"] + 1}, beside)
 
     for accumulate, batch in ((1, torch.ones(3)), (2, torch.ones(2, 3))):
-        step = make_train_step(loss(loss_fn, has_aux=True), SGD, accumulate=accumulate)
-        first = step.init({"w": torch.ones(3)})
-        _, metrics = step(first, batch)
+        step = make_train_step(loss(loss_fn, has_aux=True, has_buffers=True), SGD, accumulate=accumulate)
+        first = step.init({"w": torch.ones(3)}, {"count": torch.zeros(())})
+        state, metrics = step(first, batch)
+        assert state.buffers["count"] == accumulate
         assert_same(metrics.aux["seen"], batch.sum(-1))
         assert_same(metrics.aux["row"], batch)
         metrics.aux["weight"].zero_()  # a copy

@@ -7,21 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from funcamp import (
-    Policy,
-    ScalerConfig,
-    ScalerState,
-    clone,
-    loss,
-    make_train_step,
-    module_loss,
-    presets,
-    scale,
-    stateless,
-    unscale,
-)
+from funcamp import Policy, ScalerConfig, ScalerState, clone, loss, make_train_step, presets, scale, stateless, unscale
 from tests.support.helpers import assert_same
 from tests.support.models import mlp
 from tests.support.steps import build, eager, eager_and_traced, traced
@@ -38,37 +26,46 @@ def plain(params: dict[str, Tensor], x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_loss_gets_the_scaler_that_scales_it(accumulate: int) -> None:
-    def with_scaler(params: Any, scaler: ScalerState, x: Tensor) -> Any:
+def test_a_loss_gets_the_scaler_that_scales_it_after_its_buffers(accumulate: int) -> None:
+    def with_scaler(params: Any, buffers: Any, scaler: ScalerState, x: Tensor) -> Any:
         # times the scale, and back: only the right state gives the same loss
-        return unscale(scaler, scale(scaler, plain(params, x))) * (scaler.scale / 2.0**10)
+        return unscale(scaler, scale(scaler, plain(params, x))) * (scaler.scale / 2.0**10), buffers
 
     x = torch.ones(2, 3) if accumulate > 1 else torch.ones(3)
     results: list[Any] = []
-    for described in (loss(plain), loss(with_scaler, has_scaler=True)):
+    for described in (loss(plain), loss(with_scaler, has_scaler=True, has_buffers=True)):
         step = make_train_step(described, SGD, CONFIG, accumulate=accumulate)
-        state = step.init({"w": torch.tensor([1.0, 2.0, 3.0])})
+        state = step.init({"w": torch.tensor([1.0, 2.0, 3.0])}, {"b": torch.ones(())} if results else None)
         assert step.loss(state, torch.ones(3)) == 14.0
-        results.append(step(state, x))
+        after, metrics = step(state, x)
+        results.append((after._replace(buffers={}), metrics))
     assert_same(*results)
 
 
-class Remembers(nn.Module):
-    """Assigns tensors of the batch and of the parameters to its buffers."""
+@pytest.mark.compiled
+@eager_and_traced
+@pytest.mark.parametrize("in_place", [True, False])
+def test_a_loss_may_write_its_buffers(in_place: bool, wrap: Any) -> None:
+    """A skipped step puts them back, an applied one has them, and the state before is as it was."""
 
-    last: Tensor
-    prev: Tensor
+    def written(p: Any, buffers: dict[str, Tensor], x: Tensor) -> Any:
+        value = plain(p, x)
+        if in_place:
+            buffers["n"].mul_(0.5).add_(value.detach(), alpha=0.5)
+        else:
+            buffers["n"] = buffers["n"] * 0.5 + value.detach() * 0.5
+        return value, buffers
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(3))
-        self.register_buffer("last", torch.zeros(3))
-        self.register_buffer("prev", torch.zeros(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        loss = (self.w * x).square().sum() + self.last.sum()
-        self.last, self.prev = x, self.w.detach()
-        return loss
+    step = make_train_step(loss(written, has_buffers=True), SGD, CONFIG)
+    first, run = step.init({"w": torch.ones(3)}, {"n": torch.zeros(())}), wrap(step)
+    before = clone(first)
+    skipped, metrics = run(clone(first), torch.full((3,), float("nan")))
+    assert metrics.found_inf == 1
+    assert_same(skipped.buffers, before.buffers)
+    after, metrics = run(clone(first), torch.ones(3))
+    assert_same(after.buffers["n"], metrics.loss * 0.5)
+    step.loss(first, torch.ones(3))
+    assert_same(first, before)
 
 
 @pytest.mark.compiled
@@ -90,8 +87,13 @@ def test_a_skipped_step_puts_the_buffers_back(wrap: Any) -> None:
 @eager_and_traced
 def test_kept_buffers_are_no_ones_memory(wrap: Any) -> None:
     """A buffer that is a tensor of the batch, or of the parameters, is a copy: no later step writes into those."""
-    step = make_train_step(module_loss(Remembers(), keep_buffers=True), SGD, CONFIG)
-    x, run, first = torch.ones(3), wrap(step), step.init()
+
+    def keeping(p: Any, buffers: dict[str, Tensor], x: Tensor) -> Any:
+        return plain(p, x) + buffers["last"].sum(), {"last": x, "prev": p["w"].detach()}
+
+    step = make_train_step(loss(keeping, has_buffers=True, keep_buffers=True), SGD, CONFIG)
+    x, run = torch.ones(3), wrap(step)
+    first = step.init({"w": torch.ones(3)}, {"last": torch.zeros(3), "prev": torch.zeros(3)})
     state, _ = step(first, x)
     for number in range(3):
         state, _ = run(state, x + number)

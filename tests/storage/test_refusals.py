@@ -45,6 +45,7 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "consume a number": (lambda: MODULE.init(consume=1), TypeError, "init: consume must be True or False; got 1"),
     "consume without a module": (lambda: STEP.init(W, consume=True), TypeError, "init: consume must be False for a loss that module_loss did not make"),
     "consume what is given": (lambda: MODULE.init(MODULE.loss_fn.params(), consume=True), ValueError, "init: consume must be False if .*got True and params="),
+    "consume with buffers": (lambda: MODULE.init(buffers={}, consume=True), ValueError, "init: consume must be False if .*got True and buffers="),
     "load without a module": (lambda: STEP.load_state_dict(STEP.state_dict(STEP.init(W)), STEP.init(W), consume=True), TypeError, "load_state_dict: consume must be False for a loss that"),
 }  # fmt: skip
 

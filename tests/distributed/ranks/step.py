@@ -158,28 +158,17 @@ def test_batches_and_micro_batches_count_by_their_weight_on_all_ranks_bit_for_bi
         assert_same((tree(state), metrics.loss), (tree(expected), wanted.loss))
 
 
-class Least(nn.Module):
-    """Keeps the least number that it has seen."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.ones(3))
-        for name, start in (("infinite", torch.inf), ("large", 1e9), ("unwritten", -1e-45)):
-            self.register_buffer(name, torch.tensor(start))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for name, value in self.named_buffers():
-            setattr(self, name, torch.minimum(value, x.min()))
-        return (self.w * x).sum()
-
-
 @pytest.mark.ranks(n=2)
 def test_buffers_come_to_their_mean_unless_nothing_wrote_them_or_each_rank_keeps_its_own() -> None:
+    def loss_fn(params: Any, buffers: Any, x: Tensor) -> Any:
+        return (params["w"] * x).sum(), {name: torch.minimum(value, x.min()) for name, value in buffers.items()}
+
     own = 1.0 + 2 * rank()
+    buffers = {"infinite": torch.tensor(torch.inf), "large": torch.tensor(1e9), "unwritten": torch.tensor(-1e-45)}
     for mean_buffers, value in ((True, 2.0), (False, own)):
-        loss_fn = funcamp.module_loss(Least(), None)
-        step = funcamp.make_train_step(loss_fn, SGD, parallel=DataParallel(mean_buffers=mean_buffers))
-        state, _ = step(step.init(), torch.full((3,), own))
+        parallel, with_buffers = DataParallel(mean_buffers=mean_buffers), funcamp.loss(loss_fn, has_buffers=True)
+        step = funcamp.make_train_step(with_buffers, SGD, parallel=parallel)
+        state, _ = step(step.init({"w": torch.ones(3)}, buffers), torch.full((3,), own))
         written = torch.tensor(value)
         assert_same(state.buffers, {"infinite": written, "large": written, "unwritten": torch.tensor(-1e-45)})
 

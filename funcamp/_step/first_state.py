@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._check import boolean
 from funcamp._scaler.first_state import init

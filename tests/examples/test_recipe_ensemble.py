@@ -27,8 +27,8 @@ def members() -> tuple[Any, Any]:
     config = funcamp.ScalerConfig(init_scale=2.0**14, growth_interval=3)
     loss_fn = funcamp.module_loss(models[0], RECIPE.criterion)
     step = funcamp.make_train_step(loss_fn, adamw, config, policy="float16", max_norm=1.0, ema_decay=0.9)
-    params, _ = _pytree.tree_map(Tensor.detach, stack_module_state(models))
-    return step, vmap(step.init)(params)
+    detached = _pytree.tree_map(Tensor.detach, stack_module_state(models))
+    return step, vmap(step.init)(*detached)
 
 
 def data(index: int, sizes: list[float]) -> tuple[Tensor, Tensor]:

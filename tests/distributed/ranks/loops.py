@@ -6,6 +6,7 @@ They are compared with DDP's loop and torch's scaler, over overflows of float16 
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -125,15 +126,16 @@ def test_ddp_and_fsdp2_equal_torchs_ddp_with_torchs_scaler() -> None:
 def test_an_overflow_in_one_ranks_part_of_tensor_parallel_layers_skips_on_all() -> None:
     """On four ranks under FSDP2, as torch's own test of it: pytorch/pytorch, test_fully_shard_grad_scaler.py."""
     *_, mesh = meshes()
-    for culprit in (-1, *range(world())):
+    for culprit, skip in itertools.product((-1, *range(world())), (None, "host", "select")):
         wrapped, rows = model(), mesh["rows"] if mesh.ndim == 2 else None
         parallelize_module(wrapped, mesh["columns"] if rows else mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
         wrapped = sharded(rows, wrapped) if rows else wrapped
         adam = torch.optim.Adam(wrapped.parameters(), lr=1e-2, foreach=False)
-        scaler = funcamp.GradScaler("cpu", init_scale=2.0)
+        scaler = funcamp.GradScaler("cpu", init_scale=2.0, skip=skip)  # type: ignore[arg-type]
         before = full(clone(list(wrapped.parameters())))
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
+            warnings.filterwarnings("ignore", "GradScaler.step: a skipped step cannot be undone")
             scaler.scale(wrapped(batch(0)[0]).sum()).backward()
             grad: Any = next(wrapped.parameters()).grad
             if rank() == culprit:

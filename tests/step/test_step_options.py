@@ -70,21 +70,6 @@ def test_a_loss_may_write_its_buffers(in_place: bool, wrap: Any) -> None:
 
 @pytest.mark.compiled
 @eager_and_traced
-def test_a_skipped_step_puts_the_buffers_back(wrap: Any) -> None:
-    step = make_train_step(module_loss(Remembers()), SGD, CONFIG)
-    first, run = step.init(), wrap(step)
-    before = clone(first)
-    skipped, metrics = run(clone(first), torch.full((3,), float("nan")))
-    assert metrics.found_inf == 1
-    assert_same(skipped.buffers, before.buffers)
-    after, _ = run(clone(first), torch.ones(3))
-    assert_same(after.buffers, {"last": torch.ones(3), "prev": torch.ones(3)})
-    step.loss(first, torch.ones(3))
-    assert_same(first, before)
-
-
-@pytest.mark.compiled
-@eager_and_traced
 def test_kept_buffers_are_no_ones_memory(wrap: Any) -> None:
     """A buffer that is a tensor of the batch, or of the parameters, is a copy: no later step writes into those."""
 

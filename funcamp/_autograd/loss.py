@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -79,15 +79,15 @@ class Loss:
         """Return what the function returns."""
         return self.function(*args)
 
-    def call_then(self, then: Callable[[Tree], Any], region: AbstractContextManager[object], *args: Any) -> Any:
-        """Return then(loss): what a function, which differentiates it, makes of what a call in a region returns.
+    @contextlib.contextmanager
+    def called(self, region: AbstractContextManager[object], *args: Any) -> Iterator[Tree]:
+        """Context manager: yield what a call in a region returns; a module has the tensors of the call meanwhile.
 
-        A loss of a module has the tensors of the call in it until then. `torch.utils.checkpoint` calls the module again
-        in the backward pass.
+        `torch.utils.checkpoint` calls the module again in the backward pass, so that is a part of the block.
         """
         with region:
             returned = self(*args)
-        return then(returned)
+        yield returned
 
     @property
     def probes(self) -> tuple[str, ...]:

@@ -1,7 +1,7 @@
 """A torch.nn.Module and a criterion as a loss function of parameters.
 
-Read `ModuleLoss.__call__` first: `torch.func.functional_call` puts the passed tensors into the module while module and
-criterion run; the first call is checked.
+Read `ModuleLoss.called` first: the passed tensors are in the module while module and criterion run, and while the
+caller differentiates. The first call is checked.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from funcamp import _tree
+from funcamp import _tree, _upstream
 from funcamp._autograd.left_behind import LeftBehind, TensorSlot
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_batch import arguments_of, loss_in
@@ -30,15 +29,16 @@ from funcamp._storage.params import clone, expand
 from funcamp._trace.tracing import running
 from funcamp._types import Tree
 
-_Returned = TypeVar("_Returned")
 _log = logging.getLogger("funcamp")
+#: The context manager of which `torch.func.functional_call` is made: here the backward pass runs inside it too.
+_reparametrized: Any = _upstream.find("torch.nn.utils.stateless._reparametrize_module")
 
 #: While a thread calls a module with other tensors, others wait: the tensors are put into the module itself.
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
 class Holder(nn.Module):
-    """The modules of a loss as one. Calls a function inside `functional_call`, without running a hook.
+    """The modules of a loss as one, whose tensors are replaced together.
 
     Args:
         model: the module that the loss calls.
@@ -49,9 +49,6 @@ class Holder(nn.Module):
         super().__init__()
         self.model = model
         self.made_of = made_of
-
-    def __call__(self, run: Callable[[], _Returned]) -> _Returned:
-        return run()
 
 
 def _accept(returned: Tree) -> None:
@@ -113,22 +110,14 @@ class ModuleLoss(Loss):
                 a parameter since the loss was made; the forward pass writes a parameter, or reads one through a tensor
                 kept from before the call.
         """
-        return self._call(None, contextlib.nullcontext(), params, *buffers_and_batch)
+        with self.called(contextlib.nullcontext(), params, *buffers_and_batch) as returned:
+            return returned
 
-    def call_then(self, then: Callable[[Tree], Any], region: AbstractContextManager[object], *args: Any) -> Any:
-        """Return then(loss) as `Loss` does; the module has the tensors of the call until then has returned."""
-        if torch.compiler.is_dynamo_compiling():
-            return super().call_then(then, region, *args)
-        return self._call(then, region, *args)
-
-    def _call(
-        self,
-        then: Callable[[Tree], Any] | None,
-        region: AbstractContextManager[object],
-        params: dict[str, Tensor],
-        *buffers_and_batch: Tree,
-    ) -> Any:
-        """Return the loss, computed in a region, or what then makes of it."""
+    @contextlib.contextmanager
+    def called(
+        self, region: AbstractContextManager[object], params: dict[str, Tensor], *buffers_and_batch: Tree
+    ) -> Iterator[Tree]:
+        """Context manager: yield the loss as `Loss` does; the module has the tensors of the call meanwhile."""
         *passed_buffers, batch = buffers_and_batch
         if len(passed_buffers) != int(self.has_buffers):
             expected = "params, buffers and batch" if self.has_buffers else "params and batch"
@@ -137,51 +126,43 @@ class ModuleLoss(Loss):
         # The forward pass may write its buffers, and the caller's must stay as they are.
         buffer_copies = {name: value.clone() for name, value in buffers.items()}
         values = self.tensors.values_by_name(params, buffer_copies)
-
-        check: Callable[[Tree], None] = _accept
-
-        def run() -> Any:
-            with region:
-                returned = self._evaluate(batch)
-            loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
-            if self.has_buffers:
-                after = self.tensors.buffers_after(self.model, values)
-                if then is not None:  # what the backward pass computes again may write into those of the module
-                    after = {name: buffer.clone() for name, buffer in after.items()}
-                returned = (loss, (after, aux) if self.has_aux else after)
-            check(returned)
-            return returned if then is None else then(returned)
-
-        if torch.compiler.is_dynamo_compiling():
-            return self._run(values, run)
-        with self._lock():
-            check = self._check_of_call(params, values, batch)
-            return self._run(values, run)
+        is_traced_by_dynamo = torch.compiler.is_dynamo_compiling()
+        with contextlib.nullcontext() if is_traced_by_dynamo else self._lock():
+            check = _accept if is_traced_by_dynamo else self._check_of_call(params, values, batch)
+            with self._holding(values):
+                with region:
+                    returned = self._evaluate(batch)
+                loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
+                if self.has_buffers:
+                    after = self.tensors.buffers_after(self.model, values)
+                    if not is_traced_by_dynamo:  # what the backward pass computes again may write into the module's
+                        after = {name: buffer.clone() for name, buffer in after.items()}
+                    returned = (loss, (after, aux) if self.has_aux else after)
+                check(returned)
+                yield returned
 
     def _lock(self) -> threading.RLock:
         """Return the lock with which no other thread has its tensors in the module."""
         return _locks.setdefault(self.made_of, threading.RLock())
 
-    def _run(self, values: dict[str, Tensor], call: Callable[[], _Returned]) -> _Returned:
-        """Return what `call` returns while the modules have these values by the module's names."""
+    @contextlib.contextmanager
+    def _holding(self, values: dict[str, Tensor]) -> Iterator[None]:
+        """Context manager: the modules have these values by the module's names."""
         passed = {f"model.{name}": value for name, value in values.items()}
         if self.model is not self.made_of:
             # The criterion may read the module that the loss was made of, which has no taps.
             own_names = self.tensors.names.keys() | self.tensors.buffer_names.keys()
             passed |= {f"made_of.{name}": value for name, value in values.items() if name in own_names}
         if torch.compiler.is_dynamo_compiling():
-            return self._call_with(passed, call)
+            with _reparametrized(self.holder, passed):
+                yield
+            return
         try:
-            with self.tensors.attributes_on(values):
-                return self._call_with(passed, call)
+            with self.tensors.attributes_on(values), _reparametrized(self.holder, passed):
+                yield
         finally:
             for layer in self._recurrent_layers:  # they keep a list of the tensors of their last call
                 layer.__getstate__()  # type: ignore[no-untyped-call]
-
-    def _call_with(self, passed: dict[str, Tensor], call: Callable[[], _Returned]) -> _Returned:
-        # Without torch's tying: there is a tensor by each of the module's names.
-        returned: _Returned = functional_call(self.holder, passed, (call,), tie_weights=False)
-        return returned
 
     def _check_of_call(
         self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Tree

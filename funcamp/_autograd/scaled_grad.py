@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -33,9 +34,8 @@ Engine = Literal["func", "autograd"]
 _Gradients: TypeAlias = Sequence[Tensor | None]
 #: Scaled gradients of the inputs of a loss, the loss and aux.
 Differentiated: TypeAlias = tuple[list[Tensor], Tensor, Tree]
-#: A loss as a function of the tensors that it is differentiated with respect to, and of a function of its result: it
-#: returns what that returns. A module has the tensors until then.
-LossOf: TypeAlias = Callable[[list[Tensor], Callable[[Tree], Any]], Any]
+#: A loss as a function of the tensors that it is differentiated with respect to. A module has them inside the block.
+LossOf: TypeAlias = Callable[[list[Tensor]], AbstractContextManager[Tree]]
 
 
 def scaled_grad_and_value(
@@ -87,7 +87,7 @@ def scaled_grad_and_value(
     boolean(call, "has_aux", has_aux)
     check_engine(call, engine)
     put_leaves_in_graphs()
-    call_then = getattr(loss_fn, "call_then", None)
+    called = getattr(loss_fn, "called", None)
 
     def grad_and_value(state: ScalerState, params: Tree, *args: object, **kwargs: object) -> Any:
         state = check_state(call, state)
@@ -100,10 +100,11 @@ def scaled_grad_and_value(
             remaining = iter(values)
             return _tree.unflatten([None if leaf is None else next(remaining) for leaf in leaves], spec)
 
-        def loss_of(values: list[Tensor], then: Callable[[Tree], Any]) -> Any:
-            if call_then is not None:
-                return call_then(then, contextlib.nullcontext(), tree_of(values), *args, **kwargs)
-            return then(loss_fn(tree_of(values), *args, **kwargs))
+        def loss_of(values: list[Tensor]) -> AbstractContextManager[Tree]:
+            if called is not None:
+                block: AbstractContextManager[Tree] = called(contextlib.nullcontext(), tree_of(values), *args, **kwargs)
+                return block
+            return contextlib.nullcontext(loss_fn(tree_of(values), *args, **kwargs))
 
         scaled_grads, loss, aux = differentiate(
             call, state, loss_of, tensors, has_aux, chosen_engine, has_module=getattr(loss_fn, "has_module", False)
@@ -130,7 +131,7 @@ def differentiate(
     Args:
         call: the public function, for errors.
         state: the scaler's state.
-        loss_of: calls the loss with the inputs, and returns what a function makes of its result (`Loss.call_then`).
+        loss_of: calls the loss with the inputs (`Loss.called`).
         inputs: the tensors with respect to which it is differentiated.
         has_aux: whether the loss returns more than itself.
         engine: what differentiates.
@@ -200,8 +201,12 @@ _ScaledLoss: TypeAlias = Callable[[Tree], tuple[Tensor, tuple[Tensor, Tree]]]
 
 def _by_func(loss_of: LossOf, scaled_loss: _ScaledLoss, inputs: list[Tensor]) -> Differentiated:
     """Return gradients, loss and aux by torch.func."""
-    scaled_loss_of = torch.func.grad_and_value(lambda values: loss_of(values, scaled_loss), has_aux=True)
-    grads, (_, (loss, aux)) = scaled_loss_of(inputs)
+
+    def scaled_loss_of(values: list[Tensor]) -> tuple[Tensor, tuple[Tensor, Tree]]:
+        with loss_of(values) as returned:
+            return scaled_loss(returned)
+
+    grads, (_, (loss, aux)) = torch.func.grad_and_value(scaled_loss_of, has_aux=True)(inputs)
     return list(grads), loss, aux
 
 
@@ -214,14 +219,12 @@ def _by_autograd(
     with torch.enable_grad(), same_parameters(has_module=has_module) as begin_backward:
         leaves = [_leaf(value) for value in inputs]
 
-        def backward(returned: Tree) -> tuple[_Gradients, Tensor, Tensor, Tree]:
+        with loss_of(leaves) as returned:
             scaled, (loss, aux) = scaled_loss(returned)
             begin_backward()
             if not is_traced_by_dynamo and any(leaf.grad is not None for leaf in leaves):
                 raise RuntimeError(f"{call}: {BACKWARD_IN_LOSS}; got a backward() in the forward pass")
-            return torch.autograd.grad(scaled, leaves, allow_unused=True), scaled, loss, aux
-
-        gradients, scaled, loss, aux = loss_of(leaves, backward)
+            gradients: _Gradients = torch.autograd.grad(scaled, leaves, allow_unused=True)
     if not is_traced_by_dynamo:
         gradients = [_with_accumulated(gradient, leaf.grad) for gradient, leaf in zip(gradients, leaves)]
         _advise_if_passed_over(call, scaled, gradients)

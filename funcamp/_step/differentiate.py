@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -42,15 +43,14 @@ def differentiator(step: TrainStep, state: TrainState, params: Params, tape: Tre
     zeros, tape_spec = _tree.flatten(tape)
 
     def differentiate_loss(buffers: dict[str, Tensor], batch: Tree, share: Tensor | None) -> Result:
-        def loss_of(values: list[Tensor], then: Callable[[Tree], Any]) -> Any:
-            def check_and_go_on(returned: Tree) -> Any:
-                if engine == "autograd" and not torch.compiler.is_dynamo_compiling():
-                    _check_first_graph(loss_fn, returned, values)
-                return then(returned)
-
+        @contextlib.contextmanager
+        def loss_of(values: list[Tensor]) -> Iterator[Tree]:
             taps = _tree.unflatten(values[param_count:], tape_spec)
             arguments = arguments_of(loss_fn, layout.tree(values[:param_count]), taps, buffers, state.scaler, batch)
-            return loss_fn.call_then(check_and_go_on, step.autocast(state), *arguments)
+            with loss_fn.called(step.autocast(state), *arguments) as returned:
+                if engine == "autograd" and not torch.compiler.is_dynamo_compiling():
+                    _check_first_graph(loss_fn, returned, values)
+                yield returned
 
         gradients, loss, beside = differentiate(
             "step",

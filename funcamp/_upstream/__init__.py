@@ -119,6 +119,7 @@ PRIVATE = {
     "torch._subclasses.fake_tensor.FakeTensor": "jit does not work",
     "torch._subclasses.fake_tensor.FakeTensorMode": "jit and optimizers of other packages do not work",
     "torch.distributed.distributed_c10d._resolve_process_group": "distributed does not work",
+    "torch.nn.utils.stateless._reparametrize_module": "module_loss does not work",
     "torch.nn.modules.transformer._detect_is_causal_mask": "jit takes masks of nn.Transformer if is_causal is given",
     "torch.ops.mkldnn._is_mkldnn_fp16_supported": "jit computes float16 convolutions in float32 on every CPU",
     "torch.optim.optimizer._global_optimizer_post_hooks": "GradScaler.step reads found_inf on the host",

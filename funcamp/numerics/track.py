@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import dataclasses
 import functools
@@ -70,17 +71,16 @@ class TrackedLoss(ModuleLoss):
     def __repr__(self) -> str:
         return f"track_scales({super().__repr__()}, {len(self.probes)} modules)"
 
-    def _call(
-        self,
-        then: Callable[[Tree], Any] | None,
-        region: AbstractContextManager[object],
-        params: dict[str, Tensor],
-        *probes_and_arguments: Tree,
-    ) -> Any:
+    @contextlib.contextmanager
+    def called(
+        self, region: AbstractContextManager[object], params: dict[str, Tensor], *probes_and_arguments: Tree
+    ) -> Iterator[Tree]:
+        """Context manager: yield the loss, with the records of the taps among the module's tensors."""
         if not probes_and_arguments or not isinstance(probes_and_arguments[0], Mapping):
             raise TypeError(f"{self!r}: must be called with params, probes and the arguments of module_loss")
         probes, *arguments = probes_and_arguments
-        return super()._call(then, region, {**params, **_probe_buffers(self.probes, probes)}, *arguments)
+        with super().called(region, {**params, **_probe_buffers(self.probes, probes)}, *arguments) as returned:
+            yield returned
 
 
 @overload

@@ -79,9 +79,9 @@ def test_a_compiled_update_follows_torch(name: str) -> None:
     assert_follows(*CASES[name], [torch.randn(4, 3), torch.randn(3, 5)], steps=12, tolerance=tolerance, wrap=compiled)
 
 
-@pytest.mark.thorough(keep=2)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.thorough(keep=len(CASES))  # each class in float32
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_three_hundred_steps_with_skips_follow_torch(name: str, dtype: torch.dtype) -> None:
     """Gradients of all sizes."""
     cls, arguments = CASES[name]

@@ -52,7 +52,6 @@ LAYERS = [
 ROOMS = [*CORE, *LAYERS, "__main__", "__init__"]
 
 
-@pytest.mark.compiled
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_name_is_documented(name: str) -> None:
     value = operator.attrgetter(name)(funcamp)

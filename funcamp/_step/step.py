@@ -123,7 +123,7 @@ class TrainStep(Fixed):
         device = state.scaler.scale.device
         batch = _tree.plain(batch)
 
-        # What the loss gets: full parameters, in float32. Autocast casts them at their use.
+        # What the loss gets: full parameters, in their own dtype. Autocast casts those of float32 at their use.
         params_of_loss = self._params_of_loss("step", state.params)
         tape = loss_fn.tape(device)
 
@@ -373,7 +373,7 @@ class TrainStep(Fixed):
         return full_params
 
     def compute_params(self, state: TrainState) -> Tree:
-        """Return the parameters by name as the loss gets them, in float32.
+        """Return the parameters by name as the loss gets them, in their own dtype.
 
         For a forward pass outside the loss, under `autocast`: another network's turn, a target network, acting.
         Returns detached copies, which later steps do not change. With a sharded state this is a collective: call it on

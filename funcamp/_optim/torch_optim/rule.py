@@ -5,7 +5,9 @@ class's arguments are `h`, by torch's names: each a bool, a text, a float, or a 
 tuple of such. `step` gets the gradient of what is minimized; a complex parameter comes as its real view. An entry
 `step` is counted by the caller.
 
-A new rule: copy Adagrad, and add the class to `RULES` in `__init__.py`.
+A new rule: copy `adagrad.py`, and add torch's class, whose names and defaults the arguments are, to `RULES` in
+`__init__.py`. An optimizer that torch lacks needs a class of `torch.optim.Optimizer` first: any such class is run as it
+is (`_optim/foreign`), and a rule makes it faster.
 """
 
 from __future__ import annotations

@@ -148,8 +148,8 @@ def test_no_room_grows() -> None:
     for name, count in counts.items():
         most = MOST_TOKENS[name]
         assert count <= most, (
-            f"{name} has {count} tokens of code, at most {most}: remove something, or raise MOST_TOKENS in a commit that "
-            "names the users who need it"
+            f"{name} has {count} tokens of code, at most {most}: remove something, or raise MOST_TOKENS in a commit "
+            "that names the users who need it"
         )
 
 

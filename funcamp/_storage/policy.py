@@ -1,7 +1,7 @@
 """The precision policy: the dtype of torch.autocast around the loss of a step.
 
-The loss gets the parameters as they are stored, in their own dtype. Autocast casts a weight at its first use in a region and
-keeps the cast until the region ends, so the gradients of several uses are summed in the low precision before they
+The loss gets the parameters as they are stored, in their own dtype. Autocast casts a weight at its first use in a region
+and keeps the cast until the region ends, so the gradients of several uses are summed in the low precision before they
 reach the float32 weight. This is the only place that decides a dtype, and all dtypes are those of torch's loop.
 """
 
@@ -26,8 +26,9 @@ _DTYPES = {
 class Policy:
     """The precision in which the loss of a step computes.
 
-    The loss gets the parameters themselves, in their own dtype, and runs under torch.autocast, which casts activations and
-    float32 weights at their use: those of linear layers, convolutions and products, not those of embeddings and norms.
+    The loss gets the parameters themselves, in their own dtype, and runs under torch.autocast, which casts activations
+    and float32 weights at their use: those of linear layers, convolutions and products, not those of embeddings and
+    norms.
 
     Args:
         compute_dtype: torch.float16, torch.bfloat16, or torch.float32 for no autocast.

@@ -188,7 +188,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_module_that_changed_after_its_loss_was_made(change: str) -> None:
     # contract: "Later is an error"
-    # contract: "A frozen parameter, or one that is added by a layer, is an error"
+    # contract: "To freeze a parameter, or to add a layer with parameters, between two calls is an error"
     model, (make, text) = Pair(), CHANGES[change]
     model.b.bias.requires_grad_(False)
     step = make_train_step(module_loss(model, F.mse_loss), SGD)

@@ -1,8 +1,8 @@
 """The precision policy: the dtype of torch.autocast around the loss of a step.
 
-The loss gets the parameters as they are stored, in their own dtype. Autocast casts a weight at its first use in a region
-and keeps the cast until the region ends, so the gradients of several uses are summed in the low precision before they
-reach the float32 weight. This is the only place that decides a dtype, and all dtypes are those of torch's loop.
+The loss gets the parameters as they are stored, in their own dtype. Autocast casts a weight at its first use in a
+region and keeps the cast until the region ends, so the gradients of several uses are summed in the low precision before
+they reach the float32 weight. This is the only place that decides a dtype, and all dtypes are those of torch's loop.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def _probe_buffers(paths: Iterable[str], probes: Mapping[str, Record]) -> dict[s
     """Return the buffers that the taps read, by name."""
     buffers: dict[str, Tensor] = {}
     for path in paths:
-        if not isinstance(probes, Mapping) or not isinstance(probes.get(path), Record):
+        if not isinstance(probes.get(path), Record):
             raise ValueError(f"track_scales: probes must hold a Record for every tapped module; got none for {path!r}")
         prefix = f"{path}." if path else ""
         buffers[prefix + _FORWARD] = probes[path].forward.row

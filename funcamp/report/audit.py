@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from funcamp.report.events import Backward, Ended, Event, GradientsTaken
-from funcamp.report.lines import UNKNOWN, Line
+from torch.amp import GradScaler
+
+from funcamp.report.events import Backward, Ended, Event, GradientsTaken, Refused
+from funcamp.report.lines import UNKNOWN, Line, line_that_raised
 from funcamp.report.loop import Loop
 from funcamp.report.observer import Observer
 from funcamp.report.rules import Found, Rule, rules_at
@@ -64,6 +67,10 @@ class Auditor:
         except SystemExit:
             is_cut = False
             raise
+        except Exception as error:
+            if _is_of_scaler(error) and not self.has_mistakes():  # which may be the cause of the error
+                self._check(Refused(line_that_raised(error), f"{type(error).__name__}: {error}"))
+            raise
         finally:
             self._check(Ended(UNKNOWN, is_cut or self._has_ended))
 
@@ -107,3 +114,10 @@ class Auditor:
     def _runs_of(self, line: Line) -> int:
         """Return how often a line ran; 1 if it has caused no event."""
         return max([times for (_, one), times in self._events.items() if one == line], default=1)
+
+
+def _is_of_scaler(error: Exception) -> bool:
+    """Return whether a scaler raised an error: the innermost method that it came from is one of a scaler."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    owners = [frame.f_locals["self"] for frame in frames if "self" in frame.f_locals]
+    return bool(owners) and isinstance(owners[-1], GradScaler)

@@ -9,6 +9,7 @@ import os
 import sys
 import sysconfig
 import tempfile
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -66,6 +67,12 @@ def calling_line() -> Line:
     for frame in _user_frames():
         return Line(frame.f_code.co_filename, frame.f_lineno)
     return UNKNOWN
+
+
+def line_that_raised(error: Exception) -> Line:
+    """Return the user's line from which an error came, the innermost one."""
+    lines = [Line(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    return next((line for line in reversed(lines) if _is_users(line.file)), UNKNOWN)
 
 
 def calling_places() -> tuple[Place, ...]:

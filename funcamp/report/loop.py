@@ -153,10 +153,6 @@ class Loop:
         optimizer.window = []
         if event.scaler is not None:
             optimizer.scaler = event.scaler
-            scaler = self.scaler(event.scaler)
-            scaler.steps += 1
-            if event.has_enabled_scaler:
-                scaler.stepped.add(event.optimizer)
         for parameter in event.parameters:
             gradient = self.gradient(parameter)
             if gradient.condition is not Condition.ABSENT:
@@ -177,11 +173,9 @@ class Loop:
     def _(self, event: Updated) -> None:
         scaler = self.scaler(event.scaler)
         scaler.updates += event.is_enabled
-        scaler.passes_before_update = scaler.passes
         scaler.last_read_line = UNKNOWN
         self.has_scale_factor = False
         scaler.unscaled.clear()
-        scaler.stepped.clear()
 
     @follow.register
     def _(self, event: ScaleRead) -> None:

@@ -11,7 +11,6 @@ from funcamp.report import events
 from funcamp.report.autograd_graph import Scaling, read_graph
 from funcamp.report.calls.observed import Function, Observed
 from funcamp.report.calls.run import Calls, Run
-from funcamp.report.events import Reduction
 from funcamp.report.lines import calling_line, calling_places
 from funcamp.report.tensors import all_finite, is_zero, tensors_in
 from funcamp.report.torch_names import current_node, replaced, without_modes
@@ -69,7 +68,7 @@ class BackwardCalls(Calls):
             empty=frozenset([self._tracked.key(leaf) for leaf in leaves if is_zero(leaf.grad)]),
             scaler=None if scaling is None else scaling.scaler,
             dtypes=graph.dtypes,
-            reduction=graph.reduction if begins_with_one else Reduction.OTHER,
+            is_mean=begins_with_one and graph.is_mean,
             is_in_autocast=not is_nested and _is_in_autocast(outputs),
             has_products=graph.has_products,
             places=calling_places(),

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -96,7 +95,6 @@ class OptimizerCalls(Calls):
             scaler=None if scaler is None else self._tracked.key(scaler),
             parameters=self._tracked.parameters_of(optimizer),
             has_enabled_scaler=scaler is not None and scaler.is_enabled(),
-            has_refused_float16=_refuses_float16(scaler) and _has_float16_gradient(optimizer),
             places=calling_places(),
         )
         self._emit(event)
@@ -115,14 +113,3 @@ class OptimizerCalls(Calls):
         if optimizer is not None:
             self._emit(events.SchedulerStepped(calling_line(), self._tracked.key(optimizer)))
         return self._quietly(function, scheduler, *args, **kwargs)
-
-
-def _refuses_float16(scaler: GradScaler | None) -> bool:
-    """Return whether a scaler refuses float16 gradients, as torch's own classes do, except FSDP's."""
-    module = type(scaler).__module__
-    return module.startswith("torch.") and "fsdp" not in module
-
-
-def _has_float16_gradient(optimizer: Optimizer) -> bool:
-    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-    return any(gradient is not None and gradient.dtype == torch.float16 for gradient in gradients)

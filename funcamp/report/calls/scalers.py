@@ -111,8 +111,7 @@ class ScalerCalls(Calls):
 
     def _update(self, function: Function, scaler: GradScaler, *args: object, **kwargs: object) -> None:
         key = self._tracked.key(scaler)
-        new_scales = [value for value in (*args, *kwargs.values()) if value is not None]
-        self._emit(events.Updated(calling_line(), key, bool(new_scales), scaler.is_enabled()))
+        self._emit(events.Updated(calling_line(), key, scaler.is_enabled()))
         self._quietly(function, scaler, *args, **kwargs)
         self._updates[key] = self._updates.get(key, 0) + scaler.is_enabled()
 

@@ -11,9 +11,8 @@ from funcamp.report.events import (
     Ended,
     OptimizerEvent,
     StepCalled,
-    Unscaled,
 )
-from funcamp.report.known import Condition, Gradient, Mixture
+from funcamp.report.known import Condition, Gradient
 from funcamp.report.lines import UNKNOWN, Line
 from funcamp.report.loop import Loop
 from funcamp.report.rules.rule import Found, rule
@@ -118,22 +117,6 @@ def _divided_now(event: OptimizerEvent, loop: Loop) -> list[Gradient]:
 
 
 @rule(
-    Unscaled,
-    mistake="unscale_ is called twice for an optimizer without an update between",
-    effect="torch raises RuntimeError; a step that is left out by hand needs its update too",
-    change="scaler.update()  # in each iteration, also if the step is left out",
-)
-def unscale_twice(event: Unscaled, loop: Loop) -> Iterator[Line]:
-    """Unscaled again, and no backward pass has added to the gradients since.
-
-    A mixed gradient has another rule: `unscale_in_window`.
-    """
-    is_again = event.scaler is not None and event.optimizer in loop.scaler(event.scaler).unscaled
-    if is_again and Condition.MIXED not in loop.conditions(event.parameters):
-        yield event.line
-
-
-@rule(
     StepCalled,
     mistake="unscale_ is called, and another backward pass replaces the gradients before scaler.step (SAM)",
     effect="scaler.step does not unscale twice: the step is too long by the factor of the scale, and inf is not seen",
@@ -188,7 +171,7 @@ def unscaled_backward(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
         return
     lines = set()
     for gradient in loop.gradients_of(event.parameters):
-        is_plain = gradient.condition is Condition.PLAIN or gradient.mixture is Mixture.SCALED_AND_PLAIN
-        if is_plain and gradient.condition is not Condition.USED and gradient.plain_line is not None:
+        is_plain = gradient.condition in (Condition.PLAIN, Condition.SCALED_AND_PLAIN)
+        if is_plain and gradient.plain_line is not None:
             lines.add(gradient.plain_line)
     yield from lines

@@ -80,18 +80,6 @@ def scaler_with_bfloat16(event: StepCalled, loop: Loop) -> Iterator[Line]:
 
 
 @rule(
-    OptimizerEvent,
-    mistake="the model is cast to float16 and trained with a scaler",
-    effect="torch raises ValueError (Attempting to unscale FP16 gradients); float16 weights lose small steps",
-    change="with torch.autocast(device, torch.float16):  # and no model.half()",
-)
-def model_half_with_scaler(event: OptimizerEvent, _loop: Loop) -> Iterator[Line]:
-    """Unscaled or stepped by a scaler that refuses float16 gradients, and a gradient is float16."""
-    if event.has_enabled_scaler and event.has_refused_float16:
-        yield event.line
-
-
-@rule(
     StepCalled,
     mistake="the forward pass runs outside of autocast, and the backward pass inside",
     effect="the model runs in float32, as slowly as without autocast; torch advises against backward under autocast",

@@ -67,7 +67,7 @@ class Backward(Event):
     places: tuple[Place, ...]
     """The places of all calling functions, the outermost first."""
     not_finite: str
-    """What was not finite in the first pass of the run: "loss", "parameter" or ""."""
+    """What was not finite: "loss", in the first pass of the run also "parameter", or ""."""
     has_products: bool = True
     """Whether the forward pass multiplied matrices or convolved, which autocast runs in 16 bits."""
     retains_graph: bool = False
@@ -237,7 +237,7 @@ class ConstantUsed(OutOfRange):
 
 
 class Overflowed(OutOfRange):
-    """A float16 operation of the forward pass made inf or NaN of finite numbers."""
+    """A float16 operation of the forward pass made inf or NaN of finite numbers, as a mask may be on purpose."""
 
     inputs: tuple[float, float]
     """The smallest and the largest of them."""

@@ -40,8 +40,9 @@ class ParameterHooks:
             if self._run.is_quiet:
                 return hook(argument)
             gradient = gradient_of(argument, None)
-            in_hook = replaced(self._run, in_hook=True)
-            with in_hook, self._run.operations.resumed(), self._run.tracked.hooked(gradient, key):
+            if gradient is not None:
+                self._run.tracked.remember_gradient(key, gradient)
+            with replaced(self._run, in_hook=True), self._run.operations.resumed():
                 result = hook(argument)
                 new_gradient = gradient_of(argument, result)
                 is_other = address_of(new_gradient) not in (0, address_of(gradient))

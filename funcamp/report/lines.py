@@ -186,25 +186,6 @@ def is_in_torchs_function() -> bool:
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
 
 
-def is_called_by_funcamp() -> bool:
-    """Return whether this library runs now, without the auditor, and no code of the user inside it.
-
-    Functions that only pass on an operation (`__torch_function__`) do not count.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    is_funcamps = False
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if frame.f_code.co_name == "__torch_function__":
-            is_funcamps = False
-        elif file.startswith(_FUNCAMP) and not file.startswith(_AUDITOR):
-            is_funcamps = True
-        elif _is_users(file):
-            break
-        frame = frame.f_back
-    return is_funcamps
-
-
 def _user_frames() -> Iterator[FrameType]:
     """Yield the frames of the user's code, the innermost first."""
     frame: FrameType | None = sys._getframe(1)

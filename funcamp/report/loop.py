@@ -10,6 +10,7 @@ from funcamp.report.events import (
     Backward,
     Cleared,
     Clipped,
+    ConstantUsed,
     Event,
     FileSaved,
     GradientRead,
@@ -20,7 +21,6 @@ from funcamp.report.events import (
     NonfiniteReplaced,
     OptimizerLoaded,
     OptimizerMade,
-    OutOfRange,
     Overflowed,
     ReadsUsed,
     ScaleRead,
@@ -60,8 +60,10 @@ class Loop:
         """Whether the loop read a number on the host since `unscale_`: it may look for inf itself."""
         self.has_named_overflow = False
         """Whether a rule has named what was not finite in a forward pass, and no step was applied since."""
-        self.left_float16_range = False
-        """Whether a float16 operation got or made a number outside of float16's range."""
+        self.has_used_constant = False
+        """Whether a float16 operation got a number outside of float16's range."""
+        self.overflow: Overflowed | None = None
+        """The last float16 operation since the last backward pass that made inf or NaN."""
         self.scaled_reads: dict[int, Line] = {}
         """By read id: where statistics of scaled gradients were computed since the last backward pass."""
         self.used_reads: dict[Line, None] = {}
@@ -90,6 +92,10 @@ class Loop:
         """Return what is known about an optimizer."""
         return self.optimizers[key]
 
+    def explains(self, event: Backward) -> bool:
+        """Return whether a float16 operation may have made a loss what it is, if it is not finite."""
+        return event.not_finite == "loss" and (self.overflow is not None or self.has_used_constant)
+
     def updates_of(self, scaler: Key | None) -> int:
         """Return how many updates a scaler has had; 0 for None."""
         return 0 if scaler is None else self.scaler(scaler).updates
@@ -108,9 +114,10 @@ class Loop:
 
     @follow.register
     def _(self, event: Backward) -> None:
+        self.has_named_overflow |= bool(event.not_finite) and (self.last_pass is None or self.explains(event))
+        self.overflow = None
         self.last_pass = event
         self.scaled_reads.clear()
-        self.has_named_overflow |= bool(event.not_finite)
         if event.scaler is not None:
             self.scaler(event.scaler).passes += 1
         updates = self.updates_of(event.scaler)
@@ -272,9 +279,12 @@ class Loop:
             self.optimizer_saved_line = event.line
 
     @follow.register
-    def _(self, event: OutOfRange) -> None:
-        self.left_float16_range = True
-        self.has_named_overflow |= isinstance(event, Overflowed)
+    def _(self, _event: ConstantUsed) -> None:
+        self.has_used_constant = True
+
+    @follow.register
+    def _(self, event: Overflowed) -> None:
+        self.overflow = event
 
     def _has_unused(self, parameters: tuple[Key, ...]) -> bool:
         """Return whether a parameter has a gradient that no step has used."""

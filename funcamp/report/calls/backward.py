@@ -31,7 +31,7 @@ class BackwardCalls(Calls):
         self._is_first = True
         """Whether no backward pass has run."""
         self._has_taken_overflow = False
-        """Whether `torch.autograd.grad` of a scaled loss made inf or NaN before the first pass."""
+        """Whether `torch.autograd.grad` of a scaled loss made inf or NaN since the last pass."""
 
     def handlers(self) -> Iterator[Observed]:
         """Yield the functions that are observed, with the handlers of their calls."""
@@ -57,9 +57,10 @@ class BackwardCalls(Calls):
             self._last_scaling = scaling or self._last_scaling
             self._tracked.forget_derived()  # the loop may have unscaled earlier gradients since
         not_finite = ""
-        if self._is_first and not is_nested:
-            self._is_first = False
+        if not is_nested:
             not_finite = self._find_not_finite(outputs, leaves, graph.scaling)
+            self._is_first = False
+            self._has_taken_overflow = False
         begins_with_one = not is_nested and all(map(_is_one, initial_gradients))
         # Before the pass runs: its hooks act on the gradients of this event.
         event = events.Backward(
@@ -104,17 +105,17 @@ class BackwardCalls(Calls):
 
     def _remember_taken(self, gradients: list[Tensor], scaling: Scaling) -> None:
         """Remember what `torch.autograd.grad` returned for a scaled loss."""
-        self._tracked.remember_taken(gradients)
+        for gradient in gradients:
+            self._tracked.remember_gradient(self._tracked.key(gradient), gradient)
         self._last_scaling = scaling
-        if self._is_first:
-            self._has_taken_overflow |= not all(map(all_finite, gradients))
+        self._has_taken_overflow |= not all(map(all_finite, gradients))
 
     def _find_not_finite(self, outputs: list[Tensor], leaves: list[Tensor], scaling: Scaling | None) -> str:
-        """Return what is not finite in the first pass: "parameter", "loss" or "".
+        """Return what is not finite: "loss", in the first pass also "parameter", or "".
 
         A loss of which scaled gradients are a part, as of a penalty, may only have met a scale that is too high.
         """
-        if not all(map(all_finite, leaves)):
+        if self._is_first and not all(map(all_finite, leaves)):
             return "parameter"
         if self._has_taken_overflow:
             return ""

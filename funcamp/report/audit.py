@@ -105,7 +105,7 @@ class Auditor:
 
     def _check(self, event: Event) -> None:
         """Ask every rule about an event, and note the lines of the mistakes."""
-        for rule in rules_at(event):
+        for rule in rules_at(type(event)):
             for found in rule.check(event, self.loop):
                 line, detail = found if isinstance(found, Found) else (found, "")
                 self._times[rule, line] += self._runs_of(line) if isinstance(event, Ended) else 1

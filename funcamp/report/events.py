@@ -218,16 +218,11 @@ class FileSaved(Event):
     """Whether it contains the state of an optimizer."""
 
 
-class OutOfRange(Event):
-    """A float16 operation got or made a number outside of float16's range."""
+class ConstantUsed(Event):
+    """A float16 operation got a Python number that is inf or zero in float16."""
 
     operation: str
     """Its name among torch's operators."""
-
-
-class ConstantUsed(OutOfRange):
-    """A float16 operation got a Python number that is inf or zero in float16."""
-
     value: float
 
     @property
@@ -236,11 +231,13 @@ class ConstantUsed(OutOfRange):
         return f"{self.operation} with {self.value:g}"
 
 
-class Overflowed(OutOfRange):
+class Overflowed(Event):
     """A float16 operation of the forward pass made inf or NaN of finite numbers, as a mask may be on purpose."""
 
+    operation: str
+    """Its name among torch's operators."""
     inputs: tuple[float, float]
-    """The smallest and the largest of them."""
+    """The smallest and the largest of the numbers."""
 
     @property
     def detail(self) -> str:

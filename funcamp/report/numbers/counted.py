@@ -58,12 +58,6 @@ def nonfinite_among(arguments: object) -> tuple[bool, bool]:
     return has_inf, has_nan
 
 
-def is_finite(x: Tensor) -> bool:
-    """Return on the host whether all values of a tensor are finite."""
-    values = x.coalesce().values() if x.layout == torch.sparse_coo else x
-    return bool(torch.isfinite(values).all())
-
-
 @dataclasses.dataclass
 class Recording:
     """The operations of a run, and the counts of modules' outputs and gradients."""

@@ -18,10 +18,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from funcamp.numerics.counting import count
 from funcamp.numerics.statistics import Stats
-from funcamp.report.numbers.counted import Recording, add, computes, is_countable, is_finite, nonfinite_among
+from funcamp.report.numbers.counted import Recording, add, computes, is_countable, nonfinite_among
 from funcamp.report.numbers.modules import Modules
 from funcamp.report.numbers.operation import BackwardPass, Operation
 from funcamp.report.numbers.steps import scaling_calls, step_calls
+from funcamp.report.tensors import all_finite
 from funcamp.report.torch_names import (
     Args,
     DispatchMode,
@@ -180,7 +181,7 @@ class Recorder(DispatchMode):
 
     def _note_losses(self, losses: Sequence[object]) -> None:
         """Remember whether each loss is finite, until its backward pass."""
-        self._finite_losses += [self._read(loss, is_finite) for loss in losses if is_countable(loss)]
+        self._finite_losses += [self._read(loss, all_finite) for loss in losses if is_countable(loss)]
 
     def _read(self, x: Tensor, read: Callable[[Tensor], _T]) -> _T:
         """Return `read` of a tensor's values, below the wrappers of torch.func."""

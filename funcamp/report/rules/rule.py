@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -67,12 +68,7 @@ def rule(
     return add
 
 
-_rules_by_event: dict[type[Event], list[Rule]] = {}
-
-
-def rules_at(event: Event) -> list[Rule]:
+@functools.cache
+def rules_at(kind: type[Event]) -> list[Rule]:
     """Return the rules that look at this kind of event."""
-    kind = type(event)
-    if kind not in _rules_by_event:
-        _rules_by_event[kind] = [one for one in RULES if issubclass(kind, one.events)]
-    return _rules_by_event[kind]
+    return [one for one in RULES if issubclass(kind, one.events)]

@@ -55,7 +55,7 @@ def refused_by_scaler(event: Refused, _loop: Loop) -> Iterator[Line]:
 )
 def stepped_twice(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """The optimizer's own step; an enabled scaler stepped it before, and its gradients are those of that step."""
-    if event.scaler is None and loop.optimizer(event.optimizer).stepped_line is not None:
+    if event.scaler is None and loop.optimizers[event.optimizer].stepped_line is not None:
         yield event.line
 
 
@@ -104,7 +104,7 @@ def optimizer_not_stepped(event: Ended, loop: Loop) -> Iterator[Found]:
 )
 def cleared_before_step(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """Stepped without a gradient, after the gradients of a backward pass were cleared."""
-    cleared_line = loop.optimizer(event.optimizer).cleared_line
+    cleared_line = loop.optimizers[event.optimizer].cleared_line
     if cleared_line is not None and not loop.gradients_of(event.parameters):
         yield cleared_line
 

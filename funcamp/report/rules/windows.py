@@ -46,7 +46,7 @@ def _added_means(event: StepCalled, loop: Loop) -> list[Backward]:
     Passes with `retain_graph` belong to several losses of one batch, and passes that reach different parameters to
     tasks with separate heads. To add their means is right.
     """
-    window = loop.optimizer(event.optimizer).window
+    window = loop.optimizers[event.optimizer].window
     stepped = set(event.parameters)
     is_repeated = len(window) > 1 and len({backward.places for backward in window}) == 1
     is_written = any(gradient.is_written for gradient in loop.gradients_of(event.parameters))

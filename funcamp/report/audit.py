@@ -28,7 +28,7 @@ class Finding(NamedTuple):
     rule: Rule
     line: Line
     times: int
-    """The number of events at which it was found on this line; for what only the end shows, how often the line ran."""
+    """The number of events at which it was found on this line; once for what only the end shows."""
     detail: str
     """What the first event adds, such as the operation and the range of its inputs."""
 
@@ -52,8 +52,6 @@ class Auditor:
         # By the rule and the line, in the order in which they were first found.
         self._times: Counter[tuple[Rule, Line]] = Counter()
         self._details: dict[tuple[Rule, Line], str] = {}
-        self._events: Counter[tuple[type[Event], Line]] = Counter()
-        """How often each line has caused each kind of event."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -99,7 +97,6 @@ class Auditor:
             self.passes += 1
         if self._has_ended:  # the script ends in its own way: it may save what it has
             return
-        self._events[type(event), event.line] += 1
         self._check(event)
         self.loop.follow(event)
 
@@ -108,12 +105,8 @@ class Auditor:
         for rule in rules_at(type(event)):
             for found in rule.check(event, self.loop):
                 line, detail = found if isinstance(found, Found) else (found, "")
-                self._times[rule, line] += self._runs_of(line) if isinstance(event, Ended) else 1
+                self._times[rule, line] += 1
                 self._details.setdefault((rule, line), detail or event.detail)
-
-    def _runs_of(self, line: Line) -> int:
-        """Return how often a line ran; 1 if it has caused no event."""
-        return max([times for (_, one), times in self._events.items() if one == line], default=1)
 
 
 def _is_of_scaler(error: Exception) -> bool:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcamp.report import events
 from funcamp.report.events import Event
-from funcamp.report.lines import calling_line, is_in_torchs_function
+from funcamp.report.lines import calling_line, is_called_by_torch
 from funcamp.report.tensors import all_finite, smallest_and_largest, tensor_arguments
 from funcamp.report.torch_names import Args, Kwargs
 
@@ -56,7 +56,7 @@ class Float16Range:
     def _report_epsilon(self, name: str, args: Args) -> None:
         """Report an epsilon that is zero in float16. Defaults of torch's own functions are no finding."""
         for value in _numbers_in(args):
-            if 0 < abs(value) <= _LARGEST_LOST and not is_in_torchs_function():
+            if 0 < abs(value) <= _LARGEST_LOST and not is_called_by_torch():
                 self._emit(events.ConstantUsed(calling_line(), name, value))
 
     def _report_constant(self, name: str, args: Args) -> bool:

@@ -17,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-_AUDITOR = f"{Path(__file__).parent}{os.sep}"
 _FUNCAMP = f"{Path(__file__).parent.parent}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 #: The starts of the names of files that are not the user's: torch's, this library's, and code that is in no file.
@@ -168,15 +167,7 @@ def _contains(node: ast.expr | ast.stmt | ast.keyword, line: Line) -> bool:
 
 
 def is_called_by_torch() -> bool:
-    """Return whether torch itself called an observed function."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_AUDITOR):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
-
-
-def is_in_torchs_function() -> bool:
-    """Return whether the operation that runs now is in a Python function of torch, such as `F.normalize`.
+    """Return whether a Python function of torch, such as `F.normalize`, made the call or operation that runs now.
 
     Modes, operators and what passes an operation to a mode are none.
     """

@@ -10,10 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from funcamp import ScalerConfig, jit
 from funcamp.report.audit import Auditor, Finding
-from tests.support.models import mlp
-from tests.support.steps import build
 
 X = torch.tensor([[1.0, -2.0, 3.0, -4.0]], dtype=torch.float16)
 MASK = torch.tensor([0.0, -1e9, -1e9, 0.0])
@@ -63,15 +60,3 @@ def test_the_operation_and_its_numbers_are_named(compute: Callable[[Tensor], Ten
 )
 def test_what_is_meant_is_no_finding(compute: Callable[[Tensor], Tensor]) -> None:
     assert findings(compute) == []
-
-
-@pytest.mark.inductor
-def test_an_overflow_in_a_program_of_jit_is_its_own_affair() -> None:
-    """As in a program for a GPU, Python calls torch's product."""
-    task = mlp()
-    step = build(task, config=ScalerConfig(2.0**20), policy="float16")
-    run, state, auditor = jit(step, without=["cpp_wrapper", "products"]), step.init(), Auditor()
-    with auditor.watching():
-        state, metrics = run(state, task.batch(0))
-    assert metrics.found_inf == 1.0
-    assert auditor.findings() == []

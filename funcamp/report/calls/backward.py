@@ -15,9 +15,6 @@ from funcamp.report.lines import calling_line, calling_places
 from funcamp.report.tensors import all_finite, is_zero, tensors_in
 from funcamp.report.torch_names import current_node, replaced, without_modes
 
-#: The number of arguments of `torch.autograd.backward` between the tensors and `inputs`.
-_PLACE_OF_INPUTS = 4
-
 
 class BackwardCalls(Calls):
     """Handles the calls that differentiate."""
@@ -39,17 +36,21 @@ class BackwardCalls(Calls):
         yield Observed(torch.autograd, "grad", self._grad)
 
     def _backward(
-        self, function: Function, tensors: object, *args: object, inputs: object = None, **kwargs: object
+        self,
+        function: Function,
+        tensors: object,
+        grad_tensors: object = None,
+        retain_graph: bool | None = None,
+        *args: object,
+        **kwargs: object,
     ) -> object:
-        if len(args) > _PLACE_OF_INPUTS:
-            inputs = args[_PLACE_OF_INPUTS]
-            args = args[:_PLACE_OF_INPUTS]
         if isinstance(tensors, Iterator):  # it can be read once
             tensors = list(tensors)
         outputs = tensors_in(tensors)
         graph = read_graph(outputs)
+        inputs = args[2] if len(args) > 2 else kwargs.get("inputs")
         leaves = graph.leaves if inputs is None else tensors_in(inputs)
-        initial_gradients = tensors_in(args[0] if args else kwargs.get("grad_tensors"))
+        initial_gradients = tensors_in(grad_tensors)
         is_nested = current_node() is not None  # as in a checkpoint whose forward pass runs again
         scaling = self._outer_scaling
         if not is_nested:
@@ -74,12 +75,12 @@ class BackwardCalls(Calls):
             has_products=graph.has_products,
             places=calling_places(),
             not_finite=not_finite,
-            retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
+            retains_graph=bool(retain_graph),
         )
         self._emit(event)
         outer = replaced(self, _outer_scaling=scaling)
         with outer, replaced(self._run, in_backward=True), self._run.operations.paused():
-            result = function(tensors, *args, inputs=inputs, **kwargs)
+            result = function(tensors, grad_tensors, retain_graph, *args, **kwargs)
         self._tracked.remember_gradients(leaves)
         return result
 

@@ -25,7 +25,7 @@ class FileCalls(Calls):
         line = calling_line()
         parts = list(parts_of(obj))
         self._emit(events.FileSaved(line, any(map(is_optimizer, parts))))
-        numbers = [part for part in parts if isinstance(part, float)]
+        numbers = [part for part in parts if isinstance(part, (int, float))]
         for scaler, scale in self._run.read_scales.items():
             if scale in numbers:  # saved without state_dict
                 self._emit(events.ScalerSaved(line, scaler))

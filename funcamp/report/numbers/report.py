@@ -40,11 +40,11 @@ class NumericsReport:
     """The backward passes."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.operations = recorder.recording.operations
+        self.operations = recorder.operations
         gradients: dict[str, Stats] = {}
-        for (path, scale), counted in recorder.recording.gradients.items():
+        for (path, scale), counted in recorder.gradients.items():
             add(gradients, path, Stats(counted.row.cpu()).rescale(1 / scale))
-        outputs = recorder.recording.outputs
+        outputs = recorder.outputs
         self.records = {path: Record(outputs[path], gradients.get(path, NO_VALUES)) for path in outputs}
         self.passes = recorder.passes
         self.module = recorder.modules.root
@@ -216,7 +216,7 @@ def numerics_report(
         result = fn(*args, **kwargs)
         if not recorder.passes:
             _differentiate(result)
-    if not recorder.recording.operations:
+    if not recorder.operations:
         raise RuntimeError("numerics_report: fn must run operations on floating-point tensors; none was seen")
     return NumericsReport(recorder)
 

@@ -66,7 +66,8 @@ class Auditor:
             is_cut = False
             raise
         except Exception as error:
-            if _is_of_scaler(error) and not self.has_mistakes():  # which may be the cause of the error
+            # A mistake that was found may be the cause of the error.
+            if _is_of_scaler(error) and not self.has_mistakes():
                 self._check(Refused(line_that_raised(error), f"{type(error).__name__}: {error}"))
             raise
         finally:

@@ -53,13 +53,12 @@ class BackwardCalls(Calls):
         initial_gradients = tensors_in(grad_tensors)
         is_nested = current_node() is not None  # as in a checkpoint whose forward pass runs again
         scaling = self._outer_scaling
-        if not is_nested:
-            scaling = graph.scaling or self._indirect_scaling([*outputs, *initial_gradients])
-            self._last_scaling = scaling or self._last_scaling
-            self._tracked.forget_derived()  # the loop may have unscaled earlier gradients since
         not_finite = ""
         if not is_nested:
+            scaling = graph.scaling or self._indirect_scaling([*outputs, *initial_gradients])
             not_finite = self._find_not_finite(outputs, leaves, graph.scaling)
+            self._last_scaling = scaling or self._last_scaling
+            self._tracked.forget_derived()  # the loop may have unscaled earlier gradients since
             self._is_first = False
             self._has_taken_overflow = False
         begins_with_one = not is_nested and all(map(_is_one, initial_gradients))

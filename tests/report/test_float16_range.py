@@ -14,7 +14,6 @@ from funcamp.report.audit import Auditor, Finding
 
 X = torch.tensor([[1.0, -2.0, 3.0, -4.0]], dtype=torch.float16)
 MASK = torch.tensor([0.0, -1e9, -1e9, 0.0])
-LOWEST = torch.tensor([0.0, torch.finfo(torch.float16).min, 0.0, 0.0]).half()
 
 
 def findings(compute: Callable[[Tensor], Tensor]) -> list[Finding]:
@@ -31,8 +30,6 @@ def findings(compute: Callable[[Tensor], Tensor]) -> list[Finding]:
         (lambda x: x @ (x.detach().T * 1e4), "mm of numbers from -4e+04 to 3e+04; float16 ends at 65504"),
         (lambda x: mse_loss(x * 200, x.detach() * 0), "mse_loss of numbers from -800 to 600; float16 ends at 65504"),
         (lambda x: (x.float() * 1e5).half(), "cast to float16 of numbers from -4e+05 to 3e+05; float16 ends at 65504"),
-        (lambda x: x + torch.tensor([1.0, -1e5, -2e5, 3.0]).half(), "cast to float16 of numbers from -2e+05 to 3"),
-        (lambda x: x + torch.tensor([1.0, -7e4, -7e4, 3.0]).half(), "cast to float16 of numbers from -7e+04 to 3"),
         (lambda x: x.detach().clone().mul_(x.detach() * 2e4) + x, "mul of numbers from -4 to 3; float16 ends at 65504"),
         (lambda x: x.masked_fill(x > 2, -1e9), "masked_fill with -1e+09"),
         (lambda x: x + (x > 0).half() * -1e9, "mul with -1e+09"),
@@ -54,7 +51,6 @@ def test_the_operation_and_its_numbers_are_named(compute: Callable[[Tensor], Ten
         lambda x: nn.functional.normalize(x, dim=1),  # its epsilon of 1e-12 is torch's own
         lambda x: x + MASK.half().clamp(min=-1e4),  # a mask that is cast
         lambda x: (x.float() + 1e-4 * MASK).half().softmax(-1),  # scores with a mask, which are cast
-        lambda x: (x - 100 + LOWEST).softmax(-1),  # a mask that is added
         lambda x: x.masked_fill(x > 2, -torch.inf).softmax(-1),
         lambda x: x.detach().clone().mul_(2) + x,
     ],

@@ -88,7 +88,7 @@ def test_the_command_says_what_is_wrong(arguments: list[str], message: str, caps
 
 def test_a_mistake_is_printed_although_torch_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AssertionError, match="No inf checks were recorded prior to update"):
-        report(LOOPS["refused-by-scaler--update-twice"])
+        report(LOOPS["refused-by-scaler"])
     printed = capsys.readouterr().out
     assert "refused-by-scaler" in printed
     assert "(AssertionError: No inf checks were recorded prior to update" in printed

@@ -83,10 +83,7 @@ class Training(NamedTuple):
             resumed_at: save the state before the step of this number, and go on from what was saved.
         """
         state = clone(self.state)
-        disturbance: Row = {}
-        if seed is not None:
-            seed_generators(seed)
-            disturbance = _disturb(state.params, self.step._options.policy.compute_dtype)
+        disturbance = {} if seed is None else _disturb(state.params, self.step._options.policy.compute_dtype, seed)
         rows: list[Row] = []
         for numbers in range(resumed_at), range(resumed_at, len(self.batches)):
             with self.contents.entered():  # a new process begins with a new module
@@ -117,8 +114,9 @@ def row_of(step: TrainStep, state: TrainState, metrics: Metrics | None) -> Row:
 
 
 @torch.no_grad()
-def _disturb(params: Tree, compute_dtype: torch.dtype) -> Row:
+def _disturb(params: Tree, compute_dtype: torch.dtype, seed: int) -> Row:
     """Move every number by one unit in the last place of the precision that is computed in; return by how much."""
+    torch.manual_seed(seed)
     named = {"params": expand(params)}
     disturbance: Row = {}
     for name, value in zip(_tree.names(named), _tree.leaves(named)):

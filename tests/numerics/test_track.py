@@ -59,8 +59,8 @@ def by_hooks(task: Task, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, list[T
 @pytest.mark.parametrize("make", [mlp, cnn, tied])
 def test_records_are_those_of_hooks(make: Any) -> None:
     task: Task = make()
-    records = records_of(track_scales(module_loss(task.model, task.criterion)), task.batch(0))
     forward, backward = by_hooks(task, task.batch(0))
+    records = records_of(track_scales(module_loss(task.model, task.criterion)), task.batch(0))
     assert set(records) == set(forward)
     for layer, record in records.items():
         for found, parts in ((record.forward, forward[layer]), (record.backward, backward[layer])):

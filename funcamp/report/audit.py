@@ -15,7 +15,7 @@ from funcamp.report.events import Backward, Ended, Event, GradientsTaken, Refuse
 from funcamp.report.lines import UNKNOWN, Line, line_that_raised
 from funcamp.report.loop import Loop
 from funcamp.report.observer import Observer
-from funcamp.report.rules import Found, Rule, rules_at
+from funcamp.report.rules import RULES, Found, Rule
 
 
 class Enough(BaseException):
@@ -103,7 +103,9 @@ class Auditor:
 
     def _check(self, event: Event) -> None:
         """Ask every rule about an event, and note the lines of the mistakes."""
-        for rule in rules_at(type(event)):
+        for rule in RULES:
+            if not isinstance(event, rule.events):
+                continue
             for found in rule.check(event, self.loop):
                 line, detail = found if isinstance(found, Found) else (found, "")
                 self._times[rule, line] += 1

@@ -18,6 +18,7 @@ from tests.support.helpers import assert_refused
 RECORD = stats(torch.ones(2))
 RECORDS: Any = Records.of({"a": probe()})
 MODEL = nn.Linear(2, 2)
+COMPILED: Any = torch.compile(MODEL)
 LOSS = module_loss(MODEL, F.mse_loss)
 track: Any = track_scales
 INTEGERS = torch.ones(2, dtype=torch.int64)
@@ -43,7 +44,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "other names added": (lambda: RECORDS + Records(("other",), RECORDS.rows), ValueError, "Records: names must be the same.*'other'"),
     "a name": (lambda: RECORDS["b"], KeyError, "b"),
     "no loss": (lambda: track(MODEL), TypeError, "track_scales: loss_fn must be a loss of module_loss"),
-    "a compiled module": (lambda: track(module_loss(torch.compile(MODEL))), TypeError, "loss_fn must be of the module itself.*OptimizedModule"),
+    "a compiled module": (lambda: track(module_loss(COMPILED)), TypeError, "loss_fn must be of the module itself.*OptimizedModule"),
     "a tracked module": (lambda: track(track(LOSS)), ValueError, "must not be tracked already"),
     "no sample": (lambda: track(LOSS, sample=0), ValueError, "track_scales: sample must be 1 or more; got 0"),
     "a number for modules": (lambda: track(LOSS, 5), TypeError, "modules must be paths or a predicate; got 5"),

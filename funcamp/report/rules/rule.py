@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -66,9 +65,3 @@ def rule(
         return check
 
     return add
-
-
-@functools.cache
-def rules_at(kind: type[Event]) -> list[Rule]:
-    """Return the rules that look at this kind of event."""
-    return [one for one in RULES if issubclass(kind, one.events)]

@@ -27,6 +27,7 @@ BATCH = (torch.ones(1, 2), torch.ones(1, 2))
 #: What is called, the error, and its words.
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "integers": (lambda: stats(INTEGERS), TypeError, "stats: x must be a strided floating-point or complex tensor; got .*int64"),
+    "a number": (lambda: stats(1.0), TypeError, "stats: x must be"),  # type: ignore[arg-type]
     "a sparse tensor": (lambda: stats(torch.eye(2).to_sparse()), TypeError, "stats: x must be"),
     "a format": (lambda: RECORD.underflow(torch.int8), TypeError, "dtype must be one of torch.float16, .*; got torch.int8"),
     "a scale of 0": (lambda: RECORD.overflow(torch.float16, 0.0), ValueError, "Stats: scale must be a positive number; got 0.0"),

@@ -45,9 +45,15 @@ def test_the_operation_and_its_numbers_are_named(compute: Callable[[Tensor], Ten
         assert finding.line.number == compute.__code__.co_firstlineno
 
 
+def mask_in_an_earlier_pass(x: Tensor) -> Tensor:
+    (x + MASK.half()).softmax(-1).sum().backward()
+    return x * torch.inf
+
+
 @pytest.mark.parametrize(
     "compute",
     [
+        mask_in_an_earlier_pass,
         lambda x: nn.functional.normalize(x, dim=1),  # its epsilon of 1e-12 is torch's own
         lambda x: x + MASK.half().clamp(min=-1e4),  # a mask that is cast
         lambda x: (x.float() + 1e-4 * MASK).half().softmax(-1),  # scores with a mask, which are cast

@@ -28,7 +28,7 @@ class BackwardCalls(Calls):
         self._is_first = True
         """Whether no backward pass has run."""
         self._has_taken_overflow = False
-        """Whether `torch.autograd.grad` of a scaled loss made inf or NaN since the last pass."""
+        """Whether `torch.autograd.grad` of a scaled loss has made inf or NaN."""
 
     def handlers(self) -> Iterator[Observed]:
         """Yield the functions that are observed, with the handlers of their calls."""
@@ -60,7 +60,6 @@ class BackwardCalls(Calls):
             self._last_scaling = scaling or self._last_scaling
             self._tracked.forget_derived()  # the loop may have unscaled earlier gradients since
             self._is_first = False
-            self._has_taken_overflow = False
         begins_with_one = not is_nested and all(map(_is_one, initial_gradients))
         # Before the pass runs: its hooks act on the gradients of this event.
         event = events.Backward(

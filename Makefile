@@ -114,7 +114,6 @@ bench: $(VENV)/installed $(VENV)/models/installed
 	$(BIN)/python benchmarks/overhead.py --out $(RESULTS)
 	$(BIN)/python benchmarks/grad_scaler.py --out $(RESULTS)
 	$(BIN)/python benchmarks/auditor.py --out $(RESULTS)
-	$(BIN)/python benchmarks/warm_start.py --out $(RESULTS)
 	$(BIN)/python benchmarks/float8.py --out $(RESULTS)
 	$(BIN)/python benchmarks/float16_rl.py --out $(RESULTS)
 	$(BIN)/python benchmarks/parity.py --out $(RESULTS)

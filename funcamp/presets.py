@@ -1,6 +1,6 @@
 """Scaler configurations of torch and other libraries, with their argument names and defaults.
 
-presets.torch()   presets.warm_start()   presets.static(128.0)   presets.disabled()   presets.megatron()   ...
+presets.torch()   presets.static(128.0)   presets.disabled()   presets.megatron()   ...
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from funcamp._check import boolean
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.rule import Static
 from funcamp.rules.apex import apex, apex_hysteresis
-from funcamp.rules.deepspeed import deepspeed, deepspeed_fp16, deepspeed_old
+from funcamp.rules.deepspeed import deepspeed, deepspeed_fp16
 from funcamp.rules.fairseq import fairseq
 from funcamp.rules.flax import flax
 from funcamp.rules.fsdp import fsdp_cpu
@@ -18,16 +18,13 @@ from funcamp.rules.keras import keras
 from funcamp.rules.megatron import megatron
 from funcamp.rules.paddle import paddle, paddle_dygraph
 from funcamp.rules.tensorflow import tensorflow
-from funcamp.rules.warm_start import WarmStart
 
 __all__ = [
     "torch",
-    "warm_start",
     "static",
     "disabled",
     "megatron",
     "deepspeed",
-    "deepspeed_old",
     "deepspeed_fp16",
     "apex",
     "apex_hysteresis",
@@ -63,33 +60,6 @@ def torch(
     if not boolean("presets.torch", "enabled", enabled):
         return disabled()
     return ScalerConfig(init_scale, growth_factor, backoff_factor, growth_interval)
-
-
-def warm_start(
-    init_scale: float = 2.0**16,
-    growth_factor: float = 2.0,
-    backoff_factor: float = 0.5,
-    growth_interval: int = 2000,
-    max_scale: float | None = None,
-) -> ScalerConfig:
-    """Return torch's rule preceded by a fast search for the initial scale.
-
-    During the search, overflows divide the scale by 2, 4, 16, 256, ... until a step is clean. Clean steps then double
-    it, up to about a quarter of the last scale that overflowed, to the first overflow (the scale is then divided by
-    4), to max_scale, or to 2**24. After the search the rule is torch's. Use it if init_scale may be far off: compared
-    with torch's rule it skips one or two more steps if init_scale is right, and a third as many if it is 2**15 too
-    high.
-
-    Example:
-        >>> presets.warm_start(init_scale=2.0**24).rule
-        WarmStart()
-
-    References:
-        benchmarks/warm_start.py has the comparison.
-    """
-    return ScalerConfig(
-        init_scale, growth_factor, backoff_factor, growth_interval, max_scale=max_scale, rule=WarmStart()
-    )
 
 
 def static(scale: float) -> ScalerConfig:

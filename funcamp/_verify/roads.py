@@ -14,7 +14,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._step.state import Metrics, TrainState
 from funcamp._step.step import TrainStep
-from funcamp._storage.params import clone
+from funcamp._storage.params import clone, expand
 from funcamp._trace.host_generators import host_generators, set_states, states_of
 from funcamp._types import Tree
 from funcamp._verify.copied_contents import CopiedContents
@@ -83,13 +83,7 @@ class Training(NamedTuple):
             resumed_at: save the state before the step of this number, and go on from what was saved.
         """
         state = clone(self.state)
-        disturbance: Row = {}
-        if seed is not None:
-            seed_generators(seed)
-            before = row_of(self.step, state, None)
-            _disturb(state.params, self.step._options.policy.compute_dtype)
-            after = row_of(self.step, state, None)
-            disturbance = {name: after[name] - before[name] for name in before if name.startswith("params.")}
+        disturbance = {} if seed is None else _disturb(state.params, self.step._options.policy.compute_dtype, seed)
         rows: list[Row] = []
         for numbers in range(resumed_at), range(resumed_at, len(self.batches)):
             with self.contents.entered():  # a new process begins with a new module
@@ -120,8 +114,14 @@ def row_of(step: TrainStep, state: TrainState, metrics: Metrics | None) -> Row:
 
 
 @torch.no_grad()
-def _disturb(params: Tree, compute_dtype: torch.dtype) -> None:
-    """Move every number by one unit in the last place of the precision that is computed in."""
-    for value in _tree.tensors_in(params):
+def _disturb(params: Tree, compute_dtype: torch.dtype, seed: int) -> Row:
+    """Move every number by one unit in the last place of the precision that is computed in; return by how much."""
+    torch.manual_seed(seed)
+    named = {"params": expand(params)}
+    disturbance: Row = {}
+    for name, value in zip(_tree.names(named), _tree.leaves(named)):
+        before = value.clone()
         part = max(torch.finfo(compute_dtype).eps, torch.finfo(value.dtype).eps)
         value.mul_(1 + part * torch.randn_like(value).sgn())
+        disturbance[name] = value - before
+    return copied_to_host(disturbance)

@@ -41,13 +41,8 @@ class Difference(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Return the difference relative to what rounding may do."""
+        """Return the difference relative to what rounding may do; above 1 rounding does not explain it."""
         return self.size / self.allowed if self.allowed else math.inf
-
-    @property
-    def is_rounding(self) -> bool:
-        """Return whether rounding explains it."""
-        return self.size <= self.allowed
 
 
 class Rounding:

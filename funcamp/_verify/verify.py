@@ -199,7 +199,7 @@ def _compared(rounding: Rounding, roads: str, reference_rows: list[Row] | str, r
     found = [rounding.difference(number, reference_rows[number], row) for number, row in enumerate(rows)]
     differences = [difference for difference in found if difference]
     for difference in differences:
-        if not difference.is_rounding:
+        if difference.share > 1:
             return Comparison(roads, Outcome.DIFFERENT, difference)
     if differences:
         largest = max(differences, key=lambda difference: difference.share)

@@ -1,7 +1,7 @@
 """Statistics that show where a model's numbers fit a narrow format and where they do not.
 
 `stats` counts one tensor. `tap` returns the counts of a forward and a backward pass through a gradient. `track_scales`
-taps the layers of a module, also in a training step. `numerics_report`, which runs a step once and records every
+taps the layers of a loss's module in a training step. `numerics_report`, which runs a step once and records every
 operation, is in `funcamp.report` and importable from here too, as its other names are.
 """
 
@@ -11,14 +11,13 @@ from typing import Any
 from funcamp.numerics.record import Record, Records, probe
 from funcamp.numerics.statistics import Stats, stats
 from funcamp.numerics.taps import tap
-from funcamp.numerics.track import TrackedLoss, TrackedModule, track_scales
+from funcamp.numerics.track import TrackedLoss, track_scales
 
 __all__ = [
     "Record",
     "Records",
     "Stats",
     "TrackedLoss",
-    "TrackedModule",
     "probe",
     "stats",
     "tap",

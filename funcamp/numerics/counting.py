@@ -92,11 +92,7 @@ def counts(parts: list[Tensor]) -> Tensor:
     """Return the rows of records, together in shape (rows, 568), for numbers of shapes (rows, n)."""
     # After vmap the memory may look like channels last, which cat keeps; hence contiguous().
     x = torch.cat(parts).contiguous()
-    if x.dtype == torch.float64:
-        indices, finite_values = _indices_and_values_of_doubles(x)
-    else:
-        indices, finite_values = _indices_and_values(_single_bits(x))
-    finite_values = finite_values.double()
+    indices, finite_values = _indices_and_values(_rounded(x).double())
     table = _count_indices(indices)
     both_signs = table[:, 0] + table[:, 1]
     total = finite_values.sum(1, keepdim=True)
@@ -113,24 +109,24 @@ def counts(parts: list[Tensor]) -> Tensor:
     return torch.cat([column.double() for column in columns], -1)
 
 
-def _single_bits(x: Tensor) -> Tensor:
-    """Return the float32 bits of numbers of shape (rows, n), as int32."""
-    if x.dtype == torch.float32 or not x.numel():
-        return _bits(x.float(), torch.int32)
-    # Twice: Inductor computes with float16 and bfloat16 in float32, unrounded, until they are stored; and its code for
-    # the rest is three times as fast if it reads float32.
-    return _stored(_stored(x, x.dtype).float(), torch.int32)
+def _rounded(x: Tensor) -> Tensor:
+    """Return numbers of shape (rows, n) as they are stored, wide enough to be counted.
+
+    Stored twice: Inductor computes with float16 and bfloat16 in float32, unrounded, until they are stored; and its code
+    for the rest is up to twice as fast if it reads float32.
+    """
+    return _stored(_stored(x).float()) if x.dtype.itemsize < 8 and x.numel() else x
 
 
-def _stored(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """View the bits of a tensor of shape (rows, n) as a dtype of equal width, and make Inductor store it for that.
+def _stored(x: Tensor) -> Tensor:
+    """Return a tensor of shape (rows, n), and make Inductor store it.
 
     It stores a tensor for a view of another width. It drops such a view if one follows at once that undoes it, hence
     the two shapes.
     """
     all_bytes = _bits(x.flatten(), torch.uint8)
     bytes_by_row = all_bytes.reshape(x.shape[0], x.shape[1] * x.itemsize)
-    return _bits(bytes_by_row, dtype)
+    return _bits(bytes_by_row, x.dtype)
 
 
 def check_sample(call: str, sample: int | None) -> int | None:
@@ -140,28 +136,8 @@ def check_sample(call: str, sample: int | None) -> int | None:
     return integer(call, "sample", sample, 1, kind="an integer or None")
 
 
-def _indices_and_values(bits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the indices in a table, as int32, and the finite values, for numbers given as float32 bits.
-
-    The other values are 0.
-    """
-    magnitude_bits = bits & 0x7FFFFFFF
-    is_subnormal = magnitude_bits < 0x800000  # or zero
-    # A subnormal is an integer times 2^-149, so the exponent of that integer gives its exponent.
-    normal_bits = torch.where(is_subnormal, _bits(magnitude_bits.float(), torch.int32), magnitude_bits)
-    exponent_bits = normal_bits >> 23
-    biased_exponent = torch.where(is_subnormal, exponent_bits - 149, exponent_bits)
-    slot = (biased_exponent + (_FIRST - LOWEST - 127)).clamp(min=_ZERO)
-    # The exponent bits of NaN and infinities are those of 2^128, the last bin; their slot is the next one.
-    slot = torch.where(magnitude_bits >= 0x7F800000, slot + 1, slot)
-    is_power_of_two = (normal_bits & 0x7FFFFF) == 0
-    index = torch.where(is_power_of_two, slot + _SLOTS, slot)
-    index = torch.where(bits < 0, index + 2 * _SLOTS, index)
-    return index, torch.where(magnitude_bits < 0x7F800000, _bits(bits, torch.float32), 0.0)
-
-
-def _indices_and_values_of_doubles(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the same for float64 numbers."""
+def _indices_and_values(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the indices in a table, as int32, and the finite values, for float64 numbers; the other values are 0."""
     bits = _bits(x, torch.int64)
     magnitude_bits = bits & (2**63 - 1)
     exponent = (magnitude_bits >> 52) - 1023

@@ -39,7 +39,7 @@ class Record:
         return f"Record({self.forward!r}, {self.backward!r})"
 
     def __str__(self) -> str:
-        return f"(-> {text(self.forward)}, <- {text(self.backward)})"
+        return f"(-> {_text(self.forward)}, <- {_text(self.backward)})"
 
     def total(self) -> Record:
         """Merge a batch of records, for example of vmap, into one."""
@@ -62,20 +62,17 @@ _tree.register(
 )
 
 
-def text(stats: Stats, counted: Stats | None = None) -> str:
-    """Return the standard deviation of a tensor and, from `counted` if given, its non-finite values."""
-    if counted is None:
-        counted = stats
+def _text(stats: Stats) -> str:
+    """Return the standard deviation of a tensor and its non-finite values."""
     if stats.row.dim() > 1:
         stats = stats.total()
-        counted = counted.total()
     std = stats.std.item()
     std_text = "n/a" if math.isnan(std) else f"{std:.3g}"
-    nonfinite = (("NaN", counted.nan), ("inf", counted.posinf + counted.neginf))
+    nonfinite = (("NaN", stats.nan), ("inf", stats.posinf + stats.neginf))
     numbers = [f"{number.item():.0f} {kind}" for kind, number in nonfinite if number > 0]
     if not numbers:
         return std_text
-    return f"{std_text} ({', '.join(numbers)} of {counted.count.item():.0f})"
+    return f"{std_text} ({', '.join(numbers)} of {stats.count.item():.0f})"
 
 
 def probe(device: torch.device | str | None = None) -> Record:

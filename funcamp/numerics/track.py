@@ -1,4 +1,4 @@
-"""`track_scales`: taps behind the layers of a module, without changing the module."""
+"""`track_scales`: taps behind the layers of a loss's module, without changing the module."""
 
 from __future__ import annotations
 
@@ -8,18 +8,17 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from funcamp import _tree
 from funcamp._autograd.left_behind import hooks_in_copies
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._types import Args, Tree
 from funcamp.numerics.counting import WIDTH, check_sample, has_values
-from funcamp.numerics.record import Record, Taps, probe
+from funcamp.numerics.record import Record, Taps
 from funcamp.numerics.statistics import Stats
 from funcamp.numerics.taps import tap
 
@@ -31,33 +30,10 @@ _BACKWARD = "_funcamp_backward"
 Chosen = Iterable[str] | Callable[[str, nn.Module], bool] | None
 
 
-class TrackedModule:
-    """A module with taps as a function; made by `track_scales`.
-
-    `(values, probes, *args, **kwargs) -> outputs`; values are parameters and buffers by name, as for
-    `torch.func.functional_call`, and probes are the records of `probes()`.
-    """
-
-    def __init__(self, module: nn.Module, chosen: Chosen, sample: int | None) -> None:
-        self.skeleton, self.names = _with_taps(module, chosen, sample)
-
-    def __repr__(self) -> str:
-        return f"track_scales({type(self.skeleton).__name__}, {len(self.names)} modules)"
-
-    def probes(self) -> dict[str, Record]:
-        """Return empty records by module path, on the device of the module's first parameter."""
-        device = next((value.device for value in self.skeleton.parameters()), None)
-        return {name: probe(device) for name in self.names}
-
-    def __call__(self, values: dict[str, Tensor], probes: Mapping[str, Record], *args: Any, **kwargs: Any) -> Tree:
-        """Return what the module returns."""
-        return functional_call(self.skeleton, {**values, **_probe_buffers(self.names, probes)}, args, kwargs)
-
-
 class TrackedLoss(ModuleLoss):
     """A loss of `module_loss` with taps: `(params, probes, batch) -> loss`, and likewise with buffers.
 
-    A step has the records in its metrics.
+    Made by `track_scales`. A step has the records in its metrics.
     """
 
     def __init__(self, loss_fn: ModuleLoss, chosen: Chosen, sample: int | None) -> None:
@@ -83,23 +59,18 @@ class TrackedLoss(ModuleLoss):
             yield returned
 
 
-@overload
-def track_scales(module: ModuleLoss, modules: Chosen = None, *, sample: int | None = 4096) -> TrackedLoss: ...
-@overload
-def track_scales(module: nn.Module, modules: Chosen = None, *, sample: int | None = 4096) -> TrackedModule: ...
-def track_scales(
-    module: nn.Module | ModuleLoss, modules: Chosen = None, *, sample: int | None = 4096
-) -> TrackedModule | TrackedLoss:
-    """Tap the outputs of a module's layers, without a hook on the module.
+def track_scales(loss_fn: ModuleLoss, modules: Chosen = None, *, sample: int | None = 4096) -> TrackedLoss:
+    """Tap the outputs of the layers of a loss's module, without a hook on the module.
 
-    The gradient with respect to the probes is a `Record` per layer path, of the layer's outputs and their gradients.
-    The gradients of the parameters are bit for bit unchanged. A layer that is called several times, or has several
-    outputs, has one record of them all. A layer that is not called, or that the loss does not depend on, has count 0.
-    Works on a copy of the module's structure that shares its parameters and has its current training flags. No sync.
+    Give the tracked loss to `make_train_step`, whose metrics then have a `Record` per layer path, of the layer's
+    outputs and their gradients. To track every n-th step, call two steps, one of them tracked, on one state. Without a
+    step, the gradient with respect to the probes has them. The gradients of the parameters are bit for bit unchanged. A
+    layer that is called several times, or has several outputs, has one record of them all. A layer that is not called,
+    or that the loss does not depend on, has count 0. Works on a copy of the module's structure that shares its
+    parameters and has its current training flags. No sync.
 
     Args:
-        module: a module, or a loss of `module_loss`. Give the tracked loss to `make_train_step`, whose metrics then
-            have the records. To track every n-th step, call two steps, one of them tracked, on one state.
+        loss_fn: a loss of `module_loss`.
         modules: the layers: paths, or a predicate of path and module; by default those without children, and
             torch.nn.MultiheadAttention.
         sample: count about this many elements of each tensor, evenly spread; None for all. With 4,096 a fraction is
@@ -107,30 +78,27 @@ def track_scales(
             single NaN, can be missed (`found_inf_by_leaf` finds them).
 
     Returns:
-        A `TrackedModule`, a function of parameters, probes and inputs; for a loss a `TrackedLoss`.
+        A `TrackedLoss`: `(params, probes, batch) -> loss`, with the probes of `tape(device)`.
 
     Raises:
-        TypeError: module is something else, or compiled or scripted; sample is not an integer.
+        TypeError: loss_fn is something else, or its module is compiled or scripted; sample is not an integer.
         ValueError: a path is not in the module, no layer is selected, or sample is below 1.
 
     Example:
-        >>> tracked = track_scales(torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh()))
-        >>> params = dict(tracked.skeleton.named_parameters())
-        >>> def loss(params, probes, x):
-        ...     return tracked(params, probes, x).sum()
-        >>> grads, records = torch.func.grad(loss, argnums=(0, 1))(params, tracked.probes(), torch.ones(2, 4))
-        >>> {name: record.backward.count.item() for name, record in records.items()}
+        >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
+        >>> loss_fn = track_scales(module_loss(model, torch.nn.functional.mse_loss))
+        >>> step = make_train_step(loss_fn, stateless(torch.optim.SGD))
+        >>> _, metrics = step(step.init(), (torch.ones(2, 4), torch.ones(2, 4)))
+        >>> {name: record.backward.count.item() for name, record in metrics.records.items()}
         {'0': 8.0, '1': 8.0}
 
     References:
         The idea: `ScaleTracker` of unit-scaling, 0.3 (`unit_scaling/utils.py`).
     """
     check_sample("track_scales", sample)
-    if isinstance(module, ModuleLoss):
-        return TrackedLoss(module, modules, sample)
-    if not isinstance(module, nn.Module):
-        raise TypeError(f"track_scales: module must be a torch.nn.Module or a loss of module_loss; got {module!r}")
-    return TrackedModule(module, modules, sample)
+    if not isinstance(loss_fn, ModuleLoss):
+        raise TypeError(f"track_scales: loss_fn must be a loss of module_loss; got {loss_fn!r}")
+    return TrackedLoss(loss_fn, modules, sample)
 
 
 def _with_taps(module: nn.Module, chosen: Chosen, sample: int | None) -> tuple[nn.Module, tuple[str, ...]]:
@@ -143,11 +111,11 @@ def _with_taps(module: nn.Module, chosen: Chosen, sample: int | None) -> tuple[n
     # A compiled module is recognized by its attribute, because importing its class imports Dynamo, which takes seconds.
     if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
         raise TypeError(
-            "track_scales: module must be the module itself, compiled afterwards with what calls it; "
+            "track_scales: loss_fn must be of the module itself, compiled afterwards with what calls it; "
             f"got a {type(module).__name__}"
         )
     if any(_FORWARD in submodule._buffers for submodule in module.modules()):
-        raise ValueError("track_scales: module must not be tracked already; got one with taps")
+        raise ValueError("track_scales: loss_fn must not be tracked already; got one with taps")
     names = _choose(module, chosen)
     # deepcopy takes what its memo has under an object's id instead of a copy.
     skeleton = copy.deepcopy(module, _tensors_by_id(module) | hooks_in_copies(module))
@@ -235,7 +203,7 @@ def _probe_buffers(paths: Iterable[str], probes: Mapping[str, Record]) -> dict[s
     """Return the buffers that the taps read, by name."""
     buffers: dict[str, Tensor] = {}
     for path in paths:
-        if not isinstance(probes, Mapping) or not isinstance(probes.get(path), Record):
+        if not isinstance(probes.get(path), Record):
             raise ValueError(f"track_scales: probes must hold a Record for every tapped module; got none for {path!r}")
         prefix = f"{path}." if path else ""
         buffers[prefix + _FORWARD] = probes[path].forward.row

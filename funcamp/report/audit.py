@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import os
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from funcamp.report.events import Backward, Ended, Event, GradientsTaken
-from funcamp.report.lines import UNKNOWN, Line
+from torch.amp import GradScaler
+
+from funcamp.report.events import Backward, Ended, Event, GradientsTaken, Refused
+from funcamp.report.lines import UNKNOWN, Line, line_that_raised
 from funcamp.report.loop import Loop
 from funcamp.report.observer import Observer
-from funcamp.report.rules import Found, Rule, rules_at
+from funcamp.report.rules import RULES, Found, Rule
 
 
 class Enough(BaseException):
@@ -25,7 +28,7 @@ class Finding(NamedTuple):
     rule: Rule
     line: Line
     times: int
-    """The number of events at which it was found on this line; for what only the end shows, how often the line ran."""
+    """The number of events at which it was found on this line; once for what only the end shows."""
     detail: str
     """What the first event adds, such as the operation and the range of its inputs."""
 
@@ -49,8 +52,6 @@ class Auditor:
         # By the rule and the line, in the order in which they were first found.
         self._times: Counter[tuple[Rule, Line]] = Counter()
         self._details: dict[tuple[Rule, Line], str] = {}
-        self._events: Counter[tuple[type[Event], Line]] = Counter()
-        """How often each line has caused each kind of event."""
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -63,6 +64,11 @@ class Auditor:
                 is_cut = False
         except SystemExit:
             is_cut = False
+            raise
+        except Exception as error:
+            # A mistake that was found may be the cause of the error.
+            if _is_of_scaler(error) and not self.has_mistakes():
+                self._check(Refused(line_that_raised(error), f"{type(error).__name__}: {error}"))
             raise
         finally:
             self._check(Ended(UNKNOWN, is_cut or self._has_ended))
@@ -92,18 +98,22 @@ class Auditor:
             self.passes += 1
         if self._has_ended:  # the script ends in its own way: it may save what it has
             return
-        self._events[type(event), event.line] += 1
         self._check(event)
         self.loop.follow(event)
 
     def _check(self, event: Event) -> None:
         """Ask every rule about an event, and note the lines of the mistakes."""
-        for rule in rules_at(event):
+        for rule in RULES:
+            if not isinstance(event, rule.events):
+                continue
             for found in rule.check(event, self.loop):
                 line, detail = found if isinstance(found, Found) else (found, "")
-                self._times[rule, line] += self._runs_of(line) if isinstance(event, Ended) else 1
+                self._times[rule, line] += 1
                 self._details.setdefault((rule, line), detail or event.detail)
 
-    def _runs_of(self, line: Line) -> int:
-        """Return how often a line ran; 1 if it has caused no event."""
-        return max([times for (_, one), times in self._events.items() if one == line], default=1)
+
+def _is_of_scaler(error: Exception) -> bool:
+    """Return whether a scaler raised an error: the innermost method that it came from is one of a scaler."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    owners = [frame.f_locals["self"] for frame in frames if "self" in frame.f_locals]
+    return bool(owners) and isinstance(owners[-1], GradScaler)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from funcamp.report.events import Key, Reduction
+from funcamp.report.events import Key
 
 #: Parts of the names of nodes that have an argument `reduction`.
 _WITH_REDUCTION = ("Loss", "CrossEntropy")
@@ -36,7 +36,8 @@ class Graph(NamedTuple):
     leaves: list[Tensor]
     scaling: Scaling | None
     dtypes: frozenset[torch.dtype]
-    reduction: Reduction
+    is_mean: bool
+    """Whether the loss is a mean that is not divided."""
     has_products: bool
     """Whether matrices were multiplied, or a convolution computed."""
 
@@ -73,8 +74,8 @@ def read_graph(outputs: Iterable[Tensor]) -> Graph:
         else:
             dtypes |= _dtypes_of(node)
             has_products |= node.name().startswith(_PRODUCTS)
-    reduction = _reduction_of(roots[0]) if len(roots) == 1 else Reduction.OTHER
-    return Graph(leaves, scaling, frozenset(dtypes), reduction, has_products)
+    is_mean = len(roots) == 1 and _is_mean(_unscaled(roots[0]))
+    return Graph(leaves, scaling, frozenset(dtypes), is_mean, has_products)
 
 
 def nodes_from(roots: Iterable[Node | None]) -> Iterator[Node]:
@@ -104,16 +105,17 @@ def _dtypes_of(node: Node) -> set[torch.dtype]:
     return {output.dtype for output in outputs if output.dtype in _DTYPES_OF_16_BITS}
 
 
-def _reduction_of(root: Node) -> Reduction:
-    """Return how a loss is reduced, from its last operation before scaling and casts."""
-    node: Node | None = root
+def _unscaled(node: Node | None) -> Node | None:
+    """Return the last operation of a loss before scaling and casts."""
     while node is not None and (_scaling_of(node) is not None or node.name().startswith("ToCopy")):
         node = node.next_functions[0][0]
-    return Reduction.MEAN if node is not None and _is_mean(node) else Reduction.OTHER
+    return node
 
 
-def _is_mean(node: Node) -> bool:
+def _is_mean(node: Node | None) -> bool:
     """Return whether an operation is a mean that is not divided, or a sum of such means, some of them with weights."""
+    if node is None:
+        return False
     name = node.name()
     if name.startswith("AddBackward"):
         terms = _inputs_of(node)

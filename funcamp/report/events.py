@@ -6,7 +6,6 @@ that the auditor keeps no tensor alive.
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass
 
 import torch
@@ -15,15 +14,6 @@ from typing_extensions import dataclass_transform
 from funcamp.report.lines import Line, Place
 
 Key = int
-
-
-class Reduction(enum.Enum):
-    """How the last operations of a loss reduce it."""
-
-    MEAN = enum.auto()
-    """A mean over the batch, not divided afterwards."""
-    OTHER = enum.auto()
-    """Anything else: a sum, a quotient, a user-defined loss."""
 
 
 @dataclass_transform(frozen_default=True)
@@ -70,13 +60,14 @@ class Backward(Event):
     """The scaler that scaled the loss; None if no scaler did."""
     dtypes: frozenset[torch.dtype]
     """The 16-bit dtypes in which the forward pass ran."""
-    reduction: Reduction
+    is_mean: bool
+    """Whether the loss is a mean over the batch that is not divided, and no sum, quotient or user-defined loss."""
     is_in_autocast: bool
     """Whether it was called in an autocast region."""
     places: tuple[Place, ...]
     """The places of all calling functions, the outermost first."""
     not_finite: str
-    """What was not finite in the first pass of the run: "loss", "parameter" or ""."""
+    """What was not finite: "loss", in the first pass of the run also "parameter", or ""."""
     has_products: bool = True
     """Whether the forward pass multiplied matrices or convolved, which autocast runs in 16 bits."""
     retains_graph: bool = False
@@ -101,8 +92,6 @@ class OptimizerEvent(Event):
     parameters: tuple[Key, ...]
     has_enabled_scaler: bool
     """Whether a scaler was called, and it is enabled: then it divides the gradients by its scale."""
-    has_refused_float16: bool
-    """Whether a gradient is float16 and the scaler refuses float16."""
     places: tuple[Place, ...] = ()
     """The places of all calling functions, the outermost first."""
 
@@ -129,8 +118,6 @@ class Updated(Event):
     """`scaler.update()` was called."""
 
     scaler: Key
-    sets_scale: bool
-    """Whether `new_scale` was passed."""
     is_enabled: bool
 
 
@@ -231,16 +218,11 @@ class FileSaved(Event):
     """Whether it contains the state of an optimizer."""
 
 
-class OutOfRange(Event):
-    """A float16 operation got or made a number outside of float16's range."""
+class ConstantUsed(Event):
+    """A float16 operation got a Python number that is inf or zero in float16."""
 
     operation: str
     """Its name among torch's operators."""
-
-
-class ConstantUsed(OutOfRange):
-    """A float16 operation got a Python number that is inf or zero in float16."""
-
     value: float
 
     @property
@@ -249,17 +231,30 @@ class ConstantUsed(OutOfRange):
         return f"{self.operation} with {self.value:g}"
 
 
-class Overflowed(OutOfRange):
-    """A float16 operation of the forward pass made inf or NaN of finite numbers."""
+class Overflowed(Event):
+    """A float16 operation of the forward pass made inf or NaN of finite numbers, as a mask may be on purpose."""
 
+    operation: str
+    """Its name among torch's operators."""
     inputs: tuple[float, float]
-    """The smallest and the largest of them."""
+    """The smallest and the largest of the numbers."""
 
     @property
     def detail(self) -> str:
         """The operation and the range of its inputs."""
         smallest, largest = self.inputs
         return f"{self.operation} of numbers from {smallest:.4g} to {largest:.4g}; float16 ends at 65504"
+
+
+class Refused(Event):
+    """A method of a scaler raised an error, which ended the run."""
+
+    error: str
+
+    @property
+    def detail(self) -> str:
+        """The error's text."""
+        return self.error
 
 
 class Ended(Event):

@@ -19,37 +19,28 @@ Hook: TypeAlias = Callable[[Tensor], "Tensor | None"]
 GradientOf: TypeAlias = Callable[[Tensor, "Tensor | None"], "Tensor | None"]
 
 
-class ParameterHooks:
-    """Wraps the hooks of parameters, so that what they do is reported.
+def watched(run: Run, hook: Hook, tensor: Tensor, gradient_of: GradientOf) -> Hook:
+    """Return a hook of a parameter that reports what it does; torch's own, and those of other tensors, as they are."""
+    if not tensor.is_leaf or is_called_by_torch():
+        return hook
+    key = run.tracked.key(tensor)
 
-    Args:
-        run: what runs now.
-    """
+    @functools.wraps(hook)
+    def call(argument: Tensor) -> Tensor | None:
+        if run.is_quiet:
+            return hook(argument)
+        gradient = gradient_of(argument, None)
+        if gradient is not None:
+            run.tracked.remember_gradient(key, gradient)
+        with replaced(run, in_hook=True), run.operations.resumed():
+            result = hook(argument)
+            new_gradient = gradient_of(argument, result)
+            is_other = address_of(new_gradient) not in (0, address_of(gradient))
+            if new_gradient is not None and is_other:
+                run.report_new_gradient(key, new_gradient)
+        return result
 
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def wrap(self, hook: Hook, tensor: Tensor, gradient_of: GradientOf) -> Hook:
-        """Wrap a hook of a parameter; return torch's own hooks, and those of other tensors, as they are."""
-        if not tensor.is_leaf or is_called_by_torch():
-            return hook
-        key = self._run.tracked.key(tensor)
-
-        @functools.wraps(hook)
-        def watched(argument: Tensor) -> Tensor | None:
-            if self._run.is_quiet:
-                return hook(argument)
-            gradient = gradient_of(argument, None)
-            in_hook = replaced(self._run, in_hook=True)
-            with in_hook, self._run.operations.resumed(), self._run.tracked.hooked(gradient, key):
-                result = hook(argument)
-                new_gradient = gradient_of(argument, result)
-                is_other = address_of(new_gradient) not in (0, address_of(gradient))
-                if new_gradient is not None and is_other:
-                    self._run.report_new_gradient(key, new_gradient)
-            return result
-
-        return watched
+    return call
 
 
 def gradient_returned(gradient: Tensor, result: Tensor | None) -> Tensor | None:

@@ -25,13 +25,8 @@ class Condition(enum.Enum):
     """Divided by the scale, by `unscale_` or by the loop itself."""
     USED = enum.auto()
     """A step has used it, and it was not cleared since."""
-    MIXED = enum.auto()
-    """It is a sum of gradients in different conditions, which no factor can correct."""
 
-
-class Mixture(enum.Enum):
-    """What a mixed gradient is a sum of."""
-
+    # Sums of gradients in different conditions, which no factor can correct.
     SCALED_ON_UNSCALED = enum.auto()
     """A scaled gradient was added to an unscaled one."""
     SCALED_AND_PLAIN = enum.auto()
@@ -42,6 +37,14 @@ class Mixture(enum.Enum):
     """A gradient was added to one that a step had used."""
 
 
+_MIXTURES = (
+    Condition.SCALED_ON_UNSCALED,
+    Condition.SCALED_AND_PLAIN,
+    Condition.TWO_SCALES,
+    Condition.ON_USED,
+)
+
+
 @dataclass(frozen=True)
 class Gradient:
     """What is known about a parameter's gradient."""
@@ -49,8 +52,6 @@ class Gradient:
     condition: Condition = Condition.ABSENT
     line: Line = UNKNOWN
     """The call that put it into this condition."""
-    mixture: Mixture | None = None
-    """For a mixed gradient: what it mixes."""
     scaler: Key | None = None
     """For a scaled gradient: the scaler."""
     updates: int = 0
@@ -93,21 +94,21 @@ class Gradient:
         added = replace(added, dtypes=self.dtypes | event.dtypes, plain_line=plain_line, is_written=self.is_written)
         mixture = self._mixture_with(added)
         if mixture is not None:
-            return replace(added, condition=Condition.MIXED, mixture=mixture)
-        if self.condition is Condition.MIXED:  # the first mixture stays, with the line that made it
+            return replace(added, condition=mixture)
+        if self.condition in _MIXTURES:  # the first mixture stays, with the line that made it
             return replace(self, dtypes=added.dtypes, plain_line=added.plain_line)
         return replace(self, line=event.line, dtypes=added.dtypes)
 
-    def _mixture_with(self, added: Gradient) -> Mixture | None:
+    def _mixture_with(self, added: Gradient) -> Condition | None:
         """Return what the sum with another gradient mixes; None if the sum is in the condition of this gradient."""
         if self.condition is Condition.USED:
-            return Mixture.ON_USED
+            return Condition.ON_USED
         if self.condition is Condition.UNSCALED and added.condition is Condition.SCALED:
-            return Mixture.SCALED_ON_UNSCALED
+            return Condition.SCALED_ON_UNSCALED
         if {self.condition, added.condition} == {Condition.PLAIN, Condition.SCALED}:
-            return Mixture.SCALED_AND_PLAIN
+            return Condition.SCALED_AND_PLAIN
         if self.condition is Condition.SCALED and (self.scaler, self.updates) != (added.scaler, added.updates):
-            return Mixture.TWO_SCALES
+            return Condition.TWO_SCALES
         return None
 
 
@@ -121,13 +122,8 @@ class Scaler:
     updates: int = 0
     passes: int = 0
     """The number of backward passes of losses that it scaled."""
-    passes_before_update: int = 0
-    """How many of them were before its last update."""
-    steps: int = 0
     unscaled: set[Key] = field(default_factory=set)
     """The optimizers that were unscaled since the last update."""
-    stepped: set[Key] = field(default_factory=set)
-    """The optimizers that were stepped since the last update."""
     is_factor: bool = False
     """Whether the loop has multiplied or divided by its scale."""
     loss_lines: Counter[Line] = field(default_factory=Counter)

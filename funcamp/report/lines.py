@@ -9,6 +9,7 @@ import os
 import sys
 import sysconfig
 import tempfile
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -16,7 +17,6 @@ from typing import NamedTuple
 
 import torch
 
-_AUDITOR = f"{Path(__file__).parent}{os.sep}"
 _FUNCAMP = f"{Path(__file__).parent.parent}{os.sep}"
 _TORCH = f"{Path(torch.__file__).parent}{os.sep}"
 #: The starts of the names of files that are not the user's: torch's, this library's, and code that is in no file.
@@ -66,6 +66,12 @@ def calling_line() -> Line:
     for frame in _user_frames():
         return Line(frame.f_code.co_filename, frame.f_lineno)
     return UNKNOWN
+
+
+def line_that_raised(error: Exception) -> Line:
+    """Return the user's line from which an error came, the innermost one."""
+    lines = [Line(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    return next((line for line in reversed(lines) if _is_users(line.file)), UNKNOWN)
 
 
 def calling_places() -> tuple[Place, ...]:
@@ -161,15 +167,7 @@ def _contains(node: ast.expr | ast.stmt | ast.keyword, line: Line) -> bool:
 
 
 def is_called_by_torch() -> bool:
-    """Return whether torch itself called an observed function."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(_AUDITOR):
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
-
-
-def is_in_torchs_function() -> bool:
-    """Return whether the operation that runs now is in a Python function of torch, such as `F.normalize`.
+    """Return whether a Python function of torch, such as `F.normalize`, made the call or operation that runs now.
 
     Modes, operators and what passes an operation to a mode are none.
     """
@@ -177,25 +175,6 @@ def is_in_torchs_function() -> bool:
     while frame is not None and frame.f_code.co_filename.startswith(_PASSING_ON):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)
-
-
-def is_called_by_funcamp() -> bool:
-    """Return whether this library runs now, without the auditor, and no code of the user inside it.
-
-    Functions that only pass on an operation (`__torch_function__`) do not count.
-    """
-    frame: FrameType | None = sys._getframe(1)
-    is_funcamps = False
-    while frame is not None:
-        file = frame.f_code.co_filename
-        if frame.f_code.co_name == "__torch_function__":
-            is_funcamps = False
-        elif file.startswith(_FUNCAMP) and not file.startswith(_AUDITOR):
-            is_funcamps = True
-        elif _is_users(file):
-            break
-        frame = frame.f_back
-    return is_funcamps
 
 
 def _user_frames() -> Iterator[FrameType]:

@@ -10,6 +10,7 @@ from funcamp.report.events import (
     Backward,
     Cleared,
     Clipped,
+    ConstantUsed,
     Event,
     FileSaved,
     GradientRead,
@@ -20,7 +21,6 @@ from funcamp.report.events import (
     NonfiniteReplaced,
     OptimizerLoaded,
     OptimizerMade,
-    OutOfRange,
     Overflowed,
     ReadsUsed,
     ScaleRead,
@@ -60,8 +60,10 @@ class Loop:
         """Whether the loop read a number on the host since `unscale_`: it may look for inf itself."""
         self.has_named_overflow = False
         """Whether a rule has named what was not finite in a forward pass, and no step was applied since."""
-        self.left_float16_range = False
-        """Whether a float16 operation got or made a number outside of float16's range."""
+        self.has_used_constant = False
+        """Whether a float16 operation got a number outside of float16's range."""
+        self.overflow: Overflowed | None = None
+        """The last float16 operation since the last backward pass that made inf or NaN."""
         self.scaled_reads: dict[int, Line] = {}
         """By read id: where statistics of scaled gradients were computed since the last backward pass."""
         self.used_reads: dict[Line, None] = {}
@@ -82,17 +84,13 @@ class Loop:
         """Return the conditions of the gradients of the parameters that have one."""
         return {gradient.condition for gradient in self.gradients_of(parameters)}
 
-    def scaler(self, key: Key) -> Scaler:
-        """Return what is known about a scaler."""
-        return self.scalers[key]
-
-    def optimizer(self, key: Key) -> Optimizer:
-        """Return what is known about an optimizer."""
-        return self.optimizers[key]
+    def explains(self, event: Backward) -> bool:
+        """Return whether a float16 operation may have made a loss what it is, if it is not finite."""
+        return event.not_finite == "loss" and (self.overflow is not None or self.has_used_constant)
 
     def updates_of(self, scaler: Key | None) -> int:
         """Return how many updates a scaler has had; 0 for None."""
-        return 0 if scaler is None else self.scaler(scaler).updates
+        return 0 if scaler is None else self.scalers[scaler].updates
 
     @singledispatchmethod
     def follow(self, event: Event) -> None:
@@ -108,11 +106,12 @@ class Loop:
 
     @follow.register
     def _(self, event: Backward) -> None:
+        self.has_named_overflow |= bool(event.not_finite) and (self.last_pass is None or self.explains(event))
+        self.overflow = None
         self.last_pass = event
         self.scaled_reads.clear()
-        self.has_named_overflow |= bool(event.not_finite)
         if event.scaler is not None:
-            self.scaler(event.scaler).passes += 1
+            self.scalers[event.scaler].passes += 1
         updates = self.updates_of(event.scaler)
         for parameter in event.parameters:
             before = _NO_GRADIENT if parameter in event.empty else self.gradient(parameter)
@@ -136,16 +135,16 @@ class Loop:
     def _(self, event: Unscaled) -> None:
         self.has_read_number = False
         self.has_unscaled = True
-        self.optimizer(event.optimizer).parameters = event.parameters
+        self.optimizers[event.optimizer].parameters = event.parameters
         if event.scaler is not None and event.has_enabled_scaler:
-            self.scaler(event.scaler).unscaled.add(event.optimizer)
+            self.scalers[event.scaler].unscaled.add(event.optimizer)
             self._note_unscaled(event.parameters, event.line)
 
     @follow.register
     def _(self, event: StepCalled) -> None:
         self.steps += 1
         self.has_read_number = False
-        optimizer = self.optimizer(event.optimizer)
+        optimizer = self.optimizers[event.optimizer]
         optimizer.parameters = event.parameters
         optimizer.steps += 1
         optimizer.is_restored = False
@@ -153,10 +152,6 @@ class Loop:
         optimizer.window = []
         if event.scaler is not None:
             optimizer.scaler = event.scaler
-            scaler = self.scaler(event.scaler)
-            scaler.steps += 1
-            if event.has_enabled_scaler:
-                scaler.stepped.add(event.optimizer)
         for parameter in event.parameters:
             gradient = self.gradient(parameter)
             if gradient.condition is not Condition.ABSENT:
@@ -165,7 +160,7 @@ class Loop:
     @follow.register
     def _(self, event: StepEnded) -> None:
         self.applied_flags.setdefault(event.optimizer, []).append(event.applied)
-        optimizer = self.optimizer(event.optimizer)
+        optimizer = self.optimizers[event.optimizer]
         if event.applied:
             optimizer.applied += 1
             optimizer.skips.clear()
@@ -175,17 +170,15 @@ class Loop:
 
     @follow.register
     def _(self, event: Updated) -> None:
-        scaler = self.scaler(event.scaler)
+        scaler = self.scalers[event.scaler]
         scaler.updates += event.is_enabled
-        scaler.passes_before_update = scaler.passes
         scaler.last_read_line = UNKNOWN
         self.has_scale_factor = False
         scaler.unscaled.clear()
-        scaler.stepped.clear()
 
     @follow.register
     def _(self, event: ScaleRead) -> None:
-        scaler = self.scaler(event.scaler)
+        scaler = self.scalers[event.scaler]
         scaler.is_factor |= event.is_factor
         self.has_scale_factor |= event.is_factor
         scaler.last_read_line = event.line
@@ -194,7 +187,7 @@ class Loop:
     def _(self, event: HostRead) -> None:
         self.has_read_number = True
         if event.scaler is not None:
-            self.scaler(event.scaler).loss_lines[event.line] += 1
+            self.scalers[event.scaler].loss_lines[event.line] += 1
 
     @follow.register
     def _(self, event: GradientRead) -> None:
@@ -243,7 +236,7 @@ class Loop:
     @follow.register
     def _(self, event: Cleared) -> None:
         if event.optimizer is not None:
-            self.optimizer(event.optimizer).parameters = event.parameters
+            self.optimizers[event.optimizer].parameters = event.parameters
         cleared = set(event.parameters)
         self.clears += self._has_unused(event.parameters)
         affected = [optimizer for optimizer in self.optimizers.values() if cleared.intersection(optimizer.parameters)]
@@ -256,8 +249,8 @@ class Loop:
         for optimizer in unused:
             if not self.gradients_of(optimizer.parameters):
                 optimizer.cleared_line = event.line
-        if event.optimizer is not None and self.optimizer(event.optimizer) in unused:
-            self.optimizer(event.optimizer).clears += 1
+        if event.optimizer is not None and self.optimizers[event.optimizer] in unused:
+            self.optimizers[event.optimizer].clears += 1
 
     @follow.register
     def _(self, event: SchedulerStepped) -> None:
@@ -265,11 +258,11 @@ class Loop:
 
     @follow.register
     def _(self, event: ScalerSaved) -> None:
-        self.scaler(event.scaler).is_saved = True
+        self.scalers[event.scaler].is_saved = True
 
     @follow.register
     def _(self, event: OptimizerLoaded) -> None:
-        self.optimizer(event.optimizer).is_restored = True
+        self.optimizers[event.optimizer].is_restored = True
 
     @follow.register
     def _(self, event: FileSaved) -> None:
@@ -278,9 +271,12 @@ class Loop:
             self.optimizer_saved_line = event.line
 
     @follow.register
-    def _(self, event: OutOfRange) -> None:
-        self.left_float16_range = True
-        self.has_named_overflow |= isinstance(event, Overflowed)
+    def _(self, _event: ConstantUsed) -> None:
+        self.has_used_constant = True
+
+    @follow.register
+    def _(self, event: Overflowed) -> None:
+        self.overflow = event
 
     def _has_unused(self, parameters: tuple[Key, ...]) -> bool:
         """Return whether a parameter has a gradient that no step has used."""

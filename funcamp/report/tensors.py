@@ -44,7 +44,7 @@ def _bytes_of(tensor: Tensor) -> tuple[int, int]:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def all_finite(tensor: Tensor) -> bool:
+def all_finite(tensor: object) -> bool:
     """Return whether a plain tensor is finite; True for anything else. Waits for the device."""
     if not is_plain(tensor) or not tensor.is_floating_point():
         return True

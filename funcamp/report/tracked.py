@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 from collections.abc import Iterable, Iterator
@@ -22,11 +21,11 @@ _LOSSES = 8
 
 
 class _StoredGradient(NamedTuple):
-    """A leaf and its gradient after a backward pass, or a result of `torch.autograd.grad`."""
+    """A gradient, and the leaf whose `grad` it is after a backward pass."""
 
     gradient: weakref.ref[Tensor]
-    leaf: weakref.ref[Tensor] | None = None
-    """None for a result of `torch.autograd.grad`."""
+    leaf: weakref.ref[Tensor] | None
+    """None for a result of `torch.autograd.grad`, and for what a hook gets."""
 
     def find(self) -> Tensor | None:
         """Return the leaf's gradient now; if there is no leaf, the gradient that it had, unless that is gone too."""
@@ -53,9 +52,7 @@ class Tracked:
         """What each tensor is that is computed from gradients."""
         self.scales: set[float] = set()
         """The scales that scalers had: the loop may unscale gradients by one of these numbers."""
-        self._hooked: list[tuple[int, Key]] = []
-        """The addresses of the gradients that running hooks got, and their parameters, the innermost hook last."""
-        self._optimized: dict[Key, weakref.ref[Tensor]] = {}
+        self._optimized: set[Key] = set()
         """The parameters of optimizers."""
         self._losses: list[tuple[weakref.ref[Tensor], Scaling]] = []
         """Scaled losses."""
@@ -74,8 +71,9 @@ class Tracked:
     def parameters_of(self, optimizer: Optimizer) -> tuple[Key, ...]:
         """Return the keys of an optimizer's parameters."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._optimized |= {self.key(parameter): weakref.ref(parameter) for parameter in parameters}
-        return self.parameters(parameters)
+        keys = self.parameters(parameters)
+        self._optimized.update(keys)
+        return keys
 
     def remember_gradients(self, leaves: Iterable[Tensor]) -> None:
         """Remember where the gradients of leaves are."""
@@ -87,22 +85,18 @@ class Tracked:
                 former = self._addresses.get(key, 0)
                 if former != address:
                     self._gradients.get(former, {}).pop(key, None)
-                stored = _StoredGradient(weakref.ref(gradient), weakref.ref(leaf))
-                self._gradients.setdefault(address, {})[key] = stored
+                self.remember_gradient(key, gradient, weakref.ref(leaf))
                 self._addresses[key] = address
 
-    def remember_taken(self, gradients: Iterable[Tensor]) -> None:
-        """Remember results of `torch.autograd.grad`."""
-        for gradient in gradients:
-            stored = _StoredGradient(weakref.ref(gradient))
-            self._gradients.setdefault(address_of(gradient), {})[self.key(gradient)] = stored
+    def remember_gradient(self, key: Key, gradient: Tensor, leaf: weakref.ref[Tensor] | None = None) -> None:
+        """Remember a gradient, of a leaf if it is stored there."""
+        self._gradients.setdefault(address_of(gradient), {})[key] = _StoredGradient(weakref.ref(gradient), leaf)
 
     def gradients_among(self, tensors: Iterable[object]) -> tuple[Key, ...]:
         """Return the parameters whose gradients are among some tensors."""
         keys = []
         for tensor in tensors:
-            address = address_of(tensor) if self._gradients or self._hooked else 0
-            keys += [key for hooked, key in self._hooked if address and hooked == address]
+            address = address_of(tensor) if self._gradients else 0
             for key, stored in list(self._gradients.get(address, {}).items()):
                 gradient = stored.find()
                 # The memory of a gradient that is gone may belong to another tensor now.
@@ -116,17 +110,8 @@ class Tracked:
         """Forget that tensors are gradients, except those of an optimizer's parameters: the loop has unscaled them."""
         for tensor in tensors:
             stored = self._gradients.get(address_of(tensor), {})
-            for key in stored.keys() - self._optimized.keys():
+            for key in stored.keys() - self._optimized:
                 del stored[key]
-
-    @contextlib.contextmanager
-    def hooked(self, gradient: Tensor | None, parameter: Key) -> Iterator[None]:
-        """Context manager: a hook that got a parameter's gradient runs."""
-        self._hooked.append((address_of(gradient), parameter))
-        try:
-            yield
-        finally:
-            self._hooked.pop()
 
     def replaced_gradients(self, parameters: Iterable[Tensor]) -> Iterator[tuple[Key, Tensor]]:
         """Yield the parameters whose gradients the loop has replaced since the backward pass, with the new gradients.

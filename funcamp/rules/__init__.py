@@ -1,4 +1,4 @@
-"""The update rules of other libraries, one file each: its rule, its presets and its source; and a warm start.
+"""The update rules of other libraries, one file each: its rule, its presets and its source.
 
 `Rule` is the base of every rule, also of your own, and `Outcome` what it returns. `funcamp.presets` has the presets of
 all files.

@@ -113,12 +113,6 @@ def move(
     )
 
 
-def move_by_float32_factors(state: ScalerState, config: ScalerConfig) -> Outcome:
-    """Return the outcome of torch's rule with factors rounded to float32 and growth up to infinity."""
-    scales = moved_scales(state, config, factors=torch.float32)
-    return move(state, scales, grows=growth_due(state, config.growth_interval))
-
-
 @dataclass(frozen=True)
 class HysteresisRule(Rule):
     """Base of the rules that lower the scale only after several overflows.

@@ -1,17 +1,16 @@
-"""The rules of DeepSpeed: two versions of its `DynamicLossScaler`, and that of its `FP16_Optimizer`."""
+"""The rule of DeepSpeed's `DynamicLossScaler`, which its `FP16_Optimizer` has without hysteresis."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from funcamp._check import boolean
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.rule import Outcome, Rule
+from funcamp._scaler.rule import Outcome
 from funcamp._scaler.state import ScalerState
-from funcamp.rules.arithmetic import HysteresisRule, growth_due_again, inverse, is_overflow, move, moved_scales
+from funcamp.rules.arithmetic import HysteresisRule, growth_due_again, is_overflow, move, moved_scales
 
 
 @dataclass(frozen=True)
@@ -36,46 +35,19 @@ class DeepSpeed(HysteresisRule):
         boolean(self.name, "consecutive", self.consecutive)
 
     def outcome(self, state: ScalerState, config: ScalerConfig) -> Outcome:
-        """Apply the rule of `DynamicLossScaler`."""
-        grows = growth_due_again(state, config.growth_interval, first_is_late=True)
-        return self._count_and_move(state, config, grows, tracker_after_growth=1)
-
-    def _count_and_move(
-        self, state: ScalerState, config: ScalerConfig, grows: Tensor, *, tracker_after_growth: int
-    ) -> Outcome:
-        """Return the outcome of a step that grows or not. A count that is used up stays at 1."""
+        """Apply the rule of `DynamicLossScaler`. A count of overflows that is used up stays at 1."""
         overflow = is_overflow(state)
         left = self.overflows_left(state)
+        grows = growth_due_again(state, config.growth_interval, first_is_late=True)
         resets = ~overflow if self.consecutive else grows
         return move(
             state,
             moved_scales(state, config, factors=torch.float64),
             grows=grows,
             backs_off=overflow & (left <= 0),
-            tracker_after_growth=tracker_after_growth,
+            tracker_after_growth=1,
             counters={"hysteresis_tracker": torch.where(resets, self.hysteresis, left.clamp(min=1))},
         )
-
-
-class DeepSpeedOld(DeepSpeed):
-    """The rule before 0.17.1: the first growth is on time."""
-
-    def outcome(self, state: ScalerState, config: ScalerConfig) -> Outcome:
-        """Apply the rule of `DynamicLossScaler`, DeepSpeed 0.17.0."""
-        grows = growth_due_again(state, config.growth_interval)
-        return self._count_and_move(state, config, grows, tracker_after_growth=0)
-
-
-class DeepSpeedFP16(Rule):
-    """No hysteresis. The first growth takes growth_interval + 1 clean steps, every later one growth_interval."""
-
-    divides = True
-
-    def outcome(self, state: ScalerState, config: ScalerConfig) -> Outcome:
-        """Apply the rule of `FP16_Optimizer`."""
-        scales = moved_scales(state, config, factors=torch.float64)
-        grows = growth_due_again(state, config.growth_interval, first_is_late=True)
-        return move(state, scales, grows=grows, tracker_after_growth=1)
 
 
 def deepspeed(
@@ -110,35 +82,6 @@ def deepspeed(
     )
 
 
-def deepspeed_old(
-    init_scale: float = 2.0**32,
-    scale_factor: float = 2.0,
-    scale_window: int = 1000,
-    min_scale: float = 1.0,
-    delayed_shift: int = 1,
-    consecutive_hysteresis: bool = False,
-) -> ScalerConfig:
-    """Return the rule of DeepSpeed 0.9.0 to 0.17.0: any factor, first growth after scale_window steps.
-
-    Example:
-        >>> presets.deepspeed_old(scale_window=100).growth_interval
-        100
-
-    References:
-        deepspeed/runtime/fp16/loss_scaler.py, DeepSpeed 0.17.0.
-    """
-    rule = DeepSpeedOld(delayed_shift, consecutive_hysteresis)
-    backoff_factor = inverse("scale_factor", scale_factor)
-    return ScalerConfig(
-        init_scale=init_scale,
-        growth_factor=scale_factor,
-        backoff_factor=backoff_factor,
-        growth_interval=scale_window,
-        min_scale=min_scale,
-        rule=rule,
-    )
-
-
 def deepspeed_fp16(
     init_scale: float = 2.0**32,
     scale_window: int = 1000,
@@ -151,16 +94,9 @@ def deepspeed_fp16(
 
     Example:
         >>> presets.deepspeed_fp16().rule
-        DeepSpeedFP16()
+        DeepSpeed(hysteresis=1, consecutive=False)
 
     References:
         deepspeed/runtime/fp16/fused_optimizer.py, DeepSpeed 0.9.0 to 0.19.8.
     """
-    return ScalerConfig(
-        init_scale=init_scale,
-        growth_factor=2.0,
-        backoff_factor=0.5,
-        growth_interval=scale_window,
-        min_scale=min_scale,
-        rule=DeepSpeedFP16(),
-    )
+    return deepspeed(init_scale, scale_window, min_scale, delayed_shift=1)

@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.rule import Outcome, Rule
-from funcamp._scaler.state import ScalerState
-from funcamp.rules.arithmetic import move_by_float32_factors
-
-
-class FsdpCpu(Rule):
-    """Torch's rule with factors rounded to float32 and growth up to infinity."""
-
-    def outcome(self, state: ScalerState, config: ScalerConfig) -> Outcome:
-        """Apply the rule of `ShardedGradScaler` on a CPU."""
-        return move_by_float32_factors(state, config)
+from funcamp.rules.megatron import Megatron
 
 
 def fsdp_cpu(
@@ -28,7 +18,7 @@ def fsdp_cpu(
 
     Example:
         >>> presets.fsdp_cpu().rule
-        FsdpCpu()
+        Megatron(hysteresis=1)
 
     References:
         torch/distributed/fsdp/sharded_grad_scaler.py, PyTorch 2.13.
@@ -38,5 +28,5 @@ def fsdp_cpu(
         growth_factor=growth_factor,
         backoff_factor=backoff_factor,
         growth_interval=growth_interval,
-        rule=FsdpCpu(),
+        rule=Megatron(),  # its arithmetic, and every overflow backs off
     )

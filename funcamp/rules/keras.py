@@ -3,17 +3,7 @@
 from __future__ import annotations
 
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.rule import Outcome, Rule
-from funcamp._scaler.state import ScalerState
-from funcamp.rules.arithmetic import move_by_float32_factors
-
-
-class Keras(Rule):
-    """Torch's rule with factors rounded to float32 and growth up to infinity."""
-
-    def outcome(self, state: ScalerState, config: ScalerConfig) -> Outcome:
-        """Apply the rule of `LossScaleOptimizer`."""
-        return move_by_float32_factors(state, config)
+from funcamp.rules.megatron import Megatron
 
 
 def keras(
@@ -34,5 +24,5 @@ def keras(
         growth_factor=2.0,
         backoff_factor=0.5,
         growth_interval=dynamic_growth_steps,
-        rule=Keras(),
+        rule=Megatron(),  # its arithmetic, and every overflow backs off
     )

@@ -159,7 +159,7 @@ def test_complex_empty_and_missing_gradients() -> None:
 # beyond torch's: another rule, float16, metrics
 
 
-@pytest.mark.parametrize("preset", [presets.megatron, presets.flax, presets.warm_start])
+@pytest.mark.parametrize("preset", [presets.megatron, presets.flax])
 def test_another_rule_moves_the_scale_and_its_counters_are_saved(preset: Callable[[], ScalerConfig]) -> None:
     config = preset()
     loop, state = around(GradScaler("cpu", config=config)), init(config)

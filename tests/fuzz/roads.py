@@ -75,7 +75,7 @@ def _check(
 ) -> None:
     for number, row in enumerate(rows):
         found = rounding.difference(number, reference[number], row)
-        if found is not None and (exact or not found.is_rounding):
+        if found is not None and (exact or found.share > 1):
             raise ApartError(
                 f"{road} differs from {name} at step {number}: {found.name} by {found.size:.1e}, "
                 f"{found.allowed:.1e} allowed"

@@ -18,10 +18,11 @@ from tests.support.helpers import assert_refused
 RECORD = stats(torch.ones(2))
 RECORDS: Any = Records.of({"a": probe()})
 MODEL = nn.Linear(2, 2)
+COMPILED: Any = torch.compile(MODEL)
 LOSS = module_loss(MODEL, F.mse_loss)
-PAIR = nn.ModuleDict({"a": MODEL, "b": nn.Linear(2, 2)})
 track: Any = track_scales
 INTEGERS = torch.ones(2, dtype=torch.int64)
+BATCH = (torch.ones(1, 2), torch.ones(1, 2))
 
 #: What is called, the error, and its words.
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
@@ -43,16 +44,16 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a mapping added": (lambda: RECORDS + {}, TypeError, "unsupported operand"),
     "other names added": (lambda: RECORDS + Records(("other",), RECORDS.rows), ValueError, "Records: names must be the same.*'other'"),
     "a name": (lambda: RECORDS["b"], KeyError, "b"),
-    "no module": (lambda: track(torch.ones(1)), TypeError, r"track_scales: module must be a torch\.nn\.Module or a loss"),
-    "a compiled module": (lambda: track(torch.compile(MODEL)), TypeError, "module must be the module itself.*OptimizedModule"),
-    "a tracked module": (lambda: track(track(MODEL).skeleton), ValueError, "must not be tracked already"),
-    "no sample": (lambda: track(MODEL, sample=0), ValueError, "track_scales: sample must be 1 or more; got 0"),
-    "a number for modules": (lambda: track(MODEL, 5), TypeError, "modules must be paths or a predicate; got 5"),
-    "a path": (lambda: track(MODEL, ["no"]), ValueError, "modules must be paths in the module; got 'no'"),
-    "a path twice": (lambda: track(PAIR, ["a", "a"]), ValueError, "modules must differ"),
-    "no module chosen": (lambda: track(MODEL, lambda *_: False), ValueError, "must choose a module at least"),
-    "no record of a module": (lambda: track(PAIR)({}, {"a": probe()}), ValueError, "must hold a Record for every tapped module; got none for 'b'"),
-    "a loss without probes": (lambda: track(LOSS)({}, (INTEGERS, INTEGERS)), TypeError, "must be called with params, probes"),
+    "no loss": (lambda: track(MODEL), TypeError, "track_scales: loss_fn must be a loss of module_loss"),
+    "a compiled module": (lambda: track(module_loss(COMPILED)), TypeError, "loss_fn must be of the module itself.*OptimizedModule"),
+    "a tracked module": (lambda: track(track(LOSS)), ValueError, "must not be tracked already"),
+    "no sample": (lambda: track(LOSS, sample=0), ValueError, "track_scales: sample must be 1 or more; got 0"),
+    "a number for modules": (lambda: track(LOSS, 5), TypeError, "modules must be paths or a predicate; got 5"),
+    "a path": (lambda: track(LOSS, ["no"]), ValueError, "modules must be paths in the module; got 'no'"),
+    "a path twice": (lambda: track(LOSS, ["", ""]), ValueError, "modules must differ"),
+    "no module chosen": (lambda: track(LOSS, lambda *_: False), ValueError, "must choose a module at least"),
+    "no record of a module": (lambda: track(LOSS)({}, {}, BATCH), ValueError, "must hold a Record for every tapped module; got none for ''"),
+    "a loss without probes": (lambda: track(LOSS)({}, BATCH), TypeError, "must be called with params, probes"),
 }  # fmt: skip
 
 

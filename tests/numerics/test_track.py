@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.func import functional_call, grad
 from torch.utils.checkpoint import checkpoint
 
 from funcamp import ScalerConfig, _tree, jit, loss, make_train_step, module_loss
@@ -21,16 +20,19 @@ from tests.support.steps import SGD, eager
 CONFIG = ScalerConfig(2.0**10)
 
 
-def values_of(model: nn.Module) -> dict[str, Tensor]:
-    return {name: value.detach() for name, value in model.named_parameters()}
-
-
 def without_donation(step: Any) -> Any:
     return jit(step, donate=False, backend="eager")
 
 
 def made(loss_fn: Any, **options: Any) -> Any:
     return make_train_step(loss_fn, SGD, CONFIG, **options)
+
+
+def records_of(loss_fn: Any, batch: Any) -> dict[str, Record]:
+    """The records of a step, without the scale."""
+    step = made(loss_fn)
+    _, metrics = step(step.init(), batch)
+    return {name: record.unscale(CONFIG.init_scale) for name, record in metrics.records.items()}
 
 
 def counts_of(records: Any) -> dict[str, float]:
@@ -55,21 +57,10 @@ def by_hooks(task: Task, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, list[T
 
 
 @pytest.mark.parametrize("make", [mlp, cnn, tied])
-def test_records_are_those_of_hooks_and_gradients_are_untouched(make: Any) -> None:
+def test_records_are_those_of_hooks(make: Any) -> None:
     task: Task = make()
-    x, y = task.batch(0)
-    tracked, params = track_scales(task.model), values_of(task.model)
-    buffers = {name: value.clone() for name, value in task.model.named_buffers()}
-
-    def values(params: Any) -> Any:
-        return {**params, **{name: value.clone() for name, value in buffers.items()}}
-
-    grads, records = grad(lambda p, q: task.criterion(tracked(values(p), q, x), y), argnums=(0, 1))(
-        params, tracked.probes()
-    )
-    plain = grad(lambda p: task.criterion(functional_call(task.model, values(p), (x,)), y))
-    assert_same(grads, plain(params))
-    forward, backward = by_hooks(task, (x, y))
+    forward, backward = by_hooks(task, task.batch(0))
+    records = records_of(track_scales(module_loss(task.model, task.criterion)), task.batch(0))
     assert set(records) == set(forward)
     for layer, record in records.items():
         for found, parts in ((record.forward, forward[layer]), (record.backward, backward[layer])):
@@ -81,16 +72,18 @@ def test_records_are_those_of_hooks_and_gradients_are_untouched(make: Any) -> No
 
 
 def test_layers_are_chosen_by_path_or_predicate() -> None:
+    def chosen(model: nn.Module, *modules: Any) -> tuple[str, ...]:
+        return track_scales(module_loss(model, F.mse_loss), *modules).probes
+
     model = tied().model
-    assert track_scales(model, ["block", "head"]).names == ("block", "head")
-    assert track_scales(model, "block.up").names == ("block.up",)
-    linear = track_scales(model, lambda _, part: isinstance(part, nn.Linear)).names
+    assert chosen(model, ["block", "head"]) == ("block", "head")
+    assert chosen(model, "block.up") == ("block.up",)
+    linear = chosen(model, lambda _, part: isinstance(part, nn.Linear))
     assert set(linear) == {"block.qkv", "block.out", "block.up", "block.down", "head"}
-    assert track_scales(nn.Linear(2, 2)).names == ("",)
-    assert track_scales(nn.TransformerEncoderLayer(4, 2, 8)).names[:2] == ("self_attn", "linear1")
-    weighted = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), nn.ReLU())
-    assert track_scales(weighted).names == ("0", "1")
-    assert "Tied, 9 modules" in repr(track_scales(model))
+    assert chosen(nn.Linear(2, 2)) == ("",)
+    assert chosen(nn.TransformerEncoderLayer(4, 2, 8))[:2] == ("self_attn", "linear1")
+    assert chosen(nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2)), nn.ReLU())) == ("0", "1")
+    assert "module_loss(Linear), 1 modules" in repr(track_scales(module_loss(nn.Linear(2, 2))))
 
 
 class Recurrent(nn.Module):
@@ -105,9 +98,7 @@ class Recurrent(nn.Module):
 
 
 def test_several_outputs_and_layers_that_are_not_called() -> None:
-    model = Recurrent()
-    tracked = track_scales(model)
-    found = grad(lambda q: tracked(values_of(model), q, torch.randn(2, 5, 3)))(tracked.probes())
+    found = records_of(track_scales(module_loss(Recurrent())), torch.randn(2, 5, 3))
     # states and attention weights, which the loss does not read, do not count
     assert counts_of(found) == {"cell": 40.0, "attend": 40.0, "unused": 0.0}
 
@@ -230,14 +221,9 @@ def test_records_of_a_step_are_one_tensor_and_a_mapping() -> None:
 
 
 def test_a_sample_of_each_tensor() -> None:
-    model = nn.Sequential(nn.Linear(16, 64), nn.Tanh())
-    x, params = torch.randn(512, 16), values_of(model)
-
-    def records(sample: int | None) -> Any:
-        tracked = track_scales(model, sample=sample)
-        return grad(lambda q: tracked(params, q, x).square().mean())(tracked.probes())
-
-    exact, some = records(None), records(4096)
+    loss_fn = module_loss(nn.Sequential(nn.Linear(16, 64), nn.Tanh()), F.mse_loss)
+    batch = torch.randn(512, 16), torch.zeros(512, 64)
+    exact, some = (records_of(track_scales(loss_fn, sample=sample), batch) for sample in (None, 4096))
     for name in exact:
         for side in ("forward", "backward"):
             expected, found = (getattr(of[name], side) for of in (exact, some))

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad
 
+from funcamp import module_loss
 from funcamp.numerics import track_scales
 
 pytestmark = [
@@ -63,9 +64,8 @@ def test_analyse_module_shows_the_same(kind: type[nn.Module], shape: tuple[int, 
     shown = re.findall(r"= self\.(\w+)\(.*\(-> ([^,]+), <- ([^)]+)\)", code)
     assert {layer for layer, *_ in shown} == {layer for layer, _ in model.named_children()}
 
-    tracked = track_scales(model, sample=None)
-    params = {name: value.detach() for name, value in model.named_parameters()}
-    records = grad(lambda q: (tracked(params, q, x) * backward).sum())(tracked.probes())
+    tracked = track_scales(module_loss(model, lambda out, weights: (out * weights).sum()), sample=None)
+    records = grad(tracked, argnums=1)(tracked.params(), tracked.tape(x.device), (x, backward))
     for layer, forward, back in shown:
         found = [one.std.item() for one in (records[layer].forward, records[layer].backward)]
         assert found == pytest.approx([float(forward), float(back)], rel=6e-3)  # three digits

@@ -14,7 +14,7 @@ import torch
 from funcamp.report.audit import Auditor
 
 _FOLDER = Path(__file__).parent
-#: By the name of the rule.
+#: By the name of the rule, after which "--" and a name may follow.
 LOOPS = {path.stem.replace("_", "-"): path for path in sorted((_FOLDER / "loops").glob("[!_]*.py"))}
 del LOOPS["parts"]
 RIGHT_LOOPS = {path.stem: path for path in sorted((_FOLDER / "right_loops").glob("[!_]*.py"))}

@@ -22,7 +22,7 @@ WATCHED = TRAINERS | {"trainer, saving": functools.partial(make_trainer, save_st
 
 def scaled_steps(auditor: Auditor) -> int:
     """How many steps the auditor has seen scalers take."""
-    return sum(scaler.steps for scaler in auditor.loop.scalers.values())
+    return sum(optimizer.steps for optimizer in auditor.loop.optimizers.values() if optimizer.scaler is not None)
 
 
 @pytest.mark.slow

@@ -10,14 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
-from funcamp import ScalerConfig, jit
 from funcamp.report.audit import Auditor, Finding
-from tests.support.models import mlp
-from tests.support.steps import build
 
 X = torch.tensor([[1.0, -2.0, 3.0, -4.0]], dtype=torch.float16)
 MASK = torch.tensor([0.0, -1e9, -1e9, 0.0])
-LOWEST = torch.tensor([0.0, torch.finfo(torch.float16).min, 0.0, 0.0]).half()
 
 
 def findings(compute: Callable[[Tensor], Tensor]) -> list[Finding]:
@@ -34,13 +30,12 @@ def findings(compute: Callable[[Tensor], Tensor]) -> list[Finding]:
         (lambda x: x @ (x.detach().T * 1e4), "mm of numbers from -4e+04 to 3e+04; float16 ends at 65504"),
         (lambda x: mse_loss(x * 200, x.detach() * 0), "mse_loss of numbers from -800 to 600; float16 ends at 65504"),
         (lambda x: (x.float() * 1e5).half(), "cast to float16 of numbers from -4e+05 to 3e+05; float16 ends at 65504"),
-        (lambda x: x + torch.tensor([1.0, -1e5, -2e5, 3.0]).half(), "cast to float16 of numbers from -2e+05 to 3"),
-        (lambda x: x + torch.tensor([1.0, -7e4, -7e4, 3.0]).half(), "cast to float16 of numbers from -7e+04 to 3"),
         (lambda x: x.detach().clone().mul_(x.detach() * 2e4) + x, "mul of numbers from -4 to 3; float16 ends at 65504"),
         (lambda x: x.masked_fill(x > 2, -1e9), "masked_fill with -1e+09"),
         (lambda x: x + (x > 0).half() * -1e9, "mul with -1e+09"),
         (lambda x: x + 0 * x.clamp(min=1e-8), "clamp with 1e-08"),
-        (lambda x: x * (x.detach() / (0 * x.detach())), "the first loss is not finite"),
+        (lambda x: x * (x.detach() / (0 * x.detach())), "div of numbers from -4 to 3"),
+        (lambda x: x * torch.inf, "the first loss is not finite"),
     ],
 )
 def test_the_operation_and_its_numbers_are_named(compute: Callable[[Tensor], Tensor], detail: str) -> None:
@@ -50,28 +45,21 @@ def test_the_operation_and_its_numbers_are_named(compute: Callable[[Tensor], Ten
         assert finding.line.number == compute.__code__.co_firstlineno
 
 
+def mask_in_an_earlier_pass(x: Tensor) -> Tensor:
+    (x + MASK.half()).softmax(-1).sum().backward()
+    return x * torch.inf
+
+
 @pytest.mark.parametrize(
     "compute",
     [
+        mask_in_an_earlier_pass,
         lambda x: nn.functional.normalize(x, dim=1),  # its epsilon of 1e-12 is torch's own
         lambda x: x + MASK.half().clamp(min=-1e4),  # a mask that is cast
         lambda x: (x.float() + 1e-4 * MASK).half().softmax(-1),  # scores with a mask, which are cast
-        lambda x: (x - 100 + LOWEST).softmax(-1),  # a mask that is added
         lambda x: x.masked_fill(x > 2, -torch.inf).softmax(-1),
         lambda x: x.detach().clone().mul_(2) + x,
     ],
 )
 def test_what_is_meant_is_no_finding(compute: Callable[[Tensor], Tensor]) -> None:
     assert findings(compute) == []
-
-
-@pytest.mark.inductor
-def test_an_overflow_in_a_program_of_jit_is_its_own_affair() -> None:
-    """As in a program for a GPU, Python calls torch's product."""
-    task = mlp()
-    step = build(task, config=ScalerConfig(2.0**20), policy="float16")
-    run, state, auditor = jit(step, without=["cpp_wrapper", "products"]), step.init(), Auditor()
-    with auditor.watching():
-        state, metrics = run(state, task.batch(0))
-    assert metrics.found_inf == 1.0
-    assert auditor.findings() == []

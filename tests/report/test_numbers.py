@@ -81,9 +81,8 @@ def test_records_are_those_of_track_scales() -> None:
     task = tied()
     x, y = task.batch(0)
     report = numerics_report(lambda: task.criterion(task.model(x), y), module=task.model)
-    tracked = track_scales(task.model, lambda *_: True)
-    params = {name: value.detach() for name, value in task.model.named_parameters()}
-    records = grad(lambda q: task.criterion(tracked(params, q, x), y))(tracked.probes())
+    tracked = track_scales(module_loss(task.model, task.criterion), lambda *_: True)
+    records = grad(tracked, argnums=1)(tracked.params(), tracked.tape(x.device), (x, y))
     assert set(records) == set(report.records)
     for path, record in records.items():
         assert record.forward.count > 0

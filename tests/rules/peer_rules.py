@@ -90,20 +90,21 @@ class Megatron(Library):
 
 
 @dataclass
-class DeepSpeedDynamicOld(Library):
-    """`DynamicLossScaler`, deepspeed/runtime/fp16/loss_scaler.py, DeepSpeed 0.9.0 to 0.17.0: a Python float.
+class DeepSpeedDynamic(Library):
+    """`DynamicLossScaler`, deepspeed/runtime/fp16/loss_scaler.py, DeepSpeed 0.17.1 to 0.19.8: a Python float.
 
     Counts iterations, not good steps; at the minimum it raises before either counter moves. A spent hysteresis stays at
     1, so every later overflow backs off until it is refilled: at growth, or by any clean step where it is consecutive.
+    The factor is always 2 and no argument has a default; those here are the `fp16` section's.
     """
 
-    init_scale: float = 2.0**32
-    scale_factor: float = 2.0
+    init_scale: float = 2.0**16
     scale_window: int = 1000
     min_scale: float = 1.0
-    delayed_shift: int = 1
+    delayed_shift: int = 2
     consecutive_hysteresis: bool = False
     raise_error_at_min_scale: bool = True
+    scale_factor = 2.0
     cur_iter = 0
     last_overflow_iter = -1
     raised = False
@@ -125,41 +126,14 @@ class DeepSpeedDynamicOld(Library):
                 self.scale = max(div64(self.scale, self.scale_factor), floor)
             self.last_overflow_iter = self.cur_iter
         else:
-            grows = self._grows()
+            # At good step `scale_window + 1`, and at every `scale_window`-th after it.
+            stable = self.cur_iter - self.last_overflow_iter - 1
+            grows = stable > 0 and stable % self.scale_window == 0
             if grows or self.consecutive_hysteresis:
                 self.cur_hysteresis = self.delayed_shift
             if grows:
                 self.scale = mul64(self.scale, self.scale_factor)
         self.cur_iter += 1
-
-    def _grows(self) -> bool:
-        """At the `scale_window`-th good step, and at every `scale_window`-th after it."""
-        return (self.cur_iter - self.last_overflow_iter) % self.scale_window == 0
-
-
-class DeepSpeedDynamic(DeepSpeedDynamicOld):
-    """`DynamicLossScaler` since DeepSpeed 0.17.1 (read at 0.19.8): the first growth comes one good step later.
-
-    The factor is always 2 and no argument has a default any more; those here are the `fp16` section's.
-    """
-
-    def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        scale_window: int = 1000,
-        min_scale: float = 1.0,
-        delayed_shift: int = 2,
-        consecutive_hysteresis: bool = False,
-        raise_error_at_min_scale: bool = True,
-    ) -> None:
-        super().__init__(
-            init_scale, 2.0, scale_window, min_scale, delayed_shift, consecutive_hysteresis, raise_error_at_min_scale
-        )
-
-    def _grows(self) -> bool:
-        """At good step `scale_window + 1`, and at every `scale_window`-th after it."""
-        stable = self.cur_iter - self.last_overflow_iter - 1
-        return stable > 0 and stable % self.scale_window == 0
 
 
 @dataclass

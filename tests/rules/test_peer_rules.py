@@ -21,7 +21,6 @@ from tests.support.oracle import flagged
 LIBRARIES: dict[str, Callable[..., Any]] = {
     "megatron": peer_rules.Megatron,
     "deepspeed": peer_rules.DeepSpeedDynamic,
-    "deepspeed_old": peer_rules.DeepSpeedDynamicOld,
     "deepspeed_fp16": peer_rules.DeepSpeedFP16,
     "apex": peer_rules.ApexAmp,
     "apex_hysteresis": peer_rules.ApexHysteresis,
@@ -126,11 +125,10 @@ def test_preset_follows_its_library_under_every_transform(library: str, transfor
     assert_follows_library((library, ""), [rng.random() < 0.4 for _ in range(25)], lambda state, _: run(state))
 
 
-@pytest.mark.parametrize("library", ["deepspeed", "deepspeed_old"])
-def test_exhausted_where_deepspeed_raises(library: str) -> None:
+def test_exhausted_where_deepspeed_raises() -> None:
     """Up to its first exception, where a run of DeepSpeed's ends."""
     for flags in itertools.product([False, True], repeat=9):
-        rule, config = pair(library, "consecutive", least=16.0, raise_error_at_min_scale=True)
+        rule, config = pair("deepspeed", "consecutive", least=16.0, raise_error_at_min_scale=True)
         state = init(config)
         for flag in flags:
             rule.update(flag)
@@ -152,7 +150,7 @@ def test_a_preset_has_its_librarys_defaults(library: str) -> None:
         assert ours[name].default == theirs[name].default, name
 
 
-@pytest.mark.parametrize("library", ["jmp", "deepspeed", "deepspeed_old", "deepspeed_fp16", "fairseq"])
+@pytest.mark.parametrize("library", ["jmp", "deepspeed", "deepspeed_fp16", "fairseq"])
 def test_a_tracker_beyond_a_shortened_interval_grows_as_the_library_does(library: str) -> None:
     rule, config = pair(library, "consecutive")
     for name, value in {"counter": 5, "last_overflow_iter": -6, "_last_overflow_iter": -6}.items():
@@ -173,7 +171,7 @@ def test_every_rule_of_the_package_is_compared_with_its_library() -> None:
 
     ours = {kind for kind in below(rules.Rule) if kind.__module__.startswith("funcamp.")}
     compared = {type(getattr(presets, library)().rule) for library in LIBRARIES}
-    assert {kind.__name__ for kind in ours - compared} == {"Rule", "HysteresisRule", "Dynamic", "Static", "WarmStart"}
+    assert {kind.__name__ for kind in ours - compared} == {"Rule", "HysteresisRule", "Dynamic", "Static"}
 
 
 def test_apex_takes_a_minimum_of_0_for_none() -> None:

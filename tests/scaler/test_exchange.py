@@ -47,7 +47,7 @@ def test_numbers_of_numpy_are_numbers_and_infinity_is_a_scale() -> None:
     assert from_state_dict(FIVE | {"scale": math.inf})[0].scale == math.inf  # which torch may save
 
 
-@pytest.mark.parametrize("preset", [presets.megatron, presets.fairseq, presets.warm_start])
+@pytest.mark.parametrize("preset", [presets.megatron, presets.fairseq])
 def test_counters_of_a_rule_go_along(preset: Any) -> None:
     config = preset()
     state = init(config)

@@ -11,13 +11,9 @@ from funcamp.report import events
 from funcamp.report.autograd_graph import Scaling, read_graph
 from funcamp.report.calls.observed import Function, Observed
 from funcamp.report.calls.run import Calls, Run
-from funcamp.report.events import Reduction
 from funcamp.report.lines import calling_line, calling_places
 from funcamp.report.tensors import all_finite, is_zero, tensors_in
 from funcamp.report.torch_names import current_node, replaced, without_modes
-
-#: The number of arguments of `torch.autograd.backward` between the tensors and `inputs`.
-_PLACE_OF_INPUTS = 4
 
 
 class BackwardCalls(Calls):
@@ -32,7 +28,7 @@ class BackwardCalls(Calls):
         self._is_first = True
         """Whether no backward pass has run."""
         self._has_taken_overflow = False
-        """Whether `torch.autograd.grad` of a scaled loss made inf or NaN before the first pass."""
+        """Whether `torch.autograd.grad` of a scaled loss has made inf or NaN."""
 
     def handlers(self) -> Iterator[Observed]:
         """Yield the functions that are observed, with the handlers of their calls."""
@@ -40,27 +36,30 @@ class BackwardCalls(Calls):
         yield Observed(torch.autograd, "grad", self._grad)
 
     def _backward(
-        self, function: Function, tensors: object, *args: object, inputs: object = None, **kwargs: object
+        self,
+        function: Function,
+        tensors: object,
+        grad_tensors: object = None,
+        retain_graph: bool | None = None,
+        *args: object,
+        **kwargs: object,
     ) -> object:
-        if len(args) > _PLACE_OF_INPUTS:
-            inputs = args[_PLACE_OF_INPUTS]
-            args = args[:_PLACE_OF_INPUTS]
         if isinstance(tensors, Iterator):  # it can be read once
             tensors = list(tensors)
         outputs = tensors_in(tensors)
         graph = read_graph(outputs)
+        inputs = args[2] if len(args) > 2 else kwargs.get("inputs")
         leaves = graph.leaves if inputs is None else tensors_in(inputs)
-        initial_gradients = tensors_in(args[0] if args else kwargs.get("grad_tensors"))
+        initial_gradients = tensors_in(grad_tensors)
         is_nested = current_node() is not None  # as in a checkpoint whose forward pass runs again
         scaling = self._outer_scaling
+        not_finite = ""
         if not is_nested:
             scaling = graph.scaling or self._indirect_scaling([*outputs, *initial_gradients])
+            not_finite = self._find_not_finite(outputs, leaves, graph.scaling)
             self._last_scaling = scaling or self._last_scaling
             self._tracked.forget_derived()  # the loop may have unscaled earlier gradients since
-        not_finite = ""
-        if self._is_first and not is_nested:
             self._is_first = False
-            not_finite = self._find_not_finite(outputs, leaves, graph.scaling)
         begins_with_one = not is_nested and all(map(_is_one, initial_gradients))
         # Before the pass runs: its hooks act on the gradients of this event.
         event = events.Backward(
@@ -69,17 +68,17 @@ class BackwardCalls(Calls):
             empty=frozenset([self._tracked.key(leaf) for leaf in leaves if is_zero(leaf.grad)]),
             scaler=None if scaling is None else scaling.scaler,
             dtypes=graph.dtypes,
-            reduction=graph.reduction if begins_with_one else Reduction.OTHER,
+            is_mean=begins_with_one and graph.is_mean,
             is_in_autocast=not is_nested and _is_in_autocast(outputs),
             has_products=graph.has_products,
             places=calling_places(),
             not_finite=not_finite,
-            retains_graph=bool(args[1] if len(args) > 1 else kwargs.get("retain_graph")),
+            retains_graph=bool(retain_graph),
         )
         self._emit(event)
         outer = replaced(self, _outer_scaling=scaling)
         with outer, replaced(self._run, in_backward=True), self._run.operations.paused():
-            result = function(tensors, *args, inputs=inputs, **kwargs)
+            result = function(tensors, grad_tensors, retain_graph, *args, **kwargs)
         self._tracked.remember_gradients(leaves)
         return result
 
@@ -105,17 +104,17 @@ class BackwardCalls(Calls):
 
     def _remember_taken(self, gradients: list[Tensor], scaling: Scaling) -> None:
         """Remember what `torch.autograd.grad` returned for a scaled loss."""
-        self._tracked.remember_taken(gradients)
+        for gradient in gradients:
+            self._tracked.remember_gradient(self._tracked.key(gradient), gradient)
         self._last_scaling = scaling
-        if self._is_first:
-            self._has_taken_overflow |= not all(map(all_finite, gradients))
+        self._has_taken_overflow |= not all(map(all_finite, gradients))
 
     def _find_not_finite(self, outputs: list[Tensor], leaves: list[Tensor], scaling: Scaling | None) -> str:
-        """Return what is not finite in the first pass: "parameter", "loss" or "".
+        """Return what is not finite: "loss", in the first pass also "parameter", or "".
 
         A loss of which scaled gradients are a part, as of a penalty, may only have met a scale that is too high.
         """
-        if not all(map(all_finite, leaves)):
+        if self._is_first and not all(map(all_finite, leaves)):
             return "parameter"
         if self._has_taken_overflow:
             return ""

@@ -9,7 +9,7 @@ import torch
 from funcamp.report import events
 from funcamp.report.calls.observed import Function, Observed
 from funcamp.report.calls.run import Calls
-from funcamp.report.file_contents import contains_optimizer, numbers_in
+from funcamp.report.file_contents import is_optimizer, parts_of
 from funcamp.report.lines import calling_line
 
 
@@ -23,8 +23,9 @@ class FileCalls(Calls):
 
     def _save(self, function: Function, obj: object, *args: object, **kwargs: object) -> object:
         line = calling_line()
-        self._emit(events.FileSaved(line, contains_optimizer(obj)))
-        numbers = set(numbers_in(obj))
+        parts = list(parts_of(obj))
+        self._emit(events.FileSaved(line, any(map(is_optimizer, parts))))
+        numbers = [part for part in parts if isinstance(part, (int, float))]
         for scaler, scale in self._run.read_scales.items():
             if scale in numbers:  # saved without state_dict
                 self._emit(events.ScalerSaved(line, scaler))

@@ -10,18 +10,14 @@ from torch import Tensor, nn
 
 from funcamp.report import events
 from funcamp.report.calls.observed import Function, Observed
-from funcamp.report.calls.run import Calls, Run
-from funcamp.report.hooks import Hook, ParameterHooks, gradient_returned, gradient_stored
+from funcamp.report.calls.run import Calls
+from funcamp.report.hooks import Hook, gradient_returned, gradient_stored, watched
 from funcamp.report.lines import calling_line
 from funcamp.report.tensors import tensors_in
 
 
 class GradientCalls(Calls):
     """Handles the calls of tensors, of modules and of torch's clipping that concern gradients."""
-
-    def __init__(self, run: Run) -> None:
-        super().__init__(run)
-        self._hooks = ParameterHooks(run)
 
     def handlers(self) -> Iterator[Observed]:
         """Yield the functions that are observed, with the handlers of their calls."""
@@ -35,10 +31,10 @@ class GradientCalls(Calls):
                 yield Observed(owner, "clip_grads_with_norm_", self._clip)
 
     def _register_hook(self, function: Function, tensor: Tensor, hook: Hook) -> object:
-        return function(tensor, self._hooks.wrap(hook, tensor, gradient_returned))
+        return function(tensor, watched(self._run, hook, tensor, gradient_returned))
 
     def _register_hook_after(self, function: Function, tensor: Tensor, hook: Hook) -> object:
-        return function(tensor, self._hooks.wrap(hook, tensor, gradient_stored))
+        return function(tensor, watched(self._run, hook, tensor, gradient_stored))
 
     def _clear(self, function: Function, module: nn.Module, *args: object, **kwargs: object) -> None:
         parameters = self._tracked.parameters(module.parameters())

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-import torch
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -19,7 +18,6 @@ from funcamp.report.torch_names import with_subclasses
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
-    from torch.utils.hooks import RemovableHandle
 
 
 class OptimizerCalls(Calls):
@@ -29,8 +27,6 @@ class OptimizerCalls(Calls):
         super().__init__(run)
         self.applied: set[Key] = set()
         """The optimizers that have taken their own step since the scaler's step was called."""
-        self._last_hooks: dict[Key, RemovableHandle] = {}
-        """For each optimizer whose step runs: the hook that runs after its own hooks, before the step."""
 
     def handlers(self) -> Iterator[Observed]:
         """Yield the functions that are observed, with the handlers of their calls."""
@@ -45,7 +41,7 @@ class OptimizerCalls(Calls):
     def observing_steps(self) -> Iterator[None]:
         """Context manager: the own steps of all optimizers are observed, by torch's hooks."""
         with contextlib.ExitStack() as stack:
-            stack.callback(register_optimizer_step_pre_hook(self._begin_hooks).remove)
+            stack.callback(register_optimizer_step_pre_hook(self._begin_step).remove)
             stack.callback(register_optimizer_step_post_hook(self._end_step).remove)
             yield
 
@@ -55,30 +51,18 @@ class OptimizerCalls(Calls):
         name = type(optimizer).__name__
         self._emit(events.OptimizerMade(calling_line(), self._tracked.key(optimizer), parameters, name))
 
-    def _begin_hooks(self, optimizer: Optimizer, *_: object) -> None:
-        """Before the hooks of an optimizer that run before its own step: they may unscale.
-
-        A hook that is registered now is the optimizer's last one.
-        """
-        key = self._tracked.key(optimizer)
-        self._drop_last_hook(key)  # of a step that raised
-        self._last_hooks[key] = optimizer.register_step_pre_hook(self._begin_step)
-
-    def _drop_last_hook(self, optimizer: Key) -> None:
-        """Take back the hook that `_begin_hooks` has registered."""
-        if optimizer in self._last_hooks:
-            self._last_hooks.pop(optimizer).remove()
-
     def _begin_step(self, optimizer: Optimizer, *_: object) -> None:
-        """Before an optimizer's own step, after its hooks."""
+        """Before an optimizer's own step, and before its hooks, which may unscale: what they do is not seen."""
         if not self._run.in_scaler_step:
+            if getattr(optimizer, "_optimizer_step_pre_hooks", None):
+                parameters = self._tracked.parameters_of(optimizer)
+                self._emit(events.GradientWritten(calling_line(), parameters, is_still_scaled=False))
             self.report_use(events.StepCalled, optimizer, None)
         self._run.stepping.add(self._tracked.key(optimizer))
 
     def _end_step(self, optimizer: Optimizer, *_: object) -> None:
         """After an optimizer's own step."""
         key = self._tracked.key(optimizer)
-        self._drop_last_hook(key)
         self._run.stepping.discard(key)
         self.applied.add(key)
         if not self._run.in_scaler_step:
@@ -96,7 +80,6 @@ class OptimizerCalls(Calls):
             scaler=None if scaler is None else self._tracked.key(scaler),
             parameters=self._tracked.parameters_of(optimizer),
             has_enabled_scaler=scaler is not None and scaler.is_enabled(),
-            has_refused_float16=_refuses_float16(scaler) and _has_float16_gradient(optimizer),
             places=calling_places(),
         )
         self._emit(event)
@@ -115,14 +98,3 @@ class OptimizerCalls(Calls):
         if optimizer is not None:
             self._emit(events.SchedulerStepped(calling_line(), self._tracked.key(optimizer)))
         return self._quietly(function, scheduler, *args, **kwargs)
-
-
-def _refuses_float16(scaler: GradScaler | None) -> bool:
-    """Return whether a scaler refuses float16 gradients, as torch's own classes do, except FSDP's."""
-    module = type(scaler).__module__
-    return module.startswith("torch.") and "fsdp" not in module
-
-
-def _has_float16_gradient(optimizer: Optimizer) -> bool:
-    gradients = [parameter.grad for group in optimizer.param_groups for parameter in group["params"]]
-    return any(gradient is not None and gradient.dtype == torch.float16 for gradient in gradients)

@@ -64,11 +64,10 @@ class ScalerCalls(Calls):
         self._emit(events.ScalerMade(calling_line(), key, calling_places()))
 
     def _scale(self, function: Function, scaler: GradScaler, outputs: object) -> object:
-        if isinstance(outputs, Tensor):
-            self._run.loss_is_finite = all_finite(outputs)
-            if scaler.is_enabled():
-                grows = self._tracked.derived(outputs) is not None
-                self._emit(events.LossScaled(calling_line(), is_scaled(outputs), grows))
+        self._run.loss_is_finite = all_finite(outputs)
+        if isinstance(outputs, Tensor) and scaler.is_enabled():
+            grows = self._tracked.derived(outputs) is not None
+            self._emit(events.LossScaled(calling_line(), is_scaled(outputs), grows))
         result = self._quietly(function, scaler, outputs)
         if isinstance(result, Iterator):
             losses = list(result)
@@ -111,8 +110,7 @@ class ScalerCalls(Calls):
 
     def _update(self, function: Function, scaler: GradScaler, *args: object, **kwargs: object) -> None:
         key = self._tracked.key(scaler)
-        new_scales = [value for value in (*args, *kwargs.values()) if value is not None]
-        self._emit(events.Updated(calling_line(), key, bool(new_scales), scaler.is_enabled()))
+        self._emit(events.Updated(calling_line(), key, scaler.is_enabled()))
         self._quietly(function, scaler, *args, **kwargs)
         self._updates[key] = self._updates.get(key, 0) + scaler.is_enabled()
 

@@ -1,8 +1,7 @@
-"""What is counted of a run: which tensors, and the sums of their counts."""
+"""What is counted of a run: which operations and tensors, and the sums of their counts."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from typing import TYPE_CHECKING, TypeGuard, TypeVar
@@ -12,7 +11,6 @@ from torch import Tensor
 
 from funcamp.numerics.counting import has_values
 from funcamp.numerics.statistics import Stats
-from funcamp.report.numbers.operation import Operation
 from funcamp.report.torch_names import tree_leaves
 
 if TYPE_CHECKING:
@@ -56,23 +54,6 @@ def nonfinite_among(arguments: object) -> tuple[bool, bool]:
             has_inf |= math.isinf(leaf)
             has_nan |= math.isnan(leaf)
     return has_inf, has_nan
-
-
-def is_finite(x: Tensor) -> bool:
-    """Return on the host whether all values of a tensor are finite."""
-    values = x.coalesce().values() if x.layout == torch.sparse_coo else x
-    return bool(torch.isfinite(values).all())
-
-
-@dataclasses.dataclass
-class Recording:
-    """The operations of a run, and the counts of modules' outputs and gradients."""
-
-    operations: list[Operation] = dataclasses.field(default_factory=list)
-    outputs: dict[str, Stats] = dataclasses.field(default_factory=dict)
-    """The outputs of modules, by path."""
-    gradients: dict[tuple[str, float], Stats] = dataclasses.field(default_factory=dict)
-    """The gradients of modules' outputs, by path and loss scale."""
 
 
 def add(sums: dict[_Place, Stats], place: _Place, counted: Stats) -> None:

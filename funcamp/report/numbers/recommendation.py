@@ -10,7 +10,7 @@ import torch
 from funcamp.numerics.counting import WIDTH
 from funcamp.numerics.formats import format_of
 from funcamp.numerics.statistics import Stats
-from funcamp.report.numbers.operation import BackwardPass, Operation, amaxes
+from funcamp.report.numbers.operation import BackwardPass, amaxes, stacked
 from funcamp.report.numbers.origin import describe
 from funcamp.report.numbers.render import power
 from funcamp.report.torch_names import name_of
@@ -50,7 +50,8 @@ def recommend(passes: list[BackwardPass], dtype: torch.dtype, headroom: float) -
     bounds = [2.0**127, 2.0 ** math.floor(math.log2(format_of(dtype).max)) / amax]
     bounds += [scale / 2 for scale in overflowed_scales]
     scale = 2.0 ** math.floor(math.log2(min(bounds) / headroom))
-    gradients = unscaled_stats(operations)
+    loss_scales = torch.tensor([one.loss_scale for one in operations], dtype=torch.float64)
+    gradients = stacked(operations).rescale(1 / loss_scales).total()
     zeros = gradients.poszero + gradients.negzero
     return Recommendation(
         scale=scale,
@@ -60,18 +61,6 @@ def recommend(passes: list[BackwardPass], dtype: torch.dtype, headroom: float) -
         bounded_by=describe(operations[magnitudes.index(amax)]),
         is_upper_bound=bool(overflowed_scales),
     )
-
-
-def unscaled_stats(operations: list[Operation]) -> Stats:
-    """Return all values of operations, without loss scaling."""
-    by_loss_scale: dict[float, Stats] = {}
-    for operation in operations:
-        scale, stats = operation.loss_scale, Stats(operation.stats.row.cpu())
-        by_loss_scale[scale] = by_loss_scale.get(scale, NO_VALUES) + stats
-    total = NO_VALUES
-    for scale, stats in by_loss_scale.items():
-        total = total + stats.rescale(1 / scale)
-    return total
 
 
 def sentences_of(advice: Recommendation, dtype: torch.dtype) -> list[str]:

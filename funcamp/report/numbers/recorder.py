@@ -18,10 +18,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from funcamp.numerics.counting import count
 from funcamp.numerics.statistics import Stats
-from funcamp.report.numbers.counted import Recording, add, computes, is_countable, is_finite, nonfinite_among
+from funcamp.report.numbers.counted import add, computes, is_countable, nonfinite_among
 from funcamp.report.numbers.modules import Modules
 from funcamp.report.numbers.operation import BackwardPass, Operation
 from funcamp.report.numbers.steps import scaling_calls, step_calls
+from funcamp.report.tensors import all_finite
 from funcamp.report.torch_names import (
     Args,
     DispatchMode,
@@ -57,7 +58,11 @@ class Recorder(DispatchMode):
 
     def __init__(self, module: nn.Module | None = None, loss_scale: float | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.recording = Recording()
+        self.operations: list[Operation] = []
+        self.outputs: dict[str, Stats] = {}
+        """The outputs of modules, by path."""
+        self.gradients: dict[tuple[str, float], Stats] = {}
+        """The gradients of modules' outputs, by path and loss scale."""
         self.passes: list[BackwardPass] = []
         self.loss_scale = 1.0 if loss_scale is None else loss_scale
         self.modules = Modules(module)
@@ -139,7 +144,7 @@ class Recorder(DispatchMode):
                 gets_infinity=bool(before and before[0]),
                 line=location.line,
             )
-            self.recording.operations.append(operation)
+            self.operations.append(operation)
         return result
 
     def _is_idle(self) -> bool:
@@ -155,7 +160,7 @@ class Recorder(DispatchMode):
 
         def call_without_optimizer(*args: _P.args, **kwargs: _P.kwargs) -> _T:
             result = call(*args, **kwargs)
-            del self.recording.operations[self.end :]
+            del self.operations[self.end :]
             return result
 
         return call_without_optimizer
@@ -180,7 +185,7 @@ class Recorder(DispatchMode):
 
     def _note_losses(self, losses: Sequence[object]) -> None:
         """Remember whether each loss is finite, until its backward pass."""
-        self._finite_losses += [self._read(loss, is_finite) for loss in losses if is_countable(loss)]
+        self._finite_losses += [self._read(loss, all_finite) for loss in losses if is_countable(loss)]
 
     def _read(self, x: Tensor, read: Callable[[Tensor], _T]) -> _T:
         """Return `read` of a tensor's values, below the wrappers of torch.func."""
@@ -203,9 +208,9 @@ class Recorder(DispatchMode):
         """Note a backward pass that has ended."""
         if not self._finite_losses:  # no scaler or step was called: the outputs are the losses
             self._note_losses(outputs)
-        operations = [operation for operation in self.recording.operations[self.end :] if operation.backward]
+        operations = [operation for operation in self.operations[self.end :] if operation.backward]
         self.passes.append(BackwardPass(self.loss_scale, all(self._finite_losses), operations))
-        self.end = len(self.recording.operations)
+        self.end = len(self.operations)
         self._finite_losses = []
 
     def _enter(self, module: nn.Module, _args: Args) -> None:
@@ -227,7 +232,7 @@ class Recorder(DispatchMode):
         for leaf in tree_leaves(outputs):
             if is_countable(leaf):
                 with replaced(self, _is_muted=True):
-                    add(self.recording.outputs, path, Stats(self._read(leaf, count)))
+                    add(self.outputs, path, Stats(self._read(leaf, count)))
                 if leaf.requires_grad:
                     _register_hook(leaf, functools.partial(self._add_gradient, path))  # type: ignore[no-untyped-call]
 
@@ -235,4 +240,4 @@ class Recorder(DispatchMode):
         """Count the gradient of a module's output."""
         if not self._is_idle() and is_countable(gradient):
             with replaced(self, _is_muted=True):
-                add(self.recording.gradients, (path, self.loss_scale), Stats(self._read(gradient, count)))
+                add(self.gradients, (path, self.loss_scale), Stats(self._read(gradient, count)))

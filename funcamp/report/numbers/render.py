@@ -35,7 +35,7 @@ def no_scale_helps(operation: Operation, cause: str) -> str:
     return f"No loss scale helps: the {what}: {cause}. Change that operation: {change}."
 
 
-def annotate(module: nn.Module | None, records: Mapping[str, Record | str]) -> str:
+def annotate(module: nn.Module | None, records: Mapping[str, Record]) -> str:
     """Return a module's tree with the standard deviations of each part's output and of its gradient.
 
     Format: `(-> 0.573, <- 0.000296)`, n/a if there is none. Reads the records on the host: a sync.
@@ -64,7 +64,7 @@ def annotate(module: nn.Module | None, records: Mapping[str, Record | str]) -> s
 
 
 def _tree_lines(
-    module: nn.Module, records: Mapping[str, Record | str], path: str = "", label: str = "", depth: int = 0
+    module: nn.Module, records: Mapping[str, Record], path: str = "", label: str = "", depth: int = 0
 ) -> Iterator[tuple[str, str]]:
     """Yield the name and the record of a module and of everything below it, indented as `print(module)` does."""
     name = type(module).__name__

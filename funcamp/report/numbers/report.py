@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from funcamp.numerics.formats import format_of
-from funcamp.numerics.record import Record, text
+from funcamp.numerics.record import Record
 from funcamp.numerics.statistics import Stats
 from funcamp.report.autograd_graph import read_graph
 from funcamp.report.numbers import render
@@ -33,20 +33,18 @@ class NumericsReport:
     operations: list[Operation]
     """Every output of every operation, in the order of execution, without views and copies."""
     records: dict[str, Record]
-    """The outputs of every module, and their gradients, by path."""
+    """The outputs of every module, and their gradients without loss scaling, by path."""
     loss_scale: float
     """The factor of the loss in the run's last backward pass."""
     passes: list[BackwardPass]
     """The backward passes."""
 
     def __init__(self, recorder: Recorder) -> None:
-        self.operations = recorder.recording.operations
+        self.operations = recorder.operations
         gradients: dict[str, Stats] = {}
-        self._unscaled: dict[str, Stats] = {}
-        for (path, scale), counted in recorder.recording.gradients.items():
-            add(gradients, path, counted)
-            add(self._unscaled, path, Stats(counted.row.cpu()).rescale(1 / scale))
-        outputs = recorder.recording.outputs
+        for (path, scale), counted in recorder.gradients.items():
+            add(gradients, path, Stats(counted.row.cpu()).rescale(1 / scale))
+        outputs = recorder.outputs
         self.records = {path: Record(outputs[path], gradients.get(path, NO_VALUES)) for path in outputs}
         self.passes = recorder.passes
         self.module = recorder.modules.root
@@ -145,17 +143,7 @@ class NumericsReport:
         Format: `(-> 0.573, <- 0.000296)`, n/a if there is none; `(-> 0.573, <- 0.000296 (2 inf of 24))` with the number
         of inf or NaN. Gradients are without loss scaling.
         """
-        unscaled = self.unscaled_records()
-        texts = {}
-        for path, record in self.records.items():
-            texts[path] = f"(-> {text(record.forward)}, <- {text(unscaled[path].backward, counted=record.backward)})"
-        return render.annotate(self.module, texts)
-
-    def unscaled_records(self) -> dict[str, Record]:
-        """Return `records` without loss scaling."""
-        return {
-            path: Record(record.forward, self._unscaled.get(path, NO_VALUES)) for path, record in self.records.items()
-        }
+        return render.annotate(self.module, self.records)
 
     def summary(self, dtype: torch.dtype = torch.float16) -> list[str]:
         """Return the main results, one sentence each.
@@ -228,7 +216,7 @@ def numerics_report(
         result = fn(*args, **kwargs)
         if not recorder.passes:
             _differentiate(result)
-    if not recorder.recording.operations:
+    if not recorder.operations:
         raise RuntimeError("numerics_report: fn must run operations on floating-point tensors; none was seen")
     return NumericsReport(recorder)
 

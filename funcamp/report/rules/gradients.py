@@ -11,9 +11,8 @@ from funcamp.report.events import (
     Ended,
     OptimizerEvent,
     StepCalled,
-    Unscaled,
 )
-from funcamp.report.known import Condition, Gradient, Mixture
+from funcamp.report.known import Condition, Gradient
 from funcamp.report.lines import UNKNOWN, Line
 from funcamp.report.loop import Loop
 from funcamp.report.rules.rule import Found, rule
@@ -95,7 +94,7 @@ def divided_twice(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
 
     It may multiply them by the scale again before the step. If it has not read the scale, the number is another one.
     """
-    if event.scaler is not None and loop.scaler(event.scaler).last_read_line != UNKNOWN:
+    if event.scaler is not None and loop.scalers[event.scaler].last_read_line != UNKNOWN:
         yield from {one.divided_line for one in _divided_now(event, loop) if one.divided_line is not None}
 
 
@@ -112,25 +111,9 @@ def overflow_replaced(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
 
 def _divided_now(event: OptimizerEvent, loop: Loop) -> list[Gradient]:
     """Return the gradients that a scaler checks and divides by its scale at an event; none if it already did."""
-    if event.scaler is None or not event.has_enabled_scaler or event.optimizer in loop.scaler(event.scaler).unscaled:
+    if event.scaler is None or not event.has_enabled_scaler or event.optimizer in loop.scalers[event.scaler].unscaled:
         return []
     return [one for one in loop.gradients_of(event.parameters) if one.condition is not Condition.USED]
-
-
-@rule(
-    Unscaled,
-    mistake="unscale_ is called twice for an optimizer without an update between",
-    effect="torch raises RuntimeError; a step that is left out by hand needs its update too",
-    change="scaler.update()  # in each iteration, also if the step is left out",
-)
-def unscale_twice(event: Unscaled, loop: Loop) -> Iterator[Line]:
-    """Unscaled again, and no backward pass has added to the gradients since.
-
-    A mixed gradient has another rule: `unscale_in_window`.
-    """
-    is_again = event.scaler is not None and event.optimizer in loop.scaler(event.scaler).unscaled
-    if is_again and Condition.MIXED not in loop.conditions(event.parameters):
-        yield event.line
 
 
 @rule(
@@ -141,7 +124,7 @@ def unscale_twice(event: Unscaled, loop: Loop) -> Iterator[Line]:
 )
 def backward_after_unscale(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """Stepped by a scaler that has unscaled this optimizer since its last update, and gradients are scaled again."""
-    if event.scaler is None or event.optimizer not in loop.scaler(event.scaler).unscaled:
+    if event.scaler is None or event.optimizer not in loop.scalers[event.scaler].unscaled:
         return
     gradients = loop.gradients_of(event.parameters)
     yield from {gradient.line for gradient in gradients if gradient.condition is Condition.SCALED}
@@ -171,7 +154,7 @@ def optimizer_step_after_unscale(event: StepCalled, loop: Loop) -> Iterator[Line
     Not if the loop reads a number on the host in between: it may look for inf itself.
     """
     is_unscaled = any(event.optimizer in scaler.unscaled for scaler in loop.scalers.values())
-    is_second = loop.optimizer(event.optimizer).stepped_line is not None  # another mistake
+    is_second = loop.optimizers[event.optimizer].stepped_line is not None  # another mistake
     if event.scaler is None and is_unscaled and not loop.has_read_number and not is_second:
         yield event.line
 
@@ -188,7 +171,7 @@ def unscaled_backward(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
         return
     lines = set()
     for gradient in loop.gradients_of(event.parameters):
-        is_plain = gradient.condition is Condition.PLAIN or gradient.mixture is Mixture.SCALED_AND_PLAIN
-        if is_plain and gradient.condition is not Condition.USED and gradient.plain_line is not None:
+        is_plain = gradient.condition in (Condition.PLAIN, Condition.SCALED_AND_PLAIN)
+        if is_plain and gradient.plain_line is not None:
             lines.add(gradient.plain_line)
     yield from lines

@@ -65,14 +65,3 @@ def rule(
         return check
 
     return add
-
-
-_rules_by_event: dict[type[Event], list[Rule]] = {}
-
-
-def rules_at(event: Event) -> list[Rule]:
-    """Return the rules that look at this kind of event."""
-    kind = type(event)
-    if kind not in _rules_by_event:
-        _rules_by_event[kind] = [one for one in RULES if issubclass(kind, one.events)]
-    return _rules_by_event[kind]

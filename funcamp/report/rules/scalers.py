@@ -32,10 +32,10 @@ def scaler_made_in_loop(event: StepCalled, loop: Loop) -> Iterator[Line]:
 
     Not if the optimizer's state was loaded meanwhile: another training begins, such as that of another fold.
     """
-    optimizer = loop.optimizer(event.optimizer)
+    optimizer = loop.optimizers[event.optimizer]
     if event.scaler is None or optimizer.scaler in (None, event.scaler) or optimizer.is_restored:
         return
-    scaler, previous_scaler = loop.scaler(event.scaler), loop.scaler(optimizer.scaler)
+    scaler, previous_scaler = loop.scalers[event.scaler], loop.scalers[optimizer.scaler]
     if scaler.made_line != UNKNOWN and scaler.made_places == previous_scaler.made_places:
         yield scaler.made_line
 
@@ -80,18 +80,6 @@ def scaler_with_bfloat16(event: StepCalled, loop: Loop) -> Iterator[Line]:
 
 
 @rule(
-    OptimizerEvent,
-    mistake="the model is cast to float16 and trained with a scaler",
-    effect="torch raises ValueError (Attempting to unscale FP16 gradients); float16 weights lose small steps",
-    change="with torch.autocast(device, torch.float16):  # and no model.half()",
-)
-def model_half_with_scaler(event: OptimizerEvent, _loop: Loop) -> Iterator[Line]:
-    """Unscaled or stepped by a scaler that refuses float16 gradients, and a gradient is float16."""
-    if event.has_enabled_scaler and event.has_refused_float16:
-        yield event.line
-
-
-@rule(
     StepCalled,
     mistake="the forward pass runs outside of autocast, and the backward pass inside",
     effect="the model runs in float32, as slowly as without autocast; torch advises against backward under autocast",
@@ -100,7 +88,7 @@ def model_half_with_scaler(event: OptimizerEvent, _loop: Loop) -> Iterator[Line]
 def backward_in_autocast(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """Stepped after a backward pass under autocast, and no operation of the forward passes ran in 16 bits."""
     if not _forward_dtypes(event, loop):
-        window = loop.optimizer(event.optimizer).window
+        window = loop.optimizers[event.optimizer].window
         yield from {one.line for one in window if one.is_in_autocast and one.has_products}
 
 

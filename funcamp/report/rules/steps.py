@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from funcamp.report.events import Ended, OptimizerEvent, SchedulerStepped, StepCalled, Updated
+from funcamp.report.events import Ended, OptimizerEvent, Refused, SchedulerStepped, StepCalled
 from funcamp.report.known import Condition
 from funcamp.report.lines import Line
 from funcamp.report.loop import Loop
@@ -37,15 +37,14 @@ def scaled_backward_no_step(event: Ended, loop: Loop) -> Iterator[Line]:
 
 
 @rule(
-    StepCalled,
-    mistake="scaler.step is called again without scaler.update between",
-    effect="torch raises RuntimeError at the second step; the scale never changes",
-    change="scaler.update()  # once, after the steps of an iteration",
+    Refused,
+    mistake="a method of the scaler raises an error: it is called twice, too early, or for float16 weights",
+    effect="the run ends there; float16 weights would lose small steps",
+    change="scaler.unscale_(optimizer); scaler.step(optimizer); scaler.update()  # each once, and no model.half()",
 )
-def step_without_update(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped by a scaler that has stepped this optimizer since its last update."""
-    if event.scaler is not None and event.optimizer in loop.scaler(event.scaler).stepped:
-        yield event.line
+def refused_by_scaler(event: Refused, _loop: Loop) -> Iterator[Line]:
+    """Every event of this kind is the mistake."""
+    yield event.line
 
 
 @rule(
@@ -56,61 +55,8 @@ def step_without_update(event: StepCalled, loop: Loop) -> Iterator[Line]:
 )
 def stepped_twice(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """The optimizer's own step; an enabled scaler stepped it before, and its gradients are those of that step."""
-    if event.scaler is None and loop.optimizer(event.optimizer).stepped_line is not None:
+    if event.scaler is None and loop.optimizers[event.optimizer].stepped_line is not None:
         yield event.line
-
-
-@rule(
-    Updated,
-    mistake="scaler.update is called twice in an iteration",
-    effect="torch raises AssertionError",
-    change="scaler.update()  # once, after the last scaler.step of an iteration",
-)
-def update_twice(event: Updated, loop: Loop) -> Iterator[Line]:
-    """Updated, and nothing was differentiated, unscaled or stepped since its last update; no other needs an update."""
-    if _updates_nothing(event, loop) and not _another_needs_update(event, loop) and not _has_passes(event, loop):
-        yield event.line
-
-
-@rule(
-    Updated,
-    mistake="scaler.update is called after a backward pass without a step, as in each micro-batch",
-    effect="torch raises AssertionError: no gradients were checked for inf and NaN",
-    change="if the window ends: scaler.step(optimizer); scaler.update()",
-)
-def update_without_step(event: Updated, loop: Loop) -> Iterator[Line]:
-    """Updated, and a scaled loss was differentiated, but nothing was unscaled or stepped, since the last update."""
-    if _updates_nothing(event, loop) and not _another_needs_update(event, loop) and _has_passes(event, loop):
-        yield event.line
-
-
-def _has_passes(event: Updated, loop: Loop) -> bool:
-    """Return whether a loss was differentiated since the last update of the scaler that had scaled it."""
-    scaler = loop.scaler(event.scaler)
-    return scaler.passes > scaler.passes_before_update
-
-
-@rule(
-    Updated,
-    mistake="another scaler is updated than the one that took the step",
-    effect="torch raises AssertionError, or the scale of the one that took the step never changes",
-    change="scaler.update()  # of the scaler that took the step",
-)
-def update_of_another_scaler(event: Updated, loop: Loop) -> Iterator[Line]:
-    """Updated, but neither unscaled nor stepped since the last update, and another scaler needs an update."""
-    if _updates_nothing(event, loop) and _another_needs_update(event, loop):
-        yield event.line
-
-
-def _updates_nothing(event: Updated, loop: Loop) -> bool:
-    """Return whether the scaler has checked no gradients since its last update, which is what an update is about."""
-    scaler = loop.scaler(event.scaler)
-    return event.is_enabled and not event.sets_scale and not (scaler.unscaled or scaler.stepped)
-
-
-def _another_needs_update(event: Updated, loop: Loop) -> bool:
-    """Return whether another scaler has taken a step since its last update."""
-    return any(scaler.stepped for key, scaler in loop.scalers.items() if key != event.scaler)
 
 
 @rule(
@@ -158,7 +104,7 @@ def optimizer_not_stepped(event: Ended, loop: Loop) -> Iterator[Found]:
 )
 def cleared_before_step(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """Stepped without a gradient, after the gradients of a backward pass were cleared."""
-    cleared_line = loop.optimizer(event.optimizer).cleared_line
+    cleared_line = loop.optimizers[event.optimizer].cleared_line
     if cleared_line is not None and not loop.gradients_of(event.parameters):
         yield cleared_line
 

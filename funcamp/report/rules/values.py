@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from funcamp.report.events import Backward, ConstantUsed, Overflowed
+from funcamp.report.events import Backward, ConstantUsed
 from funcamp.report.lines import Line
 from funcamp.report.loop import Loop
-from funcamp.report.rules.rule import rule
+from funcamp.report.rules.rule import Found, rule
 
 
 @rule(
@@ -35,14 +35,18 @@ def epsilon_below_float16(event: ConstantUsed, _loop: Loop) -> Iterator[Line]:
 
 
 @rule(
-    Overflowed,
+    Backward,
     mistake="a float16 operation makes inf or NaN: a sum, a product, a loss, a division by an epsilon that is zero",
     effect="the loss is inf or NaN at every scale: each step is skipped, and the scale falls to zero",
     change="x.float()  # before the operation",
 )
-def float16_overflow(event: Overflowed, _loop: Loop) -> Iterator[Line]:
-    """Every event of this kind is the mistake."""
-    yield event.line
+def float16_overflow(event: Backward, loop: Loop) -> Iterator[Found]:
+    """The loss is not finite, and an operation of its forward pass was the last one to make that of finite numbers.
+
+    With a finite loss it was meant, as a mask is.
+    """
+    if event.not_finite == "loss" and loop.overflow is not None:
+        yield Found(loop.overflow.line, loop.overflow.detail)
 
 
 @rule(
@@ -52,6 +56,6 @@ def float16_overflow(event: Overflowed, _loop: Loop) -> Iterator[Line]:
     change="check the initialization, the checkpoint and the first batch: torch.isfinite(parameter).all()",
 )
 def not_finite_from_start(event: Backward, loop: Loop) -> Iterator[Line]:
-    """The first backward pass, and no float16 operation was out of range before."""
-    if event.not_finite and not loop.left_float16_range:
+    """The first backward pass, and no float16 operation that is named was out of range before."""
+    if loop.last_pass is None and event.not_finite and not loop.explains(event):
         yield event.line

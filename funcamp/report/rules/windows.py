@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from funcamp.report.events import Backward, Reduction, StepCalled
-from funcamp.report.known import Condition, Mixture
+from funcamp.report.events import Backward, StepCalled
+from funcamp.report.known import Condition
 from funcamp.report.lines import Line, are_in_one_loop
 from funcamp.report.loop import Loop
 from funcamp.report.rules.rule import rule
@@ -46,7 +46,7 @@ def _added_means(event: StepCalled, loop: Loop) -> list[Backward]:
     Passes with `retain_graph` belong to several losses of one batch, and passes that reach different parameters to
     tasks with separate heads. To add their means is right.
     """
-    window = loop.optimizer(event.optimizer).window
+    window = loop.optimizers[event.optimizer].window
     stepped = set(event.parameters)
     is_repeated = len(window) > 1 and len({backward.places for backward in window}) == 1
     is_written = any(gradient.is_written for gradient in loop.gradients_of(event.parameters))
@@ -54,7 +54,7 @@ def _added_means(event: StepCalled, loop: Loop) -> list[Backward]:
     has_several_tasks = len({frozenset(stepped.intersection(backward.parameters)) for backward in window}) > 1
     if not is_repeated or is_written or shares_graph or has_several_tasks:
         return []
-    return window if all(backward.reduction is Reduction.MEAN for backward in window) else []
+    return window if all(backward.is_mean for backward in window) else []
 
 
 @rule(
@@ -66,7 +66,7 @@ def _added_means(event: StepCalled, loop: Loop) -> list[Backward]:
 def gradients_not_cleared(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """Stepped by a scaler, and gradients contain those that an earlier step has used."""
     if event.has_enabled_scaler:
-        yield from _lines_of_mixtures(event, loop, Mixture.ON_USED)
+        yield from _lines_of_mixtures(event, loop, Condition.ON_USED)
 
 
 @rule(
@@ -77,13 +77,9 @@ def gradients_not_cleared(event: StepCalled, loop: Loop) -> Iterator[Line]:
 )
 def update_in_window(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """Stepped with gradients that were scaled by two scales."""
-    yield from _lines_of_mixtures(event, loop, Mixture.TWO_SCALES)
+    yield from _lines_of_mixtures(event, loop, Condition.TWO_SCALES)
 
 
-def _lines_of_mixtures(event: StepCalled, loop: Loop, mixture: Mixture) -> set[Line]:
+def _lines_of_mixtures(event: StepCalled, loop: Loop, mixture: Condition) -> set[Line]:
     """Return the lines of the backward passes that mixed the gradients in this way."""
-    return {
-        gradient.line
-        for gradient in loop.gradients_of(event.parameters)
-        if gradient.condition is Condition.MIXED and gradient.mixture is mixture
-    }
+    return {gradient.line for gradient in loop.gradients_of(event.parameters) if gradient.condition is mixture}

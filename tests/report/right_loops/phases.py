@@ -1,8 +1,7 @@
-"""A training in float32, two phases, and folds, each with a scaler of its own; the scale is saved as text."""
+"""A training in float32, two phases, and folds, each with a scaler of its own; the scale is saved as a number."""
 
 import copy
 import io
-import json
 
 import torch
 from torch.nn.functional import mse_loss
@@ -32,5 +31,4 @@ first_state = copy.deepcopy(optimizer.state_dict())
 for _fold in range(2):
     optimizer.load_state_dict(first_state)
     last_scaler = train()
-kept = json.dumps({"scale": last_scaler.get_scale()})
-torch.save({"optimizer": optimizer.state_dict(), "kept": kept}, io.BytesIO())
+torch.save({"optimizer": optimizer.state_dict(), "kept": {"scale": last_scaler.get_scale()}}, io.BytesIO())

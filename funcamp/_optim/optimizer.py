@@ -97,7 +97,8 @@ class StatelessOptimizer(Fixed):
 
     def python_parts(self) -> dict[str, object]:
         """Return the functions that the user gave, such as a learning rate's, by name."""
-        return {name: value for name, value in self._hyperparameters.items() if callable(value)}
+        dynamic = {name: self._hyperparameters[name] for name in self._dynamic}
+        return {name: value for name, value in dynamic.items() if not isinstance(value, Tensor)}
 
     def __repr__(self) -> str:
         arguments = "".join(f", {name}={value!r}" for name, value in self._hyperparameters.items())

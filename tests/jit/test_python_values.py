@@ -101,13 +101,32 @@ def test_an_old_value_has_its_program_and_the_oldest_is_dropped_with_a_warning(
     assert run.programs == 3
 
 
+#: Has the name of an attribute of the model, and of a key of its batch.
+linear = 0.0
+
+
+def test_a_global_with_the_name_of_an_attribute_may_change() -> None:
+    global linear
+    step = make_train_step(module_loss(Model(), lambda out, target: F.mse_loss(out, target["linear"])), SGD)
+    run, state = jit(step, backend="eager", max_signatures=1, donate=False), None
+    state = step.init()
+    for _ in range(3):
+        run(state, (X, {"linear": Y}))
+        linear += 1.0
+    assert run.programs == 1
+    assert run._traces_in_vain == 0
+
+
 def test_what_a_schedule_reads_is_followed() -> None:
-    settings = {"rate": 0.1}
-    sgd = stateless(torch.optim.SGD, lr=lambda count: torch.ones(()) * settings["rate"])
-    step = make_train_step(module_loss(nn.Linear(4, 1), F.mse_loss), sgd)
-    run, state = jit(step, backend="eager", donate=False), step.init()
-    for rate in (0.1, 0.01):
-        settings["rate"] = rate
+    rates, momenta = {"now": 0.1}, {"now": 0.5}
+    adam = stateless(
+        torch.optim.Adam,
+        lr=lambda count: torch.ones(()) * rates["now"],
+        betas=(lambda count: torch.ones(()) * momenta["now"], 0.999),
+    )
+    step = make_train_step(module_loss(nn.Linear(4, 1), F.mse_loss), adam)
+    run, state = jit(step, backend="eager", donate=False), step(step.init(), (Y.expand(16, 4), Y))[0]
+    for rates["now"], momenta["now"] in ((0.1, 0.5), (0.01, 0.5), (0.01, 0.9)):
         assert_right(step, run, state)
 
 

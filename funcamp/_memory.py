@@ -66,17 +66,6 @@ class Memory:
         return self.are_free((start,), (size,))
 
 
-def overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether two elements of a tensor may have one place in memory, as those of an expanded one do."""
-    # From the smallest stride to the largest, each must be beyond what those before it reach.
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
 def extent(tensor: Tensor) -> int:
     """Return the number of bytes from the first to the last of a tensor."""
     if not tensor.numel():

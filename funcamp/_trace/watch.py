@@ -18,7 +18,6 @@ from torch.fx.experimental.proxy_tensor import (
 )
 
 from funcamp import _tree, _upstream
-from funcamp._trace.host_values import HostValues
 from funcamp._trace.refusals import (
     fake_tensors_of,
     refuse_capture,
@@ -77,8 +76,6 @@ class TraceWatch(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self._home = home
         self._in_cuda_graph = in_cuda_graph
-        self._computes_host_values = in_cuda_graph and "cpu" not in home
-        self._host_values = HostValues()
         self._fake_mode = fake_mode
         self._tracer: Any = None
         self.captured: dict[int, Tensor] = {}
@@ -114,8 +111,6 @@ class TraceWatch(TorchDispatchMode):
         refuse_waiting(func)
         tags = getattr(func, "tags", ())
         draws = torch.Tag.nondeterministic_seeded in tags
-        if self._computes_host_values and not draws and self._host_values.follows(func, args, kwargs):
-            return self._host_values.compute(func, args, kwargs)
         args, kwargs = self._with_fakes(func, args, kwargs)
         if func is _ITEM and (answer := answer_to_read()) is not None:
             return answer
@@ -131,10 +126,6 @@ class TraceWatch(TorchDispatchMode):
             refuse_move(func, tensor, args, kwargs, self._home)
         return result
 
-    def with_constant(self, result: Tensor) -> Tensor:
-        """Return a result of the step; a constant in place of one that was computed on the host."""
-        return self._host_values.constant(result) if self._host_values.has(result) else result
-
     # Tensors that the step reads besides its arguments
 
     def _with_fakes(self, func: Operation, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -147,9 +138,6 @@ class TraceWatch(TorchDispatchMode):
             return args, kwargs
         for index in positions:
             tensor = leaves[index]
-            if self._host_values.has(tensor):
-                leaves[index] = self._host_values.constant(tensor)
-                continue
             refuse_capture(func, tensor, self._home, in_cuda_graph=self._in_cuda_graph)
             leaves[index] = self._fake_of(tensor)
         args, kwargs = _tree.unflatten(leaves, spec)

@@ -125,7 +125,7 @@ PRIVATE = {
     "torch.optim.optimizer._global_optimizer_pre_hooks": "GradScaler.step reads found_inf on the host",
     "torch.utils._python_dispatch.TorchDispatchMode": "jit does not work",
     "torch.utils._python_dispatch._disable_current_modes": (
-        "stateless is not made under FakeTensorMode, torch.compile, and a captured step makes no tensor on the host"
+        "stateless is not made under FakeTensorMode or torch.compile"
     ),
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "jit does not work",
     "torch.utils._pytree.GetAttrKey": "leaves have no names: no state_dict",

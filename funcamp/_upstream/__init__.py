@@ -52,10 +52,6 @@ LOST_KEYWORDS = VERSION < (2, 15)
 LOST_NAN = VERSION < (2, 14)
 #: vmap has no rule for `view(dtype)`: `numerics/counting.py`.
 NO_RULE_FOR_BITS = VERSION < (2, 13)
-#: Inductor writes inputs back in their order, even if one is the new value of another:
-#: `_jit/passes/write_backs.py`.
-#: https://github.com/pytorch/pytorch/issues/198131
-WRITE_BACK_ORDER = VERSION < (2, 15)
 #: Inductor reads other rows of some tensors whose shape follows from values, and so gets no such programs:
 #: `_jit/compile.py`. Torch 2.11 reads the right ones in the test, and has not been tried further.
 WRONG_ROWS = VERSION < (2, 15)

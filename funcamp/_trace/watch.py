@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
-    track_tensor_tree,
 )
 
 from funcamp import _tree, _upstream
@@ -29,7 +26,7 @@ from funcamp._trace.refusals import (
 )
 from funcamp._trace.torch_draws import TraceDraws
 from funcamp._trace.trace_errors import read_error
-from funcamp._trace.tracing import RequestedViews, current
+from funcamp._trace.tracing import current
 from funcamp._trace.user_line import line_in_stack
 from funcamp._types import Args, Kwargs, Operation
 from funcamp._upstream.value_reads import answer_to_read
@@ -151,29 +148,6 @@ class TraceWatch(TorchDispatchMode):
             self._fakes[id(tensor)] = fake
             self.captured[id(fake)] = tensor
         return self._fakes[id(tensor)]
-
-    # Tensors of the graph
-
-    def slices(self, tensor: Tensor, sizes: Sequence[int], requested: RequestedViews) -> list[Tensor] | None:
-        """Record views; None for a tensor of no or another trace, and where derivatives have to pass."""
-        proxy_mode = get_proxy_mode()
-        is_innermost = proxy_mode is not None and proxy_mode.tracer is self._tracer
-        slot: Any = get_proxy_slot(tensor, self._tracer, None)
-        if not is_innermost or slot is None or tensor.requires_grad or forward_ad._current_level >= 0:
-            return None
-        parts = _aten.split_with_sizes.default(slot.proxy, list(sizes))
-        views: list[Tensor] = []
-        for number, shape in requested:
-            part = parts[number]
-            count = math.prod(shape)
-            if count < sizes[number]:
-                part = _aten.slice.Tensor(part, 0, 0, count)
-            # The operations are recorded on proxies, without tensors. The view gets one with an offset of zero.
-            with disable_proxy_modes_tracing():
-                view = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-            proxy = _aten.view.default(part, list(shape))
-            views.append(track_tensor_tree(view, proxy, constant=None, tracer=self._tracer))
-        return views
 
     def node_of(self, value: Tensor) -> fx.Node | None:
         """Return the node of a tensor of this graph; None for any other tensor."""

@@ -17,7 +17,6 @@ from funcamp._jit.cuda_graph import Captured
 from funcamp._jit.donation import Layouts, arranged, copy_in_layout, layouts_for
 from funcamp._jit.kinds import check_like
 from funcamp._jit.passes.program import Flat, Steps, Target
-from funcamp._jit.progress import Progress
 from funcamp._jit.python_values import PythonValues
 from funcamp._jit.session import compile_session
 from funcamp._jit.state_memory import StateMemory
@@ -115,8 +114,7 @@ class CompiledLater:
     def compile(self) -> None:
         """Compile the operations, if they are not."""
         if self._compile_traced is not None:
-            with compile_session(self._task) as progress:
-                progress.phase("compiling")
+            with compile_session(self._task):
                 self.inner = self._compile_traced()
             self._compile_traced = None
 
@@ -127,7 +125,7 @@ def make_executable(
     memory: StateMemory,
     batch: Tree,
     values: PythonValues,
-    progress: Progress,
+    task: str,
     *,
     known: Sequence[Executable],
     compile_at_once: bool,
@@ -142,7 +140,7 @@ def make_executable(
         memory: where the state is.
         batch: that of the call that it is made for.
         values: what is looked at in Python at every call.
-        progress: reports what is done.
+        task: what is compiled, for the report.
         known: the programs for the same batch and other values in Python.
         compile_at_once: whether not to wait for `compile_after` calls.
 
@@ -186,7 +184,7 @@ def make_executable(
         outside_state = [tensor for tensor in graph.captured if not memory.meets(tensor)]
 
     compile_at_once = compile_at_once or memory.graphs is not None
-    run = _compiled(graph, options, memory.current.leaves, progress, compile_at_once=compile_at_once)
+    run = _compiled(graph, options, memory.current.leaves, task, compile_at_once=compile_at_once)
     return Executable(run, graph.outputs, layouts, graph.captured, outside_state, description)
 
 
@@ -318,9 +316,7 @@ def _check_stackable(metric_leaves: Sequence[object]) -> None:
             )
 
 
-def _compiled(
-    graph: Graph, options: Options, leaves: list[Tensor], progress: Progress, *, compile_at_once: bool
-) -> Flat:
+def _compiled(graph: Graph, options: Options, leaves: list[Tensor], task: str, *, compile_at_once: bool) -> Flat:
     """Return a function from the leaves of the state and the batch's tensors to the results."""
     # What is compiled later must not keep this state alive, so no function below refers to `leaves`.
     steps: Steps | None = None
@@ -339,14 +335,9 @@ def _compiled(
     # Ranks round alike: none runs operation by operation what another one has compiled.
     compile_at_once = compile_at_once or target.is_distributed or not options.compile_after
     if compile_at_once or target.backend == "eager":
-        progress.phase("compiling")
-        run = compiled_for(target)
-        progress.phase("running")
-        return run
-    progress.phase("running operation by operation")
+        return compiled_for(target)
     one_by_one = compiled_for(target._replace(backend="eager"))
     calls = options.compile_after
-    task = progress.task
     _log.info(
         "jit: this program's operations run one by one, as in eager mode, for its first %d calls; it is compiled at "
         "the next one. jit(step, compile_after=0) compiles each program at its first call: %s",

@@ -20,7 +20,6 @@ from funcamp._jit.donation import arranged
 from funcamp._jit.executable import Executable, Options, make_executable
 from funcamp._jit.jit import check_step
 from funcamp._jit.known_calls import KnownCalls
-from funcamp._jit.progress import Progress
 from funcamp._jit.python_values import PythonValues
 from funcamp._jit.session import compile_session
 from funcamp._jit.signature import Key, difference, flattened, frame_of, key_of, shapes
@@ -290,8 +289,8 @@ class JitStep(Fixed):
         """
         task = self._task(batch, key)
         try:
-            with compile_session(self._task(batch, key)) as progress:
-                executable = self._make(key, memory, batch, progress)
+            with compile_session(task):
+                executable = self._make(key, memory, batch, task)
                 owned = memory.current  # where it is now: it may have been moved
                 inputs = arranged(tensors, executable.layouts, owned.memory)
                 executable = executable.captured_in(memory, inputs)
@@ -310,7 +309,7 @@ class JitStep(Fixed):
         self._executables[key] = executable
         return executable, inputs, results
 
-    def _make(self, key: Key, memory: StateMemory, batch: Tree, progress: Progress) -> Executable:
+    def _make(self, key: Key, memory: StateMemory, batch: Tree, task: str) -> Executable:
         """Return a program for a new signature: compiled, or one of those that differ in values of Python only."""
         return make_executable(
             self._step,
@@ -318,7 +317,7 @@ class JitStep(Fixed):
             memory,
             batch,
             self._python_values,
-            progress,
+            task,
             known=[executable for other_key, executable in self._executables.items() if other_key[:-1] == key[:-1]],
             compile_at_once=not self._executables,
         )
@@ -343,7 +342,7 @@ class JitStep(Fixed):
         self._known_calls = KnownCalls()
 
     def _task(self, batch: Tree, key: Key) -> str:
-        """Return what is compiled, for the report of the progress: for a later signature, with what changed."""
+        """Return what is compiled, for reports; for a later signature, with what changed since the last call."""
         name = getattr(self._step, "__name__", type(self._step).__name__)
         task = f"{name} for a batch of {shapes(batch)}"
         if not self._executables:

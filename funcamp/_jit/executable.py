@@ -160,7 +160,6 @@ def make_executable(
     inputs = arranged(tensors, layouts, owned.memory)
 
     # The operations of one step, which may be those of a known program.
-    known_by_description = {executable.description: executable for executable in known}
     graph = trace_step(
         step,
         options,
@@ -168,12 +167,12 @@ def make_executable(
         batch,
         inputs if options.unroll is None else [tensor[0] for tensor in inputs],
         values.roots,
-        lambda graph: _description_of(graph) in known_by_description,
     )
     values.follow_trace(graph.changed_places, graph.captured)
     description = _description_of(graph)
-    if description in known_by_description:
-        return known_by_description[description]
+    for executable in known:
+        if executable.description == description:
+            return executable
 
     # What it reads besides its arguments is outside of the state, if it writes that. An evaluation may read a module
     # whose memory is the state's, and follow it.
@@ -206,7 +205,6 @@ def trace_step(
     batch: Tree,
     tensors: list[Tensor],
     roots: Mapping[str, object],
-    is_known: Callable[[Graph], bool],
 ) -> Graph:
     """Run a step without values, and return its operations.
 
@@ -217,7 +215,6 @@ def trace_step(
         batch: the batch.
         tensors: its tensors, of one step.
         roots: the objects that the step's Python reaches, by name.
-        is_known: whether a program of an earlier call computes the same.
 
     Raises:
         TypeError: the step returns no pair.
@@ -252,7 +249,6 @@ def trace_step(
             {leaf.device.type for leaf in owned.leaves},
             in_cuda_graph=memory.graphs is not None,
             roots=roots,
-            is_known=is_known,
             state_count=state_count,
         )
     except HostError as error:

@@ -90,7 +90,6 @@ def trace(
     *,
     in_cuda_graph: bool = False,
     roots: Mapping[str, object] | None = None,
-    is_known: Callable[[Graph], bool] = lambda _: False,
     state_count: int = 0,
 ) -> Graph:
     """Trace fn for arguments like these.
@@ -102,7 +101,6 @@ def trace(
         home: the types of device that it must not leave.
         in_cuda_graph: whether it becomes a CUDA graph, which keeps shapes, and what the host has, as it was captured.
         roots: the objects that its Python reaches, by name.
-        is_known: whether a program of an earlier call computes the same.
         state_count: the number of args, the first ones, that are the state.
 
     Raises:
@@ -113,7 +111,7 @@ def trace(
     """
     roots = {} if roots is None else roots
     trace_once = functools.partial(_trace_once, fn, args, home, in_cuda_graph, roots, state_count)
-    return settle(lambda: _trace_as_compiled_or_eager(trace_once), roots, is_known)
+    return settle(lambda: _trace_as_compiled_or_eager(trace_once), roots)
 
 
 def _trace_as_compiled_or_eager(trace_once: Callable[..., Graph]) -> Graph:

@@ -17,11 +17,11 @@ from torch.fx.experimental.proxy_tensor import (
 from funcamp import _tree, _upstream
 from funcamp._trace.refusals import (
     fake_tensors_of,
+    refuse_branches,
     refuse_capture,
     refuse_draw_on_host,
     refuse_move,
     refuse_packing,
-    refuse_python_branches,
     refuse_waiting,
 )
 from funcamp._trace.torch_draws import TraceDraws
@@ -39,8 +39,6 @@ else:
     FakeTensorMode = _upstream.find("torch._subclasses.fake_tensor.FakeTensorMode")
     TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
 
-#: Whether torch.cond or a relative of it calls Dynamo in this thread.
-_in_higher_order_call = _upstream.find("torch._higher_order_ops.utils._in_hop_compile", lambda: False)
 _aten = torch.ops.aten
 _ITEM = _aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
@@ -59,15 +57,6 @@ class TraceWatch(TorchDispatchMode):
     """
 
     supports_higher_order_operators = True
-
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return whether Dynamo may trace a call in spite of this mode.
-
-        torch.cond and while_loop let Dynamo find the tensors that their branches read. Nothing else: a part of a
-        model that torch.compile compiled runs as the Python that it was.
-        """
-        return bool(_in_higher_order_call())
 
     def __init__(self, home: Set[str], fake_mode: FakeTensorMode, *, in_cuda_graph: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -103,7 +92,7 @@ class TraceWatch(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         kwargs = kwargs or {}
-        refuse_python_branches(func, args)
+        refuse_branches(func, args)
         refuse_packing(func)
         refuse_waiting(func)
         tags = getattr(func, "tags", ())

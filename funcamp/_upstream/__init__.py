@@ -90,7 +90,6 @@ PRIVATE = {
     "torch._foreach_copy_": "captured steps, and GradScaler with 16-bit gradients, do not work",
     "torch._foreach_mul_": "GradScaler does not work",
     "torch._foreach_norm": "GradScaler does not work on a GPU",
-    "torch._higher_order_ops.utils._in_hop_compile": "jit does not take torch.cond and while_loop",
     "torch._inductor.codecache.CppPythonBindingsCodeCache": "a first call takes longer",
     "torch._inductor.codecache.CppWrapperCodeCache": "a first call takes longer",
     "torch._inductor.codecache.PyCodeCache": "a compiled step cannot be saved",

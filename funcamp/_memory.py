@@ -66,17 +66,6 @@ class Memory:
         return self.are_free((start,), (size,))
 
 
-def overlaps_itself(tensor: Tensor) -> bool:
-    """Return whether two elements of a tensor may have one place in memory, as those of an expanded one do."""
-    # From the smallest stride to the largest, each must be beyond what those before it reach.
-    reach = 0
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape)):
-        if size > 1 and stride <= reach:
-            return True
-        reach += stride * (size - 1)
-    return False
-
-
 def extent(tensor: Tensor) -> int:
     """Return the number of bytes from the first to the last of a tensor."""
     if not tensor.numel():
@@ -112,11 +101,13 @@ class _Span(NamedTuple):
 
 
 def overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
-    """Yield every pair of names whose tensors share a byte, in their order; reads no value."""
+    """Yield every pair of names whose tensors' ranges of bytes overlap, in their order; reads no value.
+
+    Two columns of a matrix overlap too, although they share no byte.
+    """
     names = list(named)
-    tensors = list(named.values())
     spans_by_memory: dict[object, list[_Span]] = {}
-    for number, tensor in enumerate(tensors):
+    for number, tensor in enumerate(named.values()):
         if _has_memory(tensor):
             memory, start = _start(tensor)
             span = _Span(start, start + extent(local(tensor)), number)
@@ -127,10 +118,8 @@ def overlaps(named: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
         for span in sorted(spans):
             not_ended = [earlier for earlier in not_ended if earlier.end > span.start]
             for earlier in not_ended:
-                distance = span.start - earlier.start
-                if _have_common_byte(tensors[earlier.number], tensors[span.number], distance):
-                    first, second = sorted((earlier.number, span.number))
-                    yield names[first], names[second]
+                first, second = sorted((earlier.number, span.number))
+                yield names[first], names[second]
             not_ended.append(span)
 
 
@@ -150,25 +139,6 @@ def _start(leaf: Tensor) -> tuple[object, int]:
     if address:
         return leaf.device, address + offset
     return storage._cdata, offset
-
-
-def _have_common_byte(first: Tensor, second: Tensor, distance: int) -> bool:
-    """Return whether two tensors share a byte; the second begins `distance` bytes after the first.
-
-    Strided tensors whose ranges overlap may share none, as two columns of a matrix.
-    """
-    first = local(first)
-    second = local(second)
-    size = max(extent(first), distance + extent(second))
-    is_in_first = torch.zeros(size, dtype=torch.bool, device="cpu")
-    _bytes_of(first, is_in_first, 0).fill_(True)
-    return bool(_bytes_of(second, is_in_first, distance).any())
-
-
-def _bytes_of(leaf: Tensor, marks: Tensor, start: int) -> Tensor:
-    """Return the view of marks, one for each byte, that a tensor has of its memory if it begins at `start`."""
-    strides = [stride * leaf.itemsize for stride in leaf.stride()]
-    return marks.as_strided([*leaf.shape, leaf.itemsize], [*strides, 1], start)
 
 
 class MemoryMark(NamedTuple):

@@ -108,8 +108,8 @@ def _run(program: Program) -> Program:
     values = [node.meta.get("val") for node in program.module.graph.nodes]
     tensors = [value for value in values if isinstance(value, Tensor)]
     is_large = any(value.numel() >= LARGE for value in tensors)
-    # Inductor's C++ makes no complex tensor of a part of a block, and a branch or a loop has a block of its own.
-    if not is_large or any(value.is_complex() for value in tensors) or len([*program.graphs()]) > 1:
+    # Inductor's C++ makes no complex tensor of a part of a block.
+    if not is_large or any(value.is_complex() for value in tensors):
         return program
     if not program.options.get("cpp_wrapper") or not can_change_sources():
         return program

@@ -6,9 +6,8 @@ the widest registers.
 
 - Small products always become kernels. A product in bfloat16 is one of float32 with casts, which become part of the
   loops around it. What is computed in its loop reads the sum after the cast (`emulate_precision_casts`).
-- Larger ones of float32 do if the kernel is faster here, measured once for a shape when a program is compiled
-  (`_cpu/product_times.py`). The choice is part of the program in Inductor's cache. In bfloat16 processors multiply
-  faster than in float32.
+- Larger ones of float32 do if each thread has some rows of the left factor: threads share a kernel by rows, and each of
+  them reads the right factor. In bfloat16 processors multiply faster than in float32.
 
 Float16 is left to torch: what overflows there must be infinite. So is everything with exact=True.
 """
@@ -20,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp._cpu.product_kernel import product, register_kernel
-from funcamp._cpu.product_times import Product, is_available, kernel_is_faster
+from funcamp._cpu.product_kernel import product, register_kernel, split_of
 from funcamp._jit.passes.graph_pass import GraphPass
 from funcamp._jit.passes.program import Pass, Program
 
@@ -29,6 +27,8 @@ _aten = torch.ops.aten
 _CAST: Any = torch.ops.prims.convert_element_type.default
 #: Number of multiplications below which a product always becomes a kernel: about ten microseconds of one thread.
 SMALL = 2**20
+#: Number of rows for each thread from which on a larger one does.
+ROWS = 16
 
 
 class ProductsAsKernels(GraphPass):
@@ -53,7 +53,7 @@ def _becomes_kernel(node: torch.fx.Node) -> bool:
     m, k, n = sizes
     if m * k * n < SMALL:
         return True
-    return result.dtype == torch.float32 and kernel_is_faster(Product(m, k, n, torch.get_num_threads()))
+    return result.dtype == torch.float32 and split_of(m, n, k, torch.get_num_threads()).rows >= ROWS
 
 
 def _replace(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
@@ -84,15 +84,18 @@ def _replace(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def _run(program: Program) -> Program:
-    if not is_available() or not register_kernel():
+    if not register_kernel():
         return program
     kernels = ProductsAsKernels(program.cache_name)
-    return program._replace(options={**program.options, "post_grad_custom_post_pass": kernels})
+    return program._replace(
+        options={**program.options, "post_grad_custom_post_pass": kernels},
+        may_fail=(*program.may_fail, PASS.name),  # a torch without `brgemm`
+    )
 
 
 PASS = Pass(
     name="products",
-    why="small products on a CPU are kernels of the program, larger ones if that is faster here",
+    why="products on a CPU are kernels of the program, large ones in float32 only",
     evidence="benchmarks/passes.py",
     where=lambda target: target.by_inductor and target.on_cpu and not target.exact,
     run=_run,

@@ -75,7 +75,7 @@ def compile_graph(
         explained: whether to print what is done to the program, and why.
     """
     # The passes change the graph, which another program may still be made of: without a pass, or without a compiler.
-    module = _copied(graph.module)
+    module = fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph))
     # The parts of a distributed tensor are views along its first dimension only as a whole: its loop is in Python.
     steps_for_passes = None if graph.has_subclasses else steps
     program = Program(
@@ -91,8 +91,7 @@ def compile_graph(
         explain(target, without)
     with without_autocast(), torch.no_grad():
         program = changed(program, without)
-        for changed_module in program.graph_modules():
-            changed_module.recompile()
+        program.module.recompile()
         try:
             compiled, code = _compiled(program)
         except Exception as error:
@@ -116,15 +115,6 @@ def compile_graph(
         outputs=graph.outputs,
     )
     return CompiledProgram(compiled, surroundings, code)
-
-
-def _copied(module: fx.GraphModule) -> fx.GraphModule:
-    """Return a module whose graph, and those inside it, such as a branch of torch.cond, are copies."""
-    copied = fx.GraphModule(module, copy.deepcopy(module.graph))
-    for name, child in list(copied.named_children()):
-        if isinstance(child, fx.GraphModule):
-            setattr(copied, name, _copied(child))
-    return copied
 
 
 def _compiled(program: Program) -> tuple[Flat, Code | None]:

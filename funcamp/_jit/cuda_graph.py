@@ -14,7 +14,6 @@ from torch import Tensor
 
 from funcamp import _upstream
 from funcamp._dtensor import local
-from funcamp._jit.donation import copy_in_layout
 from funcamp._jit.passes.program import Flat
 from funcamp._upstream.failed_capture import clear
 
@@ -128,8 +127,7 @@ class Captured:
         """
         self.inner = run
         """The compiled function. A graph keeps no memory that it reads, such as a program's constants."""
-        # Not clone(), which makes a column of a matrix dense: the program reads these strides.
-        self._batch = [copy_in_layout(leaf.to(state[0].device), leaf.stride()) for leaf in batch]
+        self._batch = [leaf.to(state[0].device).clone() for leaf in batch]
         self._batch_memory = [local(leaf) for leaf in self._batch]
         state = [leaf.detach() for leaf in state]  # separate references to the static storage
         self._state = state
@@ -142,7 +140,7 @@ class Captured:
             """Return the same of the state."""
             return run_on(state)
 
-        clones = [copy_in_layout(leaf, leaf.stride()) for leaf in state]
+        clones = [leaf.clone() for leaf in state]
         graphs.warm_up(functools.partial(run_on, clones), _WARM_UPS)
         del clones
         try:

@@ -11,7 +11,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._dtensor import is_distributed, local
 from funcamp._jit.kinds import Kind, check_like
-from funcamp._memory import Memory, is_private, overlaps_itself
+from funcamp._memory import Memory, is_private
 from funcamp._types import Tree
 
 _NAMES = ("the first state", "state")
@@ -109,7 +109,7 @@ def take_over(
         if leaf is None:
             own_leaves.append(None)
             continue
-        stride = _stride_for(leaf, kind)
+        stride = _dense_strides(leaf) if kind is None else kind.stride
         must_copy = copy or not _is_readable(leaf, stride)
         if not must_copy and is_written:
             must_copy = not is_private(leaf) or memory_so_far.meets(leaf) or avoid.meets(leaf)
@@ -121,14 +121,13 @@ def take_over(
     return OwnedState(state if is_same else _tree.unflatten(own_leaves, spec), is_written=is_written)
 
 
-def _stride_for(leaf: Tensor, kind: Kind | None) -> tuple[int, ...] | None:
-    """Return the strides in which a state has a leaf: those of its kind, if programs were compiled for one.
+def _dense_strides(leaf: Tensor) -> tuple[int, ...]:
+    """Return the strides for which programs are compiled: a tensor's, made dense, in the order of its dimensions.
 
-    None without a kind for a leaf whose elements overlap: its copy is contiguous.
+    Operations pass the order on, and sums follow it: in another order a sum rounds differently from eager code.
     """
-    if kind is not None:
-        return kind.stride
-    return None if overlaps_itself(leaf) else leaf.stride()
+    like = torch.empty_strided(leaf.shape, leaf.stride(), device="meta")
+    return torch.empty_like(like).stride()
 
 
 class Layouts(NamedTuple):
@@ -156,16 +155,11 @@ def arranged(batch: list[Tensor], layouts: Layouts, memory: Memory) -> list[Tens
 
 
 def layouts_for(batch: list[Tensor]) -> Layouts:
-    """Return the layouts to compile for: those of the batch, made dense.
-
-    The order of the dimensions stays, because operations pass it on and sums follow it: in another order a sum rounds
-    differently from eager code.
-    """
-    likes = [torch.empty_strided(leaf.shape, leaf.stride(), device="meta") for leaf in batch]
-    return Layouts([torch.empty_like(like).stride() for like in likes], [leaf.nbytes for leaf in batch])
+    """Return the layouts to compile for."""
+    return Layouts([*map(_dense_strides, batch)], [leaf.nbytes for leaf in batch])
 
 
-def _is_readable(leaf: Tensor, stride: tuple[int, ...] | None) -> bool:
+def _is_readable(leaf: Tensor, stride: tuple[int, ...]) -> bool:
     """Return whether a program for these strides may read a tensor as it is."""
     # Kernels of a GPU assume that a tensor begins at a multiple of 16 bytes.
     is_aligned = leaf.device.type == "cpu" or local(leaf).data_ptr() % 16 == 0
@@ -177,8 +171,8 @@ def _is_more_than_memory(leaf: Tensor) -> bool:
     return leaf.requires_grad or leaf.is_neg() or leaf.is_conj()
 
 
-def copy_in_layout(leaf: Tensor, stride: tuple[int, ...] | None) -> Tensor:
-    """Return a copy with these strides; a contiguous one without them, or of a DTensor."""
-    if stride is None or is_distributed(leaf):
+def copy_in_layout(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
+    """Return a copy with these strides; a contiguous one of a DTensor."""
+    if is_distributed(leaf):
         return leaf.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
     return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)

@@ -17,7 +17,6 @@ from funcamp._jit.cuda_graph import Captured
 from funcamp._jit.donation import Layouts, arranged, copy_in_layout, layouts_for
 from funcamp._jit.kinds import check_like
 from funcamp._jit.passes.program import Flat, Steps, Target
-from funcamp._jit.progress import Progress
 from funcamp._jit.python_values import PythonValues
 from funcamp._jit.session import compile_session
 from funcamp._jit.state_memory import StateMemory
@@ -115,8 +114,7 @@ class CompiledLater:
     def compile(self) -> None:
         """Compile the operations, if they are not."""
         if self._compile_traced is not None:
-            with compile_session(self._task) as progress:
-                progress.phase("compiling")
+            with compile_session(self._task):
                 self.inner = self._compile_traced()
             self._compile_traced = None
 
@@ -127,7 +125,7 @@ def make_executable(
     memory: StateMemory,
     batch: Tree,
     values: PythonValues,
-    progress: Progress,
+    task: str,
     *,
     known: Sequence[Executable],
     compile_at_once: bool,
@@ -142,7 +140,7 @@ def make_executable(
         memory: where the state is.
         batch: that of the call that it is made for.
         values: what is looked at in Python at every call.
-        progress: reports what is done.
+        task: what is compiled, for the report.
         known: the programs for the same batch and other values in Python.
         compile_at_once: whether not to wait for `compile_after` calls.
 
@@ -162,7 +160,6 @@ def make_executable(
     inputs = arranged(tensors, layouts, owned.memory)
 
     # The operations of one step, which may be those of a known program.
-    known_by_description = {executable.description: executable for executable in known}
     graph = trace_step(
         step,
         options,
@@ -170,12 +167,12 @@ def make_executable(
         batch,
         inputs if options.unroll is None else [tensor[0] for tensor in inputs],
         values.roots,
-        lambda graph: _description_of(graph) in known_by_description,
     )
     values.follow_trace(graph.changed_places, graph.captured)
     description = _description_of(graph)
-    if description in known_by_description:
-        return known_by_description[description]
+    for executable in known:
+        if executable.description == description:
+            return executable
 
     # What it reads besides its arguments is outside of the state, if it writes that. An evaluation may read a module
     # whose memory is the state's, and follow it.
@@ -186,7 +183,7 @@ def make_executable(
         outside_state = [tensor for tensor in graph.captured if not memory.meets(tensor)]
 
     compile_at_once = compile_at_once or memory.graphs is not None
-    run = _compiled(graph, options, memory.current.leaves, progress, compile_at_once=compile_at_once)
+    run = _compiled(graph, options, memory.current.leaves, task, compile_at_once=compile_at_once)
     return Executable(run, graph.outputs, layouts, graph.captured, outside_state, description)
 
 
@@ -208,7 +205,6 @@ def trace_step(
     batch: Tree,
     tensors: list[Tensor],
     roots: Mapping[str, object],
-    is_known: Callable[[Graph], bool],
 ) -> Graph:
     """Run a step without values, and return its operations.
 
@@ -219,7 +215,6 @@ def trace_step(
         batch: the batch.
         tensors: its tensors, of one step.
         roots: the objects that the step's Python reaches, by name.
-        is_known: whether a program of an earlier call computes the same.
 
     Raises:
         TypeError: the step returns no pair.
@@ -254,7 +249,6 @@ def trace_step(
             {leaf.device.type for leaf in owned.leaves},
             in_cuda_graph=memory.graphs is not None,
             roots=roots,
-            is_known=is_known,
             state_count=state_count,
         )
     except HostError as error:
@@ -318,9 +312,7 @@ def _check_stackable(metric_leaves: Sequence[object]) -> None:
             )
 
 
-def _compiled(
-    graph: Graph, options: Options, leaves: list[Tensor], progress: Progress, *, compile_at_once: bool
-) -> Flat:
+def _compiled(graph: Graph, options: Options, leaves: list[Tensor], task: str, *, compile_at_once: bool) -> Flat:
     """Return a function from the leaves of the state and the batch's tensors to the results."""
     # What is compiled later must not keep this state alive, so no function below refers to `leaves`.
     steps: Steps | None = None
@@ -339,14 +331,9 @@ def _compiled(
     # Ranks round alike: none runs operation by operation what another one has compiled.
     compile_at_once = compile_at_once or target.is_distributed or not options.compile_after
     if compile_at_once or target.backend == "eager":
-        progress.phase("compiling")
-        run = compiled_for(target)
-        progress.phase("running")
-        return run
-    progress.phase("running operation by operation")
+        return compiled_for(target)
     one_by_one = compiled_for(target._replace(backend="eager"))
     calls = options.compile_after
-    task = progress.task
     _log.info(
         "jit: this program's operations run one by one, as in eager mode, for its first %d calls; it is compiled at "
         "the next one. jit(step, compile_after=0) compiles each program at its first call: %s",

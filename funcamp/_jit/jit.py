@@ -66,9 +66,9 @@ def jit(
             program at its first call: choose it if a batch has a Python bool for a part of the step that does not run
             every time (a delayed update), because the program of each value is called often. A captured step always
             compiles at once, with one graph per signature; so does a step on several ranks, which must round alike.
-        max_signatures: maximum number of programs. One more shape or structure of batches raises. For one more value,
-            of a constant in the batch or of what the step reads in Python, the oldest program of a value is dropped,
-            and made again when it is needed; the first time the log names the place.
+        max_signatures: maximum number of programs. For one more shape or structure of batches, or one more value, of a
+            constant in the batch or of what the step reads in Python, the oldest program is dropped, and made again
+            when it is needed; the first time the log names what changed.
         without: names of passes, of Inductor's options, and of corrections of torch to leave out, to find the one that
             makes a number wrong or a step slow. Without a correction numbers may be wrong where torch is.
         explain: print each of them that a program gets to stderr, with its reason, when it is compiled.

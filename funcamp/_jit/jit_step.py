@@ -8,7 +8,6 @@ import operator
 import os
 import threading
 import weakref
-from collections import Counter
 from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
@@ -21,10 +20,9 @@ from funcamp._jit.donation import arranged
 from funcamp._jit.executable import Executable, Options, make_executable
 from funcamp._jit.jit import check_step
 from funcamp._jit.known_calls import KnownCalls
-from funcamp._jit.progress import Progress
 from funcamp._jit.python_values import PythonValues
 from funcamp._jit.session import compile_session
-from funcamp._jit.signature import Key, difference, flattened, frame_of, key_of, shapes, without_values
+from funcamp._jit.signature import Key, difference, flattened, frame_of, key_of, shapes
 from funcamp._jit.state_memory import StateMemory
 from funcamp._layers import layer
 from funcamp._trace.tracing import running
@@ -69,10 +67,8 @@ class JitStep(Fixed):
         self._check_call = getattr(step, "check_call", None)
         self._state_moves = getattr(getattr(step, "loss_fn", None), "state_moves", None)
         self._python_values = PythonValues(_python_parts(step))
-        self._traces_in_vain = 0
-        """How often a value in Python changed, and the step was a known program."""
-        self._has_dropped = False
-        """Whether a program was dropped."""
+        self._traces = 0
+        """How often the step was traced."""
         self._last: Executable | None = None
         """That of the last call."""
         self._state_kinds: Tree = None
@@ -112,7 +108,7 @@ class JitStep(Fixed):
         Raises:
             TypeError: a leaf of state is not a tensor; step does not return a pair; a constant of the batch is not
                 hashable.
-            ValueError: state is unlike the first one; there are more batch signatures than `max_signatures`.
+            ValueError: state is unlike the first one.
             RuntimeError: step cannot be compiled or captured, reads the host, writes something else than its state, or
                 depends on what its Python keeps from call to call; there is no compiler; a tensor that step reads
                 besides its arguments has another shape, dtype or device than before.
@@ -289,13 +285,12 @@ class JitStep(Fixed):
             The program, the batch's tensors as it read them, and its results.
 
         Raises:
-            ValueError: there are more signatures than `max_signatures`.
             Exception: any error of the step, of the compiler or of the first run.
         """
-        self._check_count(batch, key)
+        task = self._task(batch, key)
         try:
-            with compile_session(self._task(batch, key)) as progress:
-                executable = self._make(key, memory, batch, progress)
+            with compile_session(task):
+                executable = self._make(key, memory, batch, task)
                 owned = memory.current  # where it is now: it may have been moved
                 inputs = arranged(tensors, executable.layouts, owned.memory)
                 executable = executable.captured_in(memory, inputs)
@@ -303,19 +298,18 @@ class JitStep(Fixed):
         except RuntimeError as error:
             advise("jit", error)
             raise
+        self._note_trace(task)
         # By identity: two programs would be compared field by field.
-        if any(executable is known for known in self._executables.values()):
-            self._note_trace_in_vain(key)
-        else:
+        if not any(executable is known for known in self._executables.values()):
             self._captured.add(executable.captured, executable.outside_state)
             if self.programs >= self._options.max_signatures:
-                self._drop_oldest(batch, key)
+                self._drop_oldest()
         memory.captured.add(self._captured)
         self._sharing.memory = memory
         self._executables[key] = executable
         return executable, inputs, results
 
-    def _make(self, key: Key, memory: StateMemory, batch: Tree, progress: Progress) -> Executable:
+    def _make(self, key: Key, memory: StateMemory, batch: Tree, task: str) -> Executable:
         """Return a program for a new signature: compiled, or one of those that differ in values of Python only."""
         return make_executable(
             self._step,
@@ -323,62 +317,39 @@ class JitStep(Fixed):
             memory,
             batch,
             self._python_values,
-            progress,
+            task,
             known=[executable for other_key, executable in self._executables.items() if other_key[:-1] == key[:-1]],
             compile_at_once=not self._executables,
         )
 
-    def _drop_oldest(self, batch: Tree, key: Key) -> None:
-        """Drop the oldest program, of those that differ from another one in values only, because one is too many."""
-        if not self._has_dropped:
-            self._has_dropped = True
+    def _note_trace(self, task: str) -> None:
+        """Count a trace; log the first one for which a program may have to be dropped."""
+        self._traces += 1
+        if self._traces == self._options.max_signatures + 1:
             _log.warning(
-                "jit: at most %d programs are kept (max_signatures), so that the oldest is dropped now, and compiled "
-                "again if it comes back; %s",
+                "jit: %d times now the step was traced: at most %d programs are kept (max_signatures), and the oldest "
+                "is dropped, and compiled again if it comes back; if this is at every call, it is slow: pad batches to "
+                "a few lengths, read what changes outside of the step, or raise max_signatures; %s",
+                self._traces,
                 self._options.max_signatures,
-                self._difference(batch, key),
+                task,
             )
-        counts = Counter(map(without_values, [*self._executables, key]))
-        oldest = next(self._executables[known] for known in self._executables if counts[without_values(known)] > 1)
+
+    def _drop_oldest(self) -> None:
+        """Drop the oldest program, but not that of the last call."""
+        oldest = min(self._executables.values(), key=lambda executable: executable is self._last)
         self._executables = {known: kept for known, kept in self._executables.items() if kept is not oldest}
         self._known_calls = KnownCalls()
 
-    def _check_count(self, batch: Tree, key: Key) -> None:
-        """Raise ValueError if there are too many signatures, not counting the values of constants and of Python."""
-        if len({*map(without_values, self._executables), without_values(key)}) > self._options.max_signatures:
-            raise ValueError(
-                f"jit: batch must have at most {self._options.max_signatures} signatures in all (max_signatures); "
-                f"{difference(batch, self._last_key, key)}: pad batches to a few lengths, or raise max_signatures"
-            )
-
-    def _difference(self, batch: Tree, key: Key) -> str:
-        """Return how a signature differs from that of the last call."""
-        text = difference(batch, self._last_key, key)
-        return text or self._python_values.change(self._last_key[-1], key[-1])
-
-    def _note_trace_in_vain(self, key: Key) -> None:
-        """Count a change of a value in Python that changes nothing; log that there are many."""
-        self._traces_in_vain += 1
-        if self._traces_in_vain == self._options.max_signatures:
-            _log.warning(
-                "jit: %d times now the step was traced again because a value in Python changed, and computes the same: "
-                "if this is at every call, it is slow, and the value should be read outside of the step; %s",
-                self._traces_in_vain,
-                self._python_values.change(self._last_key[-1], key[-1]),
-            )
-
     def _task(self, batch: Tree, key: Key) -> str:
-        """Return what is compiled, for the report of the progress: for a later signature, with what changed."""
+        """Return what is compiled, for reports; for a later signature, with what changed since the last call."""
         name = getattr(self._step, "__name__", type(self._step).__name__)
         task = f"{name} for a batch of {shapes(batch)}"
         if not self._executables:
             return task
-        return f"{task}; {self._difference(batch, key)}"
-
-    @property
-    def _last_key(self) -> Key:
-        """Return the fields of the signature of the last call."""
-        return next(key for key, executable in reversed(self._executables.items()) if executable is self._last)
+        last_key = next(key for key, executable in reversed(self._executables.items()) if executable is self._last)
+        change = difference(batch, last_key, key) or self._python_values.change(last_key[-1], key[-1])
+        return f"{task}; {change}"
 
     def _forget_programs(self) -> None:
         self._executables = {}

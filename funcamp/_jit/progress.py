@@ -1,4 +1,4 @@
-"""Report what a long compilation is doing, and how long it took."""
+"""Report that a compilation takes long, and how long it took."""
 
 from __future__ import annotations
 
@@ -17,63 +17,39 @@ _log = logging.getLogger("funcamp")
 PATIENCE = 2.0
 
 
-class Progress:
-    """The phases of a task, the first of which is tracing.
-
-    Args:
-        task: the object of "compiling" in a message.
-    """
-
-    def __init__(self, task: str) -> None:
-        self.task = task
-        self._phases: list[tuple[str, float]] = []
-        """With the time at which each began."""
-        self._has_spoken = False
-        self.phase("tracing")
-
-    def phase(self, name: str) -> None:
-        """Start the next phase of the task."""
-        self._phases.append((name, time.monotonic()))
-
-    def report_start(self) -> None:
-        """Report a task that takes long; runs in the timer's thread."""
-        self._has_spoken = True
-        present_phase, _ = self._phases[-1]
-        _say(f"jit: {present_phase} {self.task}; once for each batch signature")
-
-    def report_end(self, how: str) -> None:
-        """Report the end, if the start was reported."""
-        if not self._has_spoken:
-            return
-        names, starts = zip(*self._phases)
-        ends = [*starts[1:], time.monotonic()]
-        phases = ", ".join(f"{name} {end - start:.0f} s" for name, start, end in zip(names, starts, ends))
-        _say(f"jit: {how} after {ends[-1] - starts[0]:.0f} s ({phases}): {self.task}")
-
-
 @contextlib.contextmanager
-def progress_of(task: str) -> Iterator[Progress]:
+def reported(task: str) -> Iterator[None]:
     """Context manager: report a long task after two seconds, and at its end how long it took.
 
     If the logger "funcamp" is enabled for INFO, the two messages are logged; otherwise they go to stderr. Silent if
     that logger's own level is above INFO, and on every rank of torch.distributed except the first.
+
+    Args:
+        task: the object of "preparing" in a message.
     """
-    progress = Progress(task)
     if _is_silent():
-        yield progress
+        yield
         return
-    timer = threading.Timer(PATIENCE, progress.report_start)
+    has_spoken = threading.Event()
+
+    def report_start() -> None:
+        has_spoken.set()
+        _say(f"jit: preparing {task}; once for each batch signature")
+
+    timer = threading.Timer(PATIENCE, report_start)
     timer.name = "funcamp-progress"
     timer.daemon = True
+    start = time.monotonic()
     timer.start()
     how = "failed"
     try:
-        yield progress
+        yield
         how = "done"
     finally:
         timer.cancel()
         timer.join()
-        progress.report_end(how)
+        if has_spoken.is_set():
+            _say(f"jit: {how} after {time.monotonic() - start:.0f} s: {task}")
 
 
 def _is_silent() -> bool:

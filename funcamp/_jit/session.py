@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from funcamp._jit.progress import Progress, progress_of
+from funcamp._jit.progress import reported
 from funcamp._upstream.noise import without_noise
 
 #: make_fx and Inductor's options are of the process, so one thread at a time compiles.
@@ -23,16 +23,16 @@ _DEEP = 20_000
 
 
 @contextlib.contextmanager
-def compile_session(task: str) -> Iterator[Progress]:
+def compile_session(task: str) -> Iterator[None]:
     """Context manager around tracing and compiling one program.
 
-    It takes turns with other threads, collects garbage rarely, leaves inference mode and reports progress.
+    It takes turns with other threads, collects garbage rarely, leaves inference mode, and reports that it takes long.
 
     Args:
         task: what is compiled, for the report.
     """
-    with torch.inference_mode(False), _lock, _few_collections(), without_noise(), progress_of(task) as progress:
-        yield progress
+    with torch.inference_mode(False), _lock, _few_collections(), without_noise(), reported(task):
+        yield
 
 
 @contextlib.contextmanager

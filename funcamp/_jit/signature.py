@@ -101,12 +101,6 @@ def key_of(frame: Frame, leaves: list[object]) -> Key:
     return structure, tuple([leaf_key(leaf) for leaf in leaves]), *around  # type: ignore[return-value]
 
 
-def without_values(key: Key) -> Hashable:
-    """Return a key without values, of constants in the batch and in Python."""
-    structure, leaves, autocast, dtype, _ = key
-    return structure, tuple([leaf if len(leaf) > 2 else None for leaf in leaves]), autocast, dtype
-
-
 def leaf_key(leaf: Any) -> LeafKey:
     """Return all of a tensor but its values, strides and memory; else a description: 1, 1.0 and True differ."""
     kind: Any = type(leaf)

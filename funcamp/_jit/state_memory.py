@@ -48,27 +48,19 @@ class StateMemory:
         """The tensors that programs read besides their arguments."""
         self.kinds: Tree = like
         """The kinds of the first state, with the strides that programs are compiled for."""
-        self._owned: OwnedState | None = None
-        """The state of the last call; None if its memory is now that of a captured tensor."""
         self._donate = donate
         self._is_pinned = False
-        with torch.inference_mode(False), torch.no_grad():
-            self._owned = self._taken_over(state)
+        self.current = self._taken_over(state)
+        """The state of the last call, or that was taken for this one."""
         self.kinds = kinds(self.current.tree)
-
-    @property
-    def current(self) -> OwnedState:
-        """Return the state of the last call, or that was taken for this one."""
-        assert self._owned is not None
-        return self._owned
 
     def has(self, state: Tree) -> bool:
         """Return whether a state is that of the last call."""
-        return self._owned is not None and self._owned.is_of(state)
+        return self.current.is_of(state)
 
     def meets(self, tensor: Tensor) -> bool:
         """Return whether a tensor shares memory with the state."""
-        return self._owned is not None and self._owned.memory.meets(tensor)
+        return self.current.memory.meets(tensor)
 
     def take(self, state: Tree) -> None:
         """Put another state into memory that programs may write; with CUDA graphs, copy it into their static memory.
@@ -76,12 +68,14 @@ class StateMemory:
         Raises:
             ValueError: it is unlike the first state in structure, shape, dtype or device.
         """
+        if self.graphs is None:
+            self.current = self._taken_over(state)
+            return
         with torch.inference_mode(False), torch.no_grad():
-            if self._owned is not None and self.graphs is not None:
-                self._owned.refill(state, self.kinds)
-            else:
-                self._owned = self._taken_over(state)
+            self.current.refill(state, self.kinds)
 
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _taken_over(self, state: Tree) -> OwnedState:
         """Return a state in memory that programs may write, outside of the tensors that they read besides it."""
         # The memory of a graph is written at every call. If the caller's state must not be written, it is copied.
@@ -107,7 +101,7 @@ class StateMemory:
         """Return the next state, of which a program that does not donate has made the leaves."""
         next_state = OwnedState(self.current.filled(leaves), is_written=False)
         if self.graphs is None:  # else it is copied into the static memory when it is passed
-            self._owned = next_state
+            self.current = next_state
         return next_state.tree
 
     def pin(self) -> None:
@@ -117,7 +111,7 @@ class StateMemory:
             _pinned_memories.add(self)
 
     def move_away_from(self, tensors: list[Tensor]) -> None:
-        """Copy the state elsewhere if it shares memory with tensors that a new program reads besides its arguments.
+        """Copy the state elsewhere if it shares memory with tensors that programs read besides their arguments.
 
         Raises:
             RuntimeError: it must stay where it is.
@@ -131,14 +125,13 @@ class StateMemory:
                 f"earlier CUDA graph writes; got {_tree.describe(shared)}: take it from the state that step gets, or "
                 "read a clone() of it"
             )
-        self._owned = take_over(self.current.tree, self.kinds, avoid=Memory(), copy=True)
+        self.current = take_over(self.current.tree, self.kinds, avoid=Memory(), copy=True)
 
     def follow(self, captured: CapturedTensors) -> None:
-        """Adopt captured tensors that were given other memory; give up the state's memory if it is now theirs.
+        """Adopt captured tensors that were given other memory; leave the state's memory if it is now theirs.
 
         Raises:
             RuntimeError: a CUDA graph reads the former memory, or a program the former kind of tensor.
         """
         captured.follow(may_move=self.graphs is None)
-        if any(map(self.meets, captured.outside_state)):
-            self._owned = None
+        self.move_away_from(captured.outside_state)

@@ -10,7 +10,6 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._memory import MemoryMark, memory_of
 from funcamp._optim.arguments import EXAMPLE
-from funcamp._trace.tracing import ordinary_views
 from funcamp._types import Tree
 
 
@@ -59,8 +58,7 @@ def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
     if is_of_this_package or torch.compiler.is_dynamo_compiling():
         return _applied(part, update, state)
     marks_before = _marks(update, state)
-    with ordinary_views():
-        result = _applied(part, update, state)
+    result = _applied(part, update, state)
     if _marks(update, state) != marks_before:
         raise ValueError(
             f"chain: {part!r} must not write into the parameters, the gradients or the state that it gets: a skipped "

@@ -10,7 +10,6 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._jit.executable import Executable
 from funcamp._jit.jit_step import JitStep
-from funcamp._jit.progress import Progress
 from funcamp._jit.session import compile_session
 from funcamp._jit.signature import Key, difference, shapes, shown
 from funcamp._jit.state_memory import StateMemory
@@ -54,8 +53,7 @@ class LoadedStep(JitStep):
         number = self._python_values.number()
         self._in_file: dict[Key, Executable] = {}
         # Loading replaces a method of torch's, so threads take turns.
-        with compile_session(f"a step of {path}") as progress:
-            progress.phase("loading")
+        with compile_session(f"a step of {path}"):
             for program in description.programs:
                 *fields, _ = program.key
                 self._in_file[(*fields, number)] = runnable(program)  # type: ignore[index]
@@ -83,7 +81,7 @@ class LoadedStep(JitStep):
         """
         return restore("load_state_dict", saved, like, Parallel())
 
-    def _make(self, key: Key, memory: StateMemory, batch: Tree, progress: Progress) -> Executable:
+    def _make(self, key: Key, memory: StateMemory, batch: Tree, task: str) -> Executable:  # noqa: ARG002
         """Return the program of a signature from the file.
 
         Raises:
@@ -100,5 +98,4 @@ class LoadedStep(JitStep):
                 f"{self!r}: batch must be like one of those in the file: {signatures}; got {shapes(batch)}, where "
                 f"{difference(batch, next(reversed(self._in_file)), key)}: call the step with such a batch before save"
             )
-        progress.phase("running")
         return self._in_file[key]

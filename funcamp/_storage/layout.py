@@ -13,6 +13,7 @@ In storage that is not flat every tensor is a separate group, in its own shape.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,6 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._memory import identity, rebind
-from funcamp._trace.tracing import slices
 from funcamp._types import Tree
 
 #: The number of elements at a multiple of which a matrix starts; a vector at half of it.
@@ -109,8 +109,15 @@ class Layout:
         """Return the views of some slots of one group of flat storage; one number per group is the view of each."""
         if not group.dim():
             return [group] * len(numbers)
-        chosen_slots = [self.slots[number] for number in numbers]
-        return slices(group, padded_sizes, [(slot.place, slot.shape) for slot in chosen_slots])
+        parts = torch.split(group, list(padded_sizes))
+        views: list[Tensor] = []
+        for slot in [self.slots[number] for number in numbers]:
+            part = parts[slot.place]
+            count = math.prod(slot.shape)
+            if count != padded_sizes[slot.place]:  # the rest is padding
+                part = part[:count]
+            views.append(part.view(slot.shape))
+        return views
 
     def join(self, values: Sequence[Tensor | None]) -> Groups:
         """Return one tensor per group from one per slot, in one dtype; None for a group without values."""

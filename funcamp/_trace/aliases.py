@@ -116,26 +116,9 @@ def written_arguments(node: fx.Node) -> list[fx.Node]:
         is_training = len(node.args) > 5 and node.args[5]
         running_statistics = node.args[3:5] if is_training else ()
         return _nodes_in(list(running_statistics))
-    if getattr(node.target, "_schema", None) is None:
-        return node.all_input_nodes if _may_write(node) else []
-    return _nodes_in(aliased(node.target, node.args, node.kwargs, written=True))
-
-
-def _may_write(node: fx.Node) -> bool:
-    """Return whether an operation that takes graphs or kernels may write to any of its tensors."""
     if str(node.target) == "triton_kernel_wrapper_mutation":
-        return True
-    root = node.graph.owning_module
-    for argument in node.all_input_nodes:
-        body = getattr(root, str(argument.target), None) if argument.op == "get_attr" else None
-        if isinstance(body, fx.GraphModule) and _writes_inputs(body.graph):
-            return True
-    return False
-
-
-def _writes_inputs(graph: fx.Graph) -> bool:
-    """Return whether a graph writes to the memory of its inputs."""
-    return any(memory.op == "placeholder" for memory in Aliases(graph).writers)
+        return node.all_input_nodes
+    return _nodes_in(aliased(node.target, node.args, node.kwargs, written=True))
 
 
 def _nodes_in(tree: list[object]) -> list[fx.Node]:

@@ -65,7 +65,7 @@ def changed_state(graph: Graph) -> set[int]:
 
 
 def _described(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> Iterator[bytes]:
-    """Yield each node as a text, and what is behind the names of constants and of inner graphs.
+    """Yield each node as a text, and what is behind the names of constants.
 
     A node has its number in place of its name, which follows from operations that are left out, too.
     """
@@ -77,9 +77,7 @@ def _described(module: fx.GraphModule, nodes: Iterable[fx.Node]) -> Iterator[byt
         if node.op != "get_attr":
             continue
         value = getattr(module, str(node.target), None)
-        if isinstance(value, fx.GraphModule):
-            yield from _described(value, value.graph.nodes)
-        elif isinstance(value, Tensor):
+        if isinstance(value, Tensor):
             yield _bytes_of(value)
 
 

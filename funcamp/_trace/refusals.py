@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._trace.schema import reads_no_value
@@ -25,14 +25,8 @@ else:
 
 _aten = torch.ops.aten
 _COPIES_TO_A_DEVICE = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}
-#: The types of a branch or a loop body that torch.compile has not made a graph of.
-_PYTHON_FUNCTIONS = (FunctionType, MethodType, functools.partial, torch.nn.Module)
-_BRANCHES = (
-    "not call torch.cond or a relative of it ({name}) while torch.compile is switched off, as it makes graphs of the "
-    "branches; {line} does: make the first call outside of torch.compiler.set_stance('force_eager') and of modes such "
-    "as FlopCounterMode, without TORCH_COMPILE_DISABLE, or take torch.where on the results, or a Python bool in the "
-    "batch"
-)
+#: The types of a branch or a loop body.
+_FUNCTIONS = (FunctionType, MethodType, functools.partial, torch.nn.Module)
 
 
 def refuse_packing(func: Operation) -> None:
@@ -109,15 +103,16 @@ def refuse_capture(func: Operation, tensor: Tensor, home: Set[str], *, in_cuda_g
         )
 
 
-def refuse_python_branches(func: Operation, args: Args) -> None:
-    """Raise HostError for torch.cond and its relatives with a Python function that is not a graph yet.
+def refuse_branches(func: Operation, args: Args) -> None:
+    """Raise HostError for torch.cond and its relatives.
 
-    torch.compile makes graphs of branches and loop bodies, whose inputs are all that they read. torch's own trace of a
-    Python function would fix the values of what it reads besides its operands.
+    torch's own trace of a branch or a loop body would fix the values of what it reads besides its operands.
     """
-    for arg in args:
-        if isinstance(arg, _PYTHON_FUNCTIONS) and not isinstance(arg, fx.GraphModule):
-            raise HostError(_BRANCHES.format(name=getattr(func, "__name__", func), line=line_in_stack()))
+    if any(isinstance(arg, _FUNCTIONS) for arg in args):
+        raise HostError(
+            f"not call torch.cond or a relative of it ({getattr(func, '__name__', func)}); {line_in_stack()} does: "
+            "take torch.where on the results, a Python bool in the batch, or a mask of scaled_dot_product_attention"
+        )
 
 
 @contextlib.contextmanager

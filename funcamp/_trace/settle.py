@@ -45,13 +45,12 @@ class _Change(NamedTuple):
 _Values = dict[Identity, tuple[Place, object]]
 
 
-def settle(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_known: Callable[[Graph], bool]) -> Graph:
+def settle(trace_once: Callable[[], Graph], roots: Mapping[str, object]) -> Graph:
     """Return the graph of a step's run that changed nothing in Python, or on which two runs agree.
 
     Args:
         trace_once: runs it.
         roots: the objects that its Python reaches, by name.
-        is_known: whether a program of an earlier call computes the same, so that one run is enough.
 
     Raises:
         HostError: what it computes depends on what its Python keeps; it replaces a tensor that it reads; it writes
@@ -79,7 +78,7 @@ def settle(trace_once: Callable[[], Graph], roots: Mapping[str, object], is_know
             if former is not None:
                 _refuse_other_state(former, graph, changes_before)
             is_like_former = former is not None and _is_same(former, graph)
-            if has_changed_nothing or is_known(graph) or is_like_former:
+            if has_changed_nothing or is_like_former:
                 _log_notes(graph, changes)
                 return graph._replace(changed_places={change.place.identity for change in changes})
             former, before, changes_before, drawn_before = graph, after, changes, drawn

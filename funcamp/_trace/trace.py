@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from funcamp import _tree, _upstream
 from funcamp._trace.as_compiled import as_compiled
-from funcamp._trace.host_values import move_constants
+from funcamp._trace.host_values import compute_host_values
 from funcamp._trace.inner_casts import watch_autocast
 from funcamp._trace.interface import Input, Outputs, outputs_of
 from funcamp._trace.kept_tensors import give_values_to_kept
@@ -90,7 +90,6 @@ def trace(
     *,
     in_cuda_graph: bool = False,
     roots: Mapping[str, object] | None = None,
-    is_known: Callable[[Graph], bool] = lambda _: False,
     state_count: int = 0,
 ) -> Graph:
     """Trace fn for arguments like these.
@@ -102,7 +101,6 @@ def trace(
         home: the types of device that it must not leave.
         in_cuda_graph: whether it becomes a CUDA graph, which keeps shapes, and what the host has, as it was captured.
         roots: the objects that its Python reaches, by name.
-        is_known: whether a program of an earlier call computes the same.
         state_count: the number of args, the first ones, that are the state.
 
     Raises:
@@ -113,7 +111,7 @@ def trace(
     """
     roots = {} if roots is None else roots
     trace_once = functools.partial(_trace_once, fn, args, home, in_cuda_graph, roots, state_count)
-    return settle(lambda: _trace_as_compiled_or_eager(trace_once), roots, is_known)
+    return settle(lambda: _trace_as_compiled_or_eager(trace_once), roots)
 
 
 def _trace_as_compiled_or_eager(trace_once: Callable[..., Graph]) -> Graph:
@@ -195,8 +193,8 @@ def _trace_once(
     )
     _erase_unused_copies(module.graph)
     _delete_fake_constants(module)
-    if in_cuda_graph:
-        move_constants(module, arguments[0].device, fake_mode)
+    if in_cuda_graph and "cpu" not in home:
+        compute_host_values(module, arguments[0].device, fake_mode)
     with fake_mode:  # with a ShapeEnv, torch makes symbols of sizes if they are not said to be static
         examples += [fake_mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in captured]
     return Graph(
@@ -245,7 +243,7 @@ class _PlainFunction:
             plain_tensors = iter(tensors)
             next_state, metrics = self._fn([wrap(wrapper, plain_tensors) for wrapper in self.argument_wrappers])
             _refuse_open_numbers(metrics)
-            results = [self._watch.with_constant(result) for result in (*next_state, *_tree.tensors_in(metrics))]
+            results = [*next_state, *_tree.tensors_in(metrics)]
             self.wrappers = [wrapper_of(result) for result in results]
             self.outputs = outputs_of(len(next_state), metrics)
             self.plain_state_count = len(unwrap_all(next_state))

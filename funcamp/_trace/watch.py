@@ -3,34 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
-from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import (
     disable_proxy_modes_tracing,
     get_proxy_mode,
     get_proxy_slot,
-    track_tensor_tree,
 )
 
 from funcamp import _tree, _upstream
-from funcamp._trace.host_values import HostValues
 from funcamp._trace.refusals import (
     fake_tensors_of,
+    refuse_branches,
     refuse_capture,
     refuse_draw_on_host,
     refuse_move,
     refuse_packing,
-    refuse_python_branches,
     refuse_waiting,
 )
 from funcamp._trace.torch_draws import TraceDraws
 from funcamp._trace.trace_errors import read_error
-from funcamp._trace.tracing import RequestedViews, current
+from funcamp._trace.tracing import current
 from funcamp._trace.user_line import line_in_stack
 from funcamp._types import Args, Kwargs, Operation
 from funcamp._upstream.value_reads import answer_to_read
@@ -43,8 +39,6 @@ else:
     FakeTensorMode = _upstream.find("torch._subclasses.fake_tensor.FakeTensorMode")
     TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
 
-#: Whether torch.cond or a relative of it calls Dynamo in this thread.
-_in_higher_order_call = _upstream.find("torch._higher_order_ops.utils._in_hop_compile", lambda: False)
 _aten = torch.ops.aten
 _ITEM = _aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
@@ -64,21 +58,10 @@ class TraceWatch(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    @classmethod
-    def is_infra_mode(cls) -> bool:
-        """Return whether Dynamo may trace a call in spite of this mode.
-
-        torch.cond and while_loop let Dynamo find the tensors that their branches read. Nothing else: a part of a
-        model that torch.compile compiled runs as the Python that it was.
-        """
-        return bool(_in_higher_order_call())
-
     def __init__(self, home: Set[str], fake_mode: FakeTensorMode, *, in_cuda_graph: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._home = home
         self._in_cuda_graph = in_cuda_graph
-        self._computes_host_values = in_cuda_graph and "cpu" not in home
-        self._host_values = HostValues()
         self._fake_mode = fake_mode
         self._tracer: Any = None
         self.captured: dict[int, Tensor] = {}
@@ -109,13 +92,11 @@ class TraceWatch(TorchDispatchMode):
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         kwargs = kwargs or {}
-        refuse_python_branches(func, args)
+        refuse_branches(func, args)
         refuse_packing(func)
         refuse_waiting(func)
         tags = getattr(func, "tags", ())
         draws = torch.Tag.nondeterministic_seeded in tags
-        if self._computes_host_values and not draws and self._host_values.follows(func, args, kwargs):
-            return self._host_values.compute(func, args, kwargs)
         args, kwargs = self._with_fakes(func, args, kwargs)
         if func is _ITEM and (answer := answer_to_read()) is not None:
             return answer
@@ -131,10 +112,6 @@ class TraceWatch(TorchDispatchMode):
             refuse_move(func, tensor, args, kwargs, self._home)
         return result
 
-    def with_constant(self, result: Tensor) -> Tensor:
-        """Return a result of the step; a constant in place of one that was computed on the host."""
-        return self._host_values.constant(result) if self._host_values.has(result) else result
-
     # Tensors that the step reads besides its arguments
 
     def _with_fakes(self, func: Operation, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -147,9 +124,6 @@ class TraceWatch(TorchDispatchMode):
             return args, kwargs
         for index in positions:
             tensor = leaves[index]
-            if self._host_values.has(tensor):
-                leaves[index] = self._host_values.constant(tensor)
-                continue
             refuse_capture(func, tensor, self._home, in_cuda_graph=self._in_cuda_graph)
             leaves[index] = self._fake_of(tensor)
         args, kwargs = _tree.unflatten(leaves, spec)
@@ -163,29 +137,6 @@ class TraceWatch(TorchDispatchMode):
             self._fakes[id(tensor)] = fake
             self.captured[id(fake)] = tensor
         return self._fakes[id(tensor)]
-
-    # Tensors of the graph
-
-    def slices(self, tensor: Tensor, sizes: Sequence[int], requested: RequestedViews) -> list[Tensor] | None:
-        """Record views; None for a tensor of no or another trace, and where derivatives have to pass."""
-        proxy_mode = get_proxy_mode()
-        is_innermost = proxy_mode is not None and proxy_mode.tracer is self._tracer
-        slot: Any = get_proxy_slot(tensor, self._tracer, None)
-        if not is_innermost or slot is None or tensor.requires_grad or forward_ad._current_level >= 0:
-            return None
-        parts = _aten.split_with_sizes.default(slot.proxy, list(sizes))
-        views: list[Tensor] = []
-        for number, shape in requested:
-            part = parts[number]
-            count = math.prod(shape)
-            if count < sizes[number]:
-                part = _aten.slice.Tensor(part, 0, 0, count)
-            # The operations are recorded on proxies, without tensors. The view gets one with an offset of zero.
-            with disable_proxy_modes_tracing():
-                view = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-            proxy = _aten.view.default(part, list(shape))
-            views.append(track_tensor_tree(view, proxy, constant=None, tracer=self._tracer))
-        return views
 
     def node_of(self, value: Tensor) -> fx.Node | None:
         """Return the node of a tensor of this graph; None for any other tensor."""

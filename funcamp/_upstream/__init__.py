@@ -52,10 +52,6 @@ LOST_KEYWORDS = VERSION < (2, 15)
 LOST_NAN = VERSION < (2, 14)
 #: vmap has no rule for `view(dtype)`: `numerics/counting.py`.
 NO_RULE_FOR_BITS = VERSION < (2, 13)
-#: Inductor writes inputs back in their order, even if one is the new value of another:
-#: `_jit/passes/write_backs.py`.
-#: https://github.com/pytorch/pytorch/issues/198131
-WRITE_BACK_ORDER = VERSION < (2, 15)
 #: Inductor reads other rows of some tensors whose shape follows from values, and so gets no such programs:
 #: `_jit/compile.py`. Torch 2.11 reads the right ones in the test, and has not been tried further.
 WRONG_ROWS = VERSION < (2, 15)
@@ -94,7 +90,6 @@ PRIVATE = {
     "torch._foreach_copy_": "captured steps, and GradScaler with 16-bit gradients, do not work",
     "torch._foreach_mul_": "GradScaler does not work",
     "torch._foreach_norm": "GradScaler does not work on a GPU",
-    "torch._higher_order_ops.utils._in_hop_compile": "jit does not take torch.cond and while_loop",
     "torch._inductor.codecache.CppPythonBindingsCodeCache": "a first call takes longer",
     "torch._inductor.codecache.CppWrapperCodeCache": "a first call takes longer",
     "torch._inductor.codecache.PyCodeCache": "a compiled step cannot be saved",
@@ -126,7 +121,7 @@ PRIVATE = {
     "torch.optim.optimizer._global_optimizer_pre_hooks": "GradScaler.step reads found_inf on the host",
     "torch.utils._python_dispatch.TorchDispatchMode": "jit does not work",
     "torch.utils._python_dispatch._disable_current_modes": (
-        "stateless is not made under FakeTensorMode, torch.compile, and a captured step makes no tensor on the host"
+        "stateless is not made under FakeTensorMode or torch.compile"
     ),
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "jit does not work",
     "torch.utils._pytree.GetAttrKey": "leaves have no names: no state_dict",

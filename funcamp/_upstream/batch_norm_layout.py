@@ -25,7 +25,7 @@ _FORMAT_GIVEN_BY: dict[Operation, int] = {
 def give_kernels_layouts(mode: Any) -> None:
     """Make a mode of tensors without values give results of a batch norm the layout that a CPU's kernel gives them.
 
-    In the mode itself: torch.cond and others ask for its class.
+    In the mode itself: torch asks for its class.
     """
     dispatch = mode.dispatch
 

@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from funcamp import jit
-from funcamp._cpu import products
-from funcamp._cpu.product_times import Product
 from tests.support.generated import code_of, written
 from tests.support.helpers import assert_close
 
@@ -89,14 +87,7 @@ def test_a_float16_product_overflows_where_torch_s_does() -> None:
 
 
 @pytest.mark.inductor
-def test_large_products_are_torch_s_if_those_are_faster(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[Product] = []
-
-    def never(product: Product) -> bool:
-        asked.append(product)
-        return False
-
-    monkeypatch.setattr(products, "kernel_is_faster", never)
-    run = jit(lambda total, batch: (total + 1, batch[0] @ batch[1].t()))
-    assert "brgemm" not in written(run, torch.zeros(()), batch_of(128, 128, 128))
-    assert asked == [Product(128, 128, 128, torch.get_num_threads())]
+def test_large_products_of_few_rows_and_in_bfloat16_are_torch_s() -> None:
+    batch = *batch_of(8, 512, 512)[:2], *batch_of(128, 128, 128, torch.bfloat16)[:2]
+    run = jit(lambda total, batch: (total + 1, (batch[0] @ batch[1].t(), batch[2] @ batch[3].t())))
+    assert "brgemm" not in written(run, torch.zeros(()), batch)

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from funcamp import jit, make_train_step, module_loss
 from funcamp._cpu.small_buffers import in_one_block
 from tests.support.generated import code_of
 from tests.support.helpers import assert_same
-from tests.support.steps import SGD, assert_as_eager
+from tests.support.steps import SGD
 
 MAKE = """    AtenTensorHandle {0}_handle;
     AOTI_TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided({1}, {2}, {3}, cached_torch_dtype_{4}, cached_torch_device_type_cpu, 0, &{0}_handle));
@@ -97,16 +97,3 @@ def test_no_number_changes_and_metrics_are_kept() -> None:
     assert_same([state, rows], without)
     for metrics, loss in rows:  # what a caller has is not in a block that later calls write
         assert_same(metrics.loss, loss)
-
-
-@pytest.mark.inductor
-def test_branches_have_their_own_values() -> None:
-    def step(state: Tensor, x: Tensor) -> tuple[Tensor, Any]:
-        total = (x * state).sum()
-        more: Tensor = torch.cond(
-            total > 0, lambda x: (x.sin().sum() + x).sum(), lambda x: (x.cos().sum() - x).sum(), [x]
-        )
-        return state + more, (total, more.square())
-
-    x = torch.linspace(0.1, 1, 3)
-    assert_as_eager(step, jit(step), torch.ones(3), [x, -x, x], 1e-6)

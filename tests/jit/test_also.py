@@ -70,13 +70,11 @@ def test_a_tensor_in_the_memory_of_the_state_that_a_later_step_reads(mode: str, 
 
 
 def test_the_other_step_has_options_of_its_own() -> None:
-    run = jit(generator_step, backend="eager", unroll=2, max_signatures=1)
+    run = jit(generator_step, backend="eager", unroll=2)
     one, two = run.also(difference), run.also(difference, unroll=2)
     state, _ = run(begun(), torch.ones(2, 4))
     assert one(state, torch.ones(4))[1].shape == ()
     assert two(state, torch.ones(2, 4))[1].shape == (2,)
-    with pytest.raises(ValueError, match="at most 1 signatures"):
-        one(state, torch.ones(3))
 
 
 def test_a_step_that_no_one_has_is_dropped_with_what_it_reads(compiled: Compiled) -> None:

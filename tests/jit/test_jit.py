@@ -69,18 +69,6 @@ def test_a_state_changed_in_place_is_checked_and_a_refused_call_loses_nothing(ch
     assert run(other, X)[0]["total"] == 4
 
 
-def test_too_many_signatures_are_refused_and_the_leaf_is_named() -> None:
-    run, state = eager_backend(add, max_signatures=2), start()
-    for size in (2, 3):
-        state, _ = run(state, {"x": torch.ones(size)})
-    changed = r"at most 2 signatures.*batch\['x'\] changed from .*\(3,\) on cpu to .*\(4,\)"
-    for batch, message in (({"x": torch.ones(4)}, changed), ([torch.ones(4)], "its structure changed")):
-        with pytest.raises(ValueError, match=message):
-            run(state, batch)
-    state, _ = run(state, X)
-    assert state["total"] == 7
-
-
 def test_a_first_call_that_fails_binds_nothing() -> None:
     def step(state: Any, batch: Tensor) -> Any:
         return {**state, "x": state["x"] + state["y"] * batch.sum()}, None

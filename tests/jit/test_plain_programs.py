@@ -13,37 +13,6 @@ from funcamp import jit, make_train_step, module_loss
 from tests.support.steps import SGD, assert_as_eager
 
 
-class Branches(nn.Module):
-    """A branch that reads a parameter besides its operand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.gain = nn.Linear(4, 4), nn.Parameter(torch.ones(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.layer(x)
-        chosen = torch.cond(x.sum() > 0, lambda a: (a * self.gain).sin(), lambda a: a - 1, (hidden,))
-        loss: Tensor = chosen.square().mean()
-        return loss
-
-
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
-def test_branches_that_follow_from_values_are_the_eager_ones(backend: str) -> None:
-    x, step = torch.randn(3, 4).abs(), make_train_step(module_loss(Branches()), SGD)
-    run = jit(step, backend=backend, compile_after=0)
-    assert_as_eager(step, run, step.init(), [(x,), (-x,), (x * 2,)], 1e-6)
-
-
-def test_branches_that_torch_compile_does_not_trace_are_refused() -> None:
-    def add(state: Tensor, batch: Any) -> Any:  # would keep the first call's batch and flag
-        return torch.cond(batch[1], lambda: state + 1, lambda: state - batch[0].sum(), ()), None
-
-    refused = r"jit: step must not call torch.cond .*test_plain_programs.py.* does: .*torch.where.*bool in the batch"
-    with torch.compiler.set_stance("force_eager"), pytest.raises(RuntimeError, match=refused):
-        jit(add, backend="eager")(torch.ones(()), (torch.ones(3), torch.tensor(True)))
-
-
 def test_anomaly_mode_is_left_out_of_a_jitted_step(caplog: pytest.LogCaptureFixture) -> None:
     model = nn.Linear(4, 1)
     step = make_train_step(module_loss(model, F.mse_loss), SGD)

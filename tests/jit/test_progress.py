@@ -62,13 +62,12 @@ def compiled(stream: Stream, *batches: Tensor, fails: bool = False) -> str:
 def test_it_is_two_lines_on_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
     stream = stderr(monkeypatch)
     lines = compiled(stream, torch.ones(3, 2), torch.ones(2)).splitlines()
-    done = r"done after \d+ s \(tracing \d+ s, compiling \d+ s, running \d+ s\)"
-    assert lines[0] == "funcamp.jit: tracing take for a batch of float32[3, 2]; once for each batch signature"
-    assert re.fullmatch(rf"funcamp.jit: {done}: take for a batch of float32\[3, 2\]", lines[1])
+    assert lines[0] == "funcamp.jit: preparing take for a batch of float32[3, 2]; once for each batch signature"
+    assert re.fullmatch(r"funcamp.jit: done after \d+ s: take for a batch of float32\[3, 2\]", lines[1])
     assert "float32[2]; batch changed from a torch.float32 tensor of shape (3, 2) on cpu to a" in lines[2]
     with pytest.raises(ValueError, match="mine"):
         compiled(stream, torch.ones(3), fails=True)
-    assert re.search(r"jit: failed after \d+ s \(tracing \d+ s\): take for a batch", stream.getvalue())
+    assert re.search(r"jit: failed after \d+ s: take for a batch", stream.getvalue())
 
 
 def test_a_logger_that_is_enabled_gets_it_instead(
@@ -78,7 +77,7 @@ def test_a_logger_that_is_enabled_gets_it_instead(
     monkeypatch.setattr(caplog.handler, "stream", stream)
     with caplog.at_level(logging.INFO, "funcamp"):
         lines = compiled(stream, torch.ones(3)).splitlines()
-    assert ["jit: tracing take" in lines[0], "jit: done after" in lines[1], len(lines)] == [True, True, 2]
+    assert ["jit: preparing take" in lines[0], "jit: done after" in lines[1], len(lines)] == [True, True, 2]
     assert other.getvalue() == ""
 
 

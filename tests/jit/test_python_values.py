@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -72,10 +73,8 @@ def test_a_value_that_changes_nothing_needs_no_program(caplog: pytest.LogCapture
         model.epoch = epoch
         assert_right(step, run, state)
         assert run.programs == (1 if epoch < 30 else 2)
-    assert any(
-        "2 times now the step was traced again" in w and "model.epoch changed from 1 to 2" in w
-        for w in warnings_of(caplog)
-    )
+    (warning,) = [text for text in warnings_of(caplog) if "3 times now the step was traced" in text]
+    assert "model.epoch changed from 1 to 2" in warning
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -92,11 +91,10 @@ def test_an_old_value_has_its_program_and_the_oldest_is_dropped_with_a_warning(
     (warning,) = [text for text in warnings_of(caplog) if "at most 3 programs are kept" in text]
     assert "model.factor changed from" in warning
     assert "keep it in a tensor" in warning
-    caplog.clear()
     for factor in (2.0, 3.0, 4.0):  # the others are there
         model.factor = factor
         assert_right(step, run, state)
-    assert not caplog.records
+    assert run._traces == 4
     assert_right(step, run, state, rows=4)  # another size drops another value's program
     assert run.programs == 3
 
@@ -115,6 +113,31 @@ def test_a_global_with_the_name_of_an_attribute_may_change() -> None:
         linear += 1.0
     assert run.programs == 1
     assert run._traces_in_vain == 0
+
+
+CHANGES: dict[str, tuple[Any, str]] = {
+    "a shape": ({"x": torch.ones(4)}, r"batch\['x'\] changed from .*\(3,\) on cpu to .*\(4,\)"),
+    "a structure": ([torch.ones(3)], "its structure changed"),
+    "a default dtype": ({"x": torch.ones(3)}, "default dtype changed from torch.float32 to torch.float64"),
+    "an autocast": ({"x": torch.ones(3)}, "autocast around the call changed from None to .*: call it without a region"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_log_line_names_what_changed_when_a_program_is_dropped(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    batch, text = CHANGES[name]
+    run, state = jit(lambda state, batch: (state + 1, None), backend="eager", max_signatures=2), torch.zeros(())
+    for size in (2, 3):
+        state, _ = run(state, {"x": torch.ones(size)})
+    if name == "a default dtype":
+        monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.float64)
+    with torch.autocast("cpu", torch.float16, enabled=name == "an autocast"):
+        run(state, batch)
+    (warning,) = warnings_of(caplog)
+    assert re.search(f"at most 2 programs are kept .*pad batches.*{text}", warning)
+    assert run.programs == 2
 
 
 def test_what_a_schedule_reads_is_followed() -> None:

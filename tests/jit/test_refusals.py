@@ -185,6 +185,12 @@ PYTHON: dict[str, tuple[Callable[[Tensor, Tensor], Any], str, str]] = {
     "another device": (lambda w, x: w.to("meta"), "one type of device", 'to."meta"'),
     "no values": (lambda w, x: BARE + x.to("meta"), "must (read tensors with values only|.*one type of device)", ""),
     "a sparse tensor": (lambda w, x: SPARSE @ x, "read strided tensors only, .*make it dense", ""),
+    "branches": (
+        # contract: "`jit` of `torch.cond`"
+        lambda w, x: torch.cond(w > 1, lambda: x + 1, lambda: x - OWN, ()),
+        "not call torch.cond or a relative",
+        "",
+    ),
     "nested tensors": (lambda w, x: torch.nested.nested_tensor([x], layout=torch.jagged), "not make nested", "nested"),
     "packed sequences": (packed, "must not pack sequences, whose lengths are values", "pack_padded"),
     "a CTC loss": (

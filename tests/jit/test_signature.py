@@ -32,16 +32,13 @@ def test_copies_and_pickles_are_not_compiled_yet() -> None:
 
 def test_another_autocast_around_the_call_is_another_signature() -> None:
     linear = torch.nn.Linear(64, 64)
-    run = jit(lambda state, batch: (state + 1, linear(batch)), backend="eager", max_signatures=2)
+    run = jit(lambda state, batch: (state + 1, linear(batch)), backend="eager")
     state, batch = torch.zeros(()), torch.randn(2, 64)
     with torch.autocast("cpu", torch.bfloat16):
         state, half = run(state, batch)
     for _ in range(2):
         state, full = run(state, batch)
     assert (half.dtype, full.dtype, run.programs) == (torch.bfloat16, torch.float32, 2)
-    changed = r"autocast around the call changed from None to .*torch.float16.*: call it without a region, and give"
-    with torch.autocast("cpu", torch.float16), pytest.raises(ValueError, match=changed):
-        run(state, batch)
 
 
 @pytest.fixture
@@ -55,15 +52,12 @@ def test_another_default_dtype_is_another_signature() -> None:
     def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Any]:
         return state + batch, (batch / 3, batch * 1.5, torch.full((2,), 0.1))
 
-    run, state, batch = jit(step, backend="eager", donate=False, max_signatures=2), torch.zeros(2), torch.arange(2)
+    run, state, batch = jit(step, backend="eager", donate=False), torch.zeros(2), torch.arange(2)
     for programs, dtype in enumerate((torch.float32, torch.float64), 1):
         torch.set_default_dtype(dtype)
         for _ in range(2):
             assert_same(run(state, batch), step(state, batch))
         assert run.programs == programs
-    torch.set_default_dtype(torch.bfloat16)
-    with pytest.raises(ValueError, match=r"default dtype changed from torch.float64 to torch.bfloat16"):
-        run(state, batch)
 
 
 def call(run: JitStep, state: Any, batch: Any) -> Any:

@@ -150,7 +150,7 @@ def program_of(step: Callable[[Any, Any], Any], state: object, batch: object, **
     memory: Any = types.SimpleNamespace(current=owned, kinds=None, graphs=None)
     given = [leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     with on_gpu(stop):
-        graph = executable.trace_step(step, run._options, memory, batch, given, {}, lambda _: False)
+        graph = executable.trace_step(step, run._options, memory, batch, given, {})
         with pretended(), graph.mode, torch.no_grad(), FlopCounterMode(display=False) as counter:
             graph.module(*graph.examples)
         try:

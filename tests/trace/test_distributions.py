@@ -48,9 +48,7 @@ def normal(params: Params) -> d.Normal:
 LOSSES: dict[str, Callable[[Params, Tensor], Any]] = {
     "autoencoder": autoencoder,
     "policy": policy,
-    "Beta": with_samples(lambda p: d.Beta(p["a"].exp(), p["b"].exp())),
     "Dirichlet": with_samples(lambda p: d.Dirichlet(p["a"].exp())),
-    "Independent": with_samples(lambda p: d.Independent(normal(p), 1)),
     "tanh of Normal": with_samples(lambda p: d.TransformedDistribution(normal(p), [d.TanhTransform(cache_size=1)])),
 }
 

@@ -54,11 +54,8 @@ def _has_attention(program: Program) -> bool:
 
 
 def _has_16_bits(program: Program) -> bool:
-    for graph in program.graphs():
-        values = [node.meta.get("val") for node in graph.nodes]
-        if any(value.dtype in _ROUNDED for value in values if isinstance(value, Tensor)):
-            return True
-    return False
+    values = [node.meta.get("val") for node in program.module.graph.nodes]
+    return any(value.dtype in _ROUNDED for value in values if isinstance(value, Tensor))
 
 
 def _is_small(program: Program) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -96,17 +96,6 @@ class Program(NamedTuple):
     def extended(self, extension: Extension) -> Program:
         """Return the program with more entries in the compiler's table."""
         return self._replace(extensions=(*self.extensions, extension))
-
-    def graphs(self) -> Iterator[fx.Graph]:
-        """Yield the graph, and those inside it, such as a branch of torch.cond."""
-        for module in self.graph_modules():
-            yield module.graph
-
-    def graph_modules(self) -> Iterator[fx.GraphModule]:
-        """Yield the modules of these graphs."""
-        for module in self.module.modules():
-            if isinstance(module, fx.GraphModule):
-                yield module
 
 
 class Pass(NamedTuple):

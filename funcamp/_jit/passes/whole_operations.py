@@ -85,9 +85,8 @@ if NAN_SHRUNK:
 
 
 def _run(program: Program) -> Program:
-    for graph in program.graphs():
-        for node in graph.nodes:
-            node.target = _replacements.get(node.target, node.target)
+    for node in program.module.graph.nodes:
+        node.target = _replacements.get(node.target, node.target)
     return program
 
 

@@ -6,7 +6,7 @@ an input, which the caller may write later.
 A donated step ends in one `old.copy_(new)` per leaf. Every new value is a snapshot, taken before the first write. But
 Inductor removes a snapshot that only copies an input (`remove_noop_ops`), and then writes back in the order of the
 leaves: with `prev := cur; cur := f(cur)` prev silently gets the new cur, and so does a part of prev that is returned
-(`_upstream.WRITE_BACK_ORDER`, fixed in 2.15). A read of a part of a complex leaf still comes too late
+(fixed in 2.15). A read of a part of a complex leaf still comes too late
 (torch 2.11 to 2.15). A leaf with some elements replaced (`index_put`, `slice_scatter`) is computed in the memory of the
 leaf, although the leaf gets another value later or is still read (2.11 to 2.15; pytorch#198096). The same happens to
 the results of functions that change arguments, and of `torch._foreach_` operations.
@@ -20,11 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp import _upstream
 from funcamp._jit.passes.graph_pass import GraphPass
 from funcamp._jit.passes.program import Pass, Program
 from funcamp._jit.passes.writes import writes_input
-from funcamp._upstream.chains import chain_start, is_view, nodes_behind
+from funcamp._upstream.chains import chain_start, nodes_behind
 
 _aten = torch.ops.aten
 _COPY = _aten.copy_.default
@@ -65,40 +64,31 @@ class SnapshotWriteBacks(GraphPass):
         snapshots: dict[torch.fx.Node, torch.fx.Node] = {}
         for write in writes:
             target, source, *other_arguments = write.args
-            if _needs_snapshot(target, source, written_inputs):
+            if _needs_snapshot(target, source):
                 if source not in snapshots:
                     snapshots[source] = snapshot_of(source)
                 source = snapshots[source]
             write.args = (target, source, *other_arguments)
 
         def copy_if_needed(result: torch.fx.Node) -> torch.fx.Node:
-            must_be_copied = _is_input(result) or _is_read_late(result, written_inputs)
-            return snapshot_of(result) if must_be_copied else result
+            return snapshot_of(result) if _may_be_input(result) else result
 
         # Each result gets separate memory, also if two of them are equal to one input.
         output.args = (torch.fx.map_arg(output.args[0], copy_if_needed),)
 
 
-def _needs_snapshot(target: torch.fx.Node, source: torch.fx.Node, written_inputs: set[torch.fx.Node]) -> bool:
+def _needs_snapshot(target: torch.fx.Node, source: torch.fx.Node) -> bool:
     """Return whether the value of a write may have changed when it is written, unless it is computed before."""
     if source is target:
         return False
-    # An item of a list may be computed in the memory of another input, which gets its own new value.
-    changed_input = _updated_jointly(source)
-    if changed_input in written_inputs and changed_input is not target:
-        return True
     # Writes into views of a complex tensor are calls of torch, which Inductor does not put in order.
-    return _is_read_late(source, written_inputs) or bool(target.meta["val"].is_complex())
+    is_own_update = _updated_jointly(source) is target
+    return bool(target.meta["val"].is_complex()) or (_may_be_input(source) and not is_own_update)
 
 
-def _is_read_late(source: torch.fx.Node, written_inputs: set[torch.fx.Node]) -> bool:
-    """Return whether a value may be read from an input after that input is written."""
-    return _upstream.WRITE_BACK_ORDER and chain_start(source) in written_inputs
-
-
-def _is_input(result: torch.fx.Node) -> bool:
-    """Return whether a result is, or may be in the memory of, an input."""
-    start = chain_start(result, lambda node: is_view(node) and _updated_jointly(node) is None)
+def _may_be_input(value: torch.fx.Node) -> bool:
+    """Return whether a value is an input once Inductor has removed what changes nothing, or in the memory of one."""
+    start = chain_start(value, lambda node: _updated_jointly(node) is None)
     start = _updated_jointly(start) or start
     return isinstance(start, torch.fx.Node) and start.op == "placeholder"
 

@@ -15,14 +15,9 @@ from torch import Tensor
 from funcamp._trace.tracing import compiling
 from funcamp._tree import settled
 
-#: A float, or a tensor of shape () in the dtype of `wide`.
+#: A float, or a tensor of shape () in the dtype of `widen`.
 Number: TypeAlias = "float | Tensor"
 NARROW = (torch.float16, torch.bfloat16)
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Return a tensor in float64, as Python's numbers are; in float32 on MPS, which has no float64."""
-    return tensor.float() if tensor.device.type == "mps" else tensor.double()
 
 
 def is_zero(number: Number) -> bool:

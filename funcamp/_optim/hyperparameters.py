@@ -9,6 +9,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from funcamp._scaler.state import wide_dtype
+
 #: The parameters of a class's constructor, by name.
 Signature: TypeAlias = Mapping[str, inspect.Parameter]
 #: The dynamic hyperparameters of a step, by name: each a tensor of shape (), or a tuple with such tensors.
@@ -82,9 +84,7 @@ def evaluate(name: str, value: object, applied: Tensor) -> object:
             return item
         current = item(applied) if callable(item) and not isinstance(item, Tensor) else item
         if isinstance(current, (int, float)) and not isinstance(current, bool):
-            # float64, as Python's numbers are; MPS has no float64.
-            dtype = torch.float32 if applied.device.type == "mps" else torch.float64
-            return torch.full((), current, dtype=dtype, device=applied.device)
+            return torch.full((), current, dtype=wide_dtype(applied.device), device=applied.device)
         if not isinstance(current, Tensor):
             raise TypeError(f"update: {name} must be a number or a tensor of shape (); got {current!r}")
         check_tensor("update", name, current)

@@ -12,11 +12,11 @@ from torch import Tensor
 from funcamp import _tree, _upstream
 from funcamp._check import Fixed
 from funcamp._optim.arguments import WITHOUT_EFFECT, check_hyperparameters, constructor_arguments, group_of
-from funcamp._optim.arithmetic import wide
 from funcamp._optim.hyperparameters import ANOTHER, Hyper, evaluate, is_dynamic, map_items
 from funcamp._optim.modes import without_modes
 from funcamp._optim.torch_optim import RULES
 from funcamp._optim.torch_optim.rule import Arguments, State
+from funcamp._scaler.state import widen
 from funcamp._storage.params import Params, collapse, expand
 from funcamp._types import Kwargs, Tree
 
@@ -362,7 +362,7 @@ class StatelessOptimizer(Fixed):
 
 
 def _wide(_: str, value: object) -> object:
-    return wide(value.detach()) if isinstance(value, Tensor) else value
+    return widen(value.detach()) if isinstance(value, Tensor) else value
 
 
 def _as_real(tensor: Tensor) -> Tensor:

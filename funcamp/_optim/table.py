@@ -10,6 +10,7 @@ from torch import Tensor
 
 from funcamp import _upstream
 from funcamp._optim.modes import without_modes
+from funcamp._scaler.state import wide_dtype
 from funcamp._trace.tracing import compiling
 
 
@@ -45,7 +46,7 @@ class Table:
             return self._values
         if device in self._copies:
             return self._copies[device]
-        dtype = torch.float32 if device.type == "mps" else torch.float64
+        dtype = wide_dtype(device)
         if compiling():  # without an eager call before: then the copy is a part of the program
             return self._values.to(device, dtype)
         with without_modes():

@@ -88,9 +88,14 @@ def tensors_of(counts: dict[str, int], device: torch.device | str | None) -> dic
     return {name: torch.full((), count, dtype=torch.int32, device=device) for name, count in counts.items()}
 
 
-def widen(scale: Tensor) -> Tensor:
-    """Return the scale in float64, for factors and reciprocals; float32 on MPS, which has no float64."""
-    return scale if scale.device.type == "mps" else scale.double()
+def wide_dtype(device: torch.device) -> torch.dtype:
+    """Return float64, the dtype of Python's numbers; float32 on MPS, which has no float64."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def widen(tensor: Tensor) -> Tensor:
+    """Return a tensor in the dtype of Python's numbers, for factors, reciprocals and sums."""
+    return tensor.to(wide_dtype(tensor.device))
 
 
 def reciprocal(scale: Tensor) -> Tensor:

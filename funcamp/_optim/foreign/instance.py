@@ -17,8 +17,8 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._optim.arguments import WITHOUT_EFFECT
-from funcamp._optim.arithmetic import wide
 from funcamp._optim.foreign.number import Number, RefusedError, Run
+from funcamp._scaler.state import widen
 from funcamp._types import Kwargs
 
 #: What an instance keeps, by name: containers of leaves.
@@ -187,7 +187,7 @@ def tensor_of(leaf: Any, like: Tensor) -> Tensor:
         return leaf.tensor.to(like.device, copy=True)
     if isinstance(leaf, Tensor):
         return leaf.to(like.device) if leaf.dim() == 0 else leaf
-    return torch.full_like(wide(like.new_empty(())), leaf)
+    return torch.full_like(widen(like.new_empty(())), leaf)
 
 
 def cloned(value: Any) -> Any:

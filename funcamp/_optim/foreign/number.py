@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from funcamp._optim.arithmetic import wide
+from funcamp._scaler.state import widen
 
 #: How many questions a run may ask besides those whose answers it gets, and how many runs there may be.
 MOST_WAYS = 16
@@ -91,7 +91,7 @@ class Number:
     __slots__ = ("run", "tensor")
 
     def __init__(self, tensor: Tensor, run: Run) -> None:
-        self.tensor = wide(tensor.detach()).reshape(())
+        self.tensor = widen(tensor.detach()).reshape(())
         self.run = run
 
     __torch_function__ = None  # so that torch asks the mode of the run, `Calls`

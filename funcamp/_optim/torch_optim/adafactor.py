@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funcamp._optim.arithmetic import Number, add, clamp, lerp, like, wide
+from funcamp._optim.arithmetic import Number, add, clamp, lerp, like
 from funcamp._optim.torch_optim.rule import Arguments, State, UpdateRule, count, decayed, scalar
+from funcamp._scaler.state import widen
 
 
 def _init(param: Tensor, _: Arguments) -> State:
@@ -49,7 +50,7 @@ def _mean_of_squares(grad: Tensor, dim: int) -> Tensor:
 
 def _root_mean_square(tensor: Tensor) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(tensor)
-    return wide(norm) / float(tensor.numel() ** 0.5)
+    return widen(norm) / float(tensor.numel() ** 0.5)
 
 
 ADAFACTOR = UpdateRule(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funcamp._optim.arithmetic import Number, addcdiv, lerp, over, plus, times, wide
+from funcamp._optim.arithmetic import Number, addcdiv, lerp, over, plus, times
 from funcamp._optim.torch_optim.rule import (
     Arguments,
     State,
@@ -17,6 +17,7 @@ from funcamp._optim.torch_optim.rule import (
     with_l2,
     zeros,
 )
+from funcamp._scaler.state import widen
 
 # Adam (Kingma and Ba, 2015) and AdamW (Loshchilov and Hutter, 2019).
 
@@ -81,7 +82,7 @@ def _nadam_step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tupl
 
     mu, next_mu = _nadam_mu(beta1, step, h), _nadam_mu(beta1, step + 1, h)
     mu_product = (state["mu_product"] * mu).to(state["mu_product"].dtype)
-    product = wide(mu_product)
+    product = widen(mu_product)
     denominator = plus(over(exp_avg_sq, 1 - beta2**step).sqrt(), h.eps)
     param = addcdiv(param, grad, denominator, -h.lr * (1.0 - mu) / (1.0 - product))
     param = addcdiv(param, exp_avg, denominator, -h.lr * next_mu / (1.0 - product * next_mu))

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from funcamp._optim.arithmetic import Number, add, addcmul, is_zero, times, wide
+from funcamp._optim.arithmetic import Number, add, addcmul, is_zero, times
+from funcamp._scaler.state import widen
 
 #: What a rule keeps of one parameter, by torch's names.
 State: TypeAlias = dict[str, Tensor]
@@ -76,7 +77,7 @@ def scalar(number: Number, like: Tensor) -> Tensor:
 
 def count(state: State) -> Tensor:
     """Return the number of this step, from 1, as wide as Python's numbers."""
-    return wide(state["step"]) + 1
+    return widen(state["step"]) + 1
 
 
 def with_l2(grad: Tensor, param: Tensor, h: Arguments) -> Tensor:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from funcamp._optim.arithmetic import add, is_zero, times, wide
+from funcamp._optim.arithmetic import add, is_zero, times
 from funcamp._optim.torch_optim.rule import Arguments, State, UpdateRule, count, scalar, with_l2, zeros, zeros_like
+from funcamp._scaler.state import widen
 
 # SGD with momentum (Sutskever et al., 2013), Nesterov's too.
 
@@ -51,7 +52,7 @@ def _asgd_init(param: Tensor, h: Arguments) -> State:
 
 
 def _asgd_step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
-    step, eta, mu = count(state), wide(state["eta"]), state["mu"]
+    step, eta, mu = count(state), widen(state["eta"]), state["mu"]
     grad = with_l2(grad, param, h)
     param = add(times(param, 1 - h.lambd * eta), grad, -eta)
     ax = torch.where(mu == 1, param, state["ax"] + times(param - state["ax"], mu))

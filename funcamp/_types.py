@@ -20,8 +20,6 @@ Step: TypeAlias = Callable[[Tree, Tree], tuple[Tree, Tree]]
 StateDict: TypeAlias = dict[str, Any]
 #: A pure function of the found_inf flag, float32, shape (): for example a MAX over ranks.
 Reduce: TypeAlias = Callable[[Tensor], Tensor]
-#: A pure function from the count of applied steps, int64, shape (), to a hyperparameter, shape ().
-Schedule: TypeAlias = Callable[[Tensor], "Tensor | float"]
 
 
 class Operation(Protocol):

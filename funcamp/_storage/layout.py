@@ -111,7 +111,8 @@ class Layout:
             return [group] * len(numbers)
         parts = torch.split(group, list(padded_sizes))
         views: list[Tensor] = []
-        for slot in [self.slots[number] for number in numbers]:
+        for number in numbers:
+            slot = self.slots[number]
             part = parts[slot.place]
             count = math.prod(slot.shape)
             if count != padded_sizes[slot.place]:  # the rest is padding

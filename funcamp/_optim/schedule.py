@@ -12,7 +12,7 @@ import torch
 
 from funcamp import _tree
 from funcamp._check import integer, real
-from funcamp._optim.arguments import torch_group
+from funcamp._optim.arguments import torch_optimizer
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.hyperparameters import is_dynamic, map_items
 from funcamp._optim.modes import without_modes
@@ -97,7 +97,7 @@ def _scheduled_groups(optimizers: _Optimizers, make: _Make, steps: int) -> _Opti
                 f"schedule: {label} must be made by stateless, because a scheduler needs torch's parameter groups; "
                 f"got {_tree.brief(optimizer)}: compute its rate from the count of steps in its state"
             )
-    if len({optimizer._cls for optimizer in optimizers.values()}) == 1:
+    if len({optimizer.cls for optimizer in optimizers.values()}) == 1:
         return _scheduled(optimizers, make, steps)
     # In torch, too, groups of several classes are several optimizers, each with a scheduler.
     scheduled: _Optimizers = {}
@@ -119,20 +119,20 @@ def _scheduled(optimizers: _Optimizers, make: _Make, steps: int) -> _Optimizers:
         changed = {}
         for name, values_of_name in values_by_name.items():
             if any(value != before[name] for value in values_of_name):
-                given = optimizer._hyperparameters.get(name, before[name])
-                changed[name] = map_items(functools.partial(_table, source), name, given, before[name], *values_of_name)
+                given = optimizer.hyperparameters.get(name, before[name])
+                changed[name] = map_items(functools.partial(_table, source, name), given, before[name], *values_of_name)
         scheduled[label] = optimizer
         if changed:  # making a class of another package takes its trial
-            scheduled[label] = type(optimizer)(optimizer._cls, optimizer._hyperparameters | changed)
+            scheduled[label] = type(optimizer)(optimizer.cls, optimizer.hyperparameters | changed)
     return scheduled
 
 
 def _torch_optimizer(optimizers: list[StatelessOptimizer]) -> torch.optim.Optimizer:
     """Return a torch optimizer with a group for each of some optimizers of one class; its step does nothing."""
-    cls = optimizers[0]._cls
+    cls = optimizers[0].cls
     # Complete ones: a group that lacks a hyperparameter would get that of the first optimizer.
-    groups = [torch_group(cls, optimizer._arguments) for optimizer in optimizers]
-    made: torch.optim.Optimizer = cls(groups, **optimizers[0]._arguments)
+    groups = [torch_optimizer(cls, optimizer.arguments).param_groups[0] for optimizer in optimizers]
+    made: torch.optim.Optimizer = cls(groups, **optimizers[0].arguments)
     return made
 
 

@@ -155,6 +155,11 @@ SCHEDULES: dict[str, Row] = {
         TypeError,
         "optimizer must be made by stateless, .*; got a SGD",
     ),
+    "groups": (
+        scheduled(steps_of_3, GROUPED),
+        TypeError,
+        "got a GroupedOptimizer: schedule each optimizer of by_group by itself",
+    ),
     "scheduled": (
         scheduled(steps_of_3, stateless(optim.SGD, lr=lambda count: 0.1)),
         TypeError,

@@ -199,8 +199,7 @@ CHAINS: dict[str, Row] = {
         TypeError,
         r"every: new\[1\]\['b'\] must be a tensor in both trees",
     ),
-    "clip last": (lambda: step_of(chain(clip_by_value(0.1))), ValueError, AFTER),
-    "clip after the optimizer": (lambda: step_of(chain(SGD, clip_by_norm(0.1), average(0.5))), ValueError, AFTER),
+    "clip after the optimizer": (lambda: step_of(chain(SGD, clip_by_value(0.1), average(0.5))), ValueError, AFTER),
     "clip after a group's": (
         lambda: step_of(by_group({"matrices": SGD, "vectors": chain(SGD, clip_by_value(0.1))})),
         ValueError,

@@ -166,6 +166,7 @@ class StatelessOptimizer(Fixed):
             >>> sgd.update(params, {"w": torch.ones(2)}, opt_state)[0]
             {'w': tensor([0.5000, 0.5000])}
         """
+        # What takes a step: the leaves of the trees that have a gradient.
         stored_params = params
         params, grads = self._taken(params), self._taken(grads)
         flat, spec = _tree.parameters("update", "params", params)
@@ -174,10 +175,13 @@ class StatelessOptimizer(Fixed):
         positions = self._positions(flat, flat_grads)
         if not positions:
             return stored_params, opt_state._replace(applied=opt_state.applied + 1)
+
         with torch.no_grad():
             inputs = self._inputs(positions, flat, flat_grads, states, opt_state)
             refuse_differentiation([*inputs.params, *inputs.grads])
             stepped = self._stepped(inputs)
+
+        # The trees again. The other leaves are as they were.
         *new_states, shared = stepped.states
         for index, new_param, new_state in zip(positions, stepped.params, new_states):
             flat[index], states[index] = new_param, states[index] | new_state

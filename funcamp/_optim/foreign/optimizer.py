@@ -153,13 +153,15 @@ class ForeignOptimizer(StatelessOptimizer):
         shared_leaves, shared_entries = leaves(shared), entries_of(shared, params[0])
         self._call(step_of(optimizer), calls)
         contents = contents_of(optimizer, clones)
+
+        # The form. Of what all share, what changes is put into every instance, and tensors, which may be written.
         *forms, form = [form_of(self.cls, each) for each in contents]
-        # What changes is put into every instance, and tensors, which may be written.
         tensors = {name for name, part in form.items() if _tree.tensors_in(part)}
         names = (self._changing | tensors | changed(shared_leaves, contents[-1])) - {*self.dynamic}
         form = {name: form.get(name, 0.0) for name in sorted(names)}  # 0.0: only another path makes it
         self._forms[_kinds(params)] = [*forms, form]
         contents[-1] = {name: contents[-1].get(name, 0.0) for name in form}
+
         # The first value of each entry; the last one of what is not recorded, or had another shape first.
         states = [entries_of(each, params[0]) for each in contents]
         firsts = [entries_of(each, params[0]) for each in recorded_in(optimizer, clones)]

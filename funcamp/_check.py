@@ -74,7 +74,7 @@ class Fixed:
     """The end of the error's text."""
 
     def __setattr__(self, name: str, value: object) -> None:
-        is_known = name in type(self).__annotations__
+        is_known = any(name in vars(base).get("__annotations__", ()) for base in type(self).__mro__)
         is_set = name in vars(self)
         if not name.startswith("_") and (is_set or not is_known):
             raise AttributeError(

@@ -2,7 +2,7 @@
 
     stateless.py        the function `stateless`
     optimizer.py        an optimizer: trees in, trees out, and its state
-    torch_optim/        torch.optim's classes written out: a file for each family of update rules
+    torch_optim/        torch.optim's classes by update rules, which are written out: a file for each family
     arithmetic.py       arithmetic with a float, or a tensor in its place
     foreign/            any other class: its own step, run on tensors
     arguments.py        which arguments are refused, and what a class's constructor gets

@@ -27,9 +27,7 @@ def is_zero(number: Number) -> bool:
 
 def times(tensor: Tensor, number: Number) -> Tensor:
     """Return tensor * number."""
-    if isinstance(number, Tensor):
-        return _rounded(lambda n, x: x * n, number, tensor)
-    return tensor * number
+    return _rounded(lambda n, x: x * n, number, tensor)
 
 
 def over(tensor: Tensor, number: Number) -> Tensor:
@@ -39,9 +37,9 @@ def over(tensor: Tensor, number: Number) -> Tensor:
 
 def plus(tensor: Tensor, number: Number) -> Tensor:
     """Return tensor + number."""
-    if isinstance(number, Tensor):
-        return _rounded(lambda n, x: x + n, number, tensor)
-    return tensor + number
+    if not isinstance(number, Tensor):
+        return tensor + number  # torch's kernel for a CPU rounds the number to bfloat16 first
+    return _rounded(lambda n, x: x + n, number, tensor)
 
 
 def add(tensor: Tensor, other: Tensor, alpha: Number) -> Tensor:

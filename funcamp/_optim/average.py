@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._check import real
-from funcamp._optim.part import Transform, Update, check_state
+from funcamp._optim.part import Transform, Update
 from funcamp._storage.params import clone
 from funcamp._types import Tree
 
@@ -92,7 +92,6 @@ class Averaging:
 
     def transform(self, update: Update, state: Average) -> tuple[Update, Average]:
         """Move the average toward the parameters."""
-        check_state(self, state, Average)
         return update, Average(ema_update(state.average, update.params, self.decay))
 
 

@@ -47,7 +47,7 @@ class GroupedOptimizer(Fixed):
         labels = self._labels("init", params)
         states = {}
         for label, optimizer in self.optimizers.items():
-            states[label] = optimizer.init(_group_of(params, labels, label))
+            states[label] = optimizer.init(_of_label(params, labels, label))
         return states
 
     def update(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
@@ -61,9 +61,9 @@ class GroupedOptimizer(Fixed):
         labels = self._labels("update", params)
         states = {}
         for label, optimizer in self.optimizers.items():
-            update = Update(_group_of(params, labels, label), _group_of(grads, labels, label))
+            update = Update(_of_label(params, labels, label), _of_label(grads, labels, label))
             update, states[label] = apply_part(optimizer, update, opt_state[label])
-            params = _with_group(params, update.params)
+            params = _with_leaves(params, update.params)
         return params, states
 
     def learning_rate(self, opt_state: Tree) -> dict[str, Tree]:
@@ -79,8 +79,8 @@ class GroupedOptimizer(Fixed):
         """Return the parameters to evaluate with, of every optimizer; see `StatelessOptimizer.evaluation_params`."""
         labels = self._labels("evaluation_params", params)
         for label, optimizer in self.optimizers.items():
-            group_params = _group_of(params, labels, label)
-            params = _with_group(params, evaluation_params_of(optimizer, group_params, opt_state[label]))
+            params_of_label = _of_label(params, labels, label)
+            params = _with_leaves(params, evaluation_params_of(optimizer, params_of_label, opt_state[label]))
         return params
 
     def _labels(self, call: str, params: Tree) -> list[str | None]:
@@ -95,8 +95,7 @@ class GroupedOptimizer(Fixed):
             if torch.compiler.is_dynamo_compiling() or self._last_checked is not params.layout:
                 self._check_labels(call, params)
         else:
-            names_and_leaves = zip(_tree.names(params), _tree.leaves(params))
-            labels = [None if leaf is None else self.group(name, leaf) for name, leaf in names_and_leaves]
+            labels = self._own_labels(params)
         for label in labels:
             if label is not None and label not in self.optimizers:
                 raise ValueError(
@@ -106,24 +105,23 @@ class GroupedOptimizer(Fixed):
 
     def _check_labels(self, call: str, params: Params) -> None:
         """Raise ValueError if `Params` were created with another function than `group`."""
-        layout = params.layout
-        names = _tree.names(layout.tree(range(len(layout.slots))))
-        for name, slot_number in zip(names, layout.leaves):
-            slot = None if slot_number is None else layout.slots[slot_number]
-            stored = None if slot is None else params.groups[slot.group]
-            if slot is None or stored is None:
-                continue
-            # No view of the stored values: a rank may have a part of them only.
-            like = torch.empty((), dtype=stored.dtype, device=stored.device).expand(slot.shape)
-            label, own_label = layout.labels[slot.group], self.group(name, like)
-            if label != own_label:
+        tree = params.placeholders()  # no views of the stored values: a rank may have a part of them only
+        labels = params.layout.label_of()
+        for name, own_label in zip(_tree.names(tree), self._own_labels(tree)):
+            label = labels.get(name)
+            if own_label not in (None, label):
                 raise ValueError(
                     f"{call}: params must have the labels that by_group's own group returns; got {label!r} for "
                     f"{name!r}, which it labels {own_label!r}: pass init or ravel no other group, and begin anew with "
                     "step.init(state.params.tree()) after a change of group; a rate that changes later is a schedule"
                 )
         if not compiling():
-            self._last_checked = layout
+            self._last_checked = params.layout
+
+    def _own_labels(self, tree: Tree) -> list[str | None]:
+        """Return the label that `group` returns for every leaf of a tree, None for None."""
+        names_and_leaves = zip(_tree.names(tree), _tree.leaves(tree))
+        return [None if leaf is None else self.group(name, leaf) for name, leaf in names_and_leaves]
 
 
 def by_group(
@@ -169,14 +167,14 @@ def by_group(
     return GroupedOptimizer(optimizers, group)
 
 
-def _group_of(tree: Tree, labels: list[str | None], label: str) -> Tree:
-    """Return the same tree with None for every leaf of another group."""
+def _of_label(tree: Tree, labels: list[str | None], label: str) -> Tree:
+    """Return the same tree with None for every leaf of another label."""
     flat, spec = _tree.flatten(tree)
-    flat_group = [leaf if leaf_label == label else None for leaf, leaf_label in zip(flat, labels)]
-    return _tree.unflatten(flat_group, spec)
+    flat_of_label = [leaf if leaf_label == label else None for leaf, leaf_label in zip(flat, labels)]
+    return _tree.unflatten(flat_of_label, spec)
 
 
-def _with_group(tree: Tree, group: Tree) -> Tree:
-    """Return the tree with the leaves of a group, which is None elsewhere."""
+def _with_leaves(tree: Tree, new_leaves: Tree) -> Tree:
+    """Return a tree with new leaves, those of a tree that is None elsewhere."""
     flat, spec = _tree.flatten(tree)
-    return _tree.unflatten([old if new is None else new for old, new in zip(flat, _tree.leaves(group))], spec)
+    return _tree.unflatten([old if new is None else new for old, new in zip(flat, _tree.leaves(new_leaves))], spec)

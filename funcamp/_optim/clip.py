@@ -99,9 +99,10 @@ def clip_grad_value(grads: Tree, max_value: float | Tensor) -> Tree:
         The clamped gradients.
 
     Raises:
-        TypeError: a leaf is an integer, complex or sparse tensor, or neither a tensor nor None; max_value is neither a
-            number nor a tensor.
+        TypeError: a leaf is an integer or sparse tensor, or neither a tensor nor None; max_value is neither a number
+            nor a tensor.
         ValueError: max_value is a number that is not positive, or a tensor of another shape.
+        RuntimeError: a leaf is complex, which torch.clamp refuses.
 
     Example:
         >>> clip_grad_value([torch.tensor([3.0, -0.5])], 1.0)
@@ -112,11 +113,6 @@ def clip_grad_value(grads: Tree, max_value: float | Tensor) -> Tree:
     """
     flat, spec = _tree.parameters("clip_grad_value", "grads", grads)
     check_limit("clip_grad_value", "max_value", max_value)
-    for index, leaf in enumerate(flat):
-        if leaf is not None and leaf.is_complex():
-            raise TypeError(
-                f"clip_grad_value: grads{_tree.path_of(grads, index)} must be real; got {_tree.describe(leaf)}"
-            )
     return _tree.map_leaves(lambda leaf: _clamp(leaf, max_value), flat, spec)
 
 
@@ -154,15 +150,23 @@ class Clipping:
 
     name: str
     limit: float | Tensor
+    clipped: Callable[[Update, float | Tensor], Tree]
+    """From an update and the limit to the clipped gradients."""
 
     def __repr__(self) -> str:
         return f"{self.name}({self.limit})"
 
     def __call__(self, update: Update) -> Update:
-        if self.name == "clip_by_value":
-            return update._replace(gradients=clip_grad_value(update.gradients, self.limit))
-        norm = global_norm("clip_by_norm", update.gradients) if update.norm is None else update.norm
-        return update._replace(gradients=_scaled(update.gradients, self.limit, norm))
+        return update._replace(gradients=self.clipped(update, self.limit))
+
+
+def _clipped_by_norm(update: Update, max_norm: float | Tensor) -> Tree:
+    norm = global_norm("clip_by_norm", update.gradients) if update.norm is None else update.norm
+    return _scaled(update.gradients, max_norm, norm)
+
+
+def _clipped_by_value(update: Update, max_value: float | Tensor) -> Tree:
+    return clip_grad_value(update.gradients, max_value)
 
 
 def clip_by_norm(max_norm: float | Tensor) -> Callable[[Update], Update]:
@@ -193,7 +197,7 @@ def clip_by_norm(max_norm: float | Tensor) -> Callable[[Update], Update]:
         `torch.nn.utils.clip_grad_norm_`, torch/nn/utils/clip_grad.py, PyTorch 2.13.
     """
     check_limit("clip_by_norm", "max_norm", max_norm)
-    return Clipping("clip_by_norm", max_norm)
+    return Clipping("clip_by_norm", max_norm, _clipped_by_norm)
 
 
 def clip_by_value(max_value: float | Tensor) -> Callable[[Update], Update]:
@@ -208,7 +212,7 @@ def clip_by_value(max_value: float | Tensor) -> Callable[[Update], Update]:
         A function of an `Update`.
 
     Raises:
-        TypeError: max_value is neither a number nor a tensor; when used: a gradient is complex.
+        TypeError: max_value is neither a number nor a tensor.
         ValueError: max_value is a number that is not positive, or a tensor of another shape.
 
     Example:
@@ -221,4 +225,4 @@ def clip_by_value(max_value: float | Tensor) -> Callable[[Update], Update]:
         `torch.nn.utils.clip_grad_value_`, torch/nn/utils/clip_grad.py, PyTorch 2.13.
     """
     check_limit("clip_by_value", "max_value", max_value)
-    return Clipping("clip_by_value", max_value)
+    return Clipping("clip_by_value", max_value, _clipped_by_value)

@@ -16,7 +16,6 @@ from funcamp._optim.part import (
     Update,
     apply_part,
     check_part,
-    check_state,
     evaluation_params_of,
     is_function,
     learning_rate_of,
@@ -53,7 +52,6 @@ class Delayed:
 
     def transform(self, update: Update, state: Every) -> tuple[Update, Every]:
         """Compute the part's update, and keep it at every interval-th call."""
-        check_state(self, state, Every)
         part_update, part_state = apply_part(self.part, update, state.state)
         updates = state.updates + 1
         new = (part_update.params, part_update.gradients, part_state)

@@ -23,17 +23,15 @@ ANOTHER = (
 )
 
 
-def map_items(fn: Callable[..., object], name: str, value: object, *others: object) -> Any:
-    """Call fn(label, value, *others) on a hyperparameter, or on each item of a tuple of them.
+def map_items(fn: Callable[..., object], value: object, *others: object) -> Any:
+    """Call fn(value, *others) on a hyperparameter, or on each item of a tuple of them.
 
-    The label of an item is its name with the index: "betas[0]". An item gets the items of the others, None if another
-    is no tuple.
+    An item gets the items of the others, None if another is no tuple.
     """
     if not isinstance(value, (tuple, list)):
-        return fn(name, value, *others)
+        return fn(value, *others)
     others_items = [other if isinstance(other, (tuple, list)) else [None] * len(value) for other in others]
-    results = [fn(f"{name}[{index}]", *items) for index, items in enumerate(zip(value, *others_items))]
-    return type(value)(results)
+    return type(value)(map(fn, value, *others_items))
 
 
 def is_dynamic(value: object) -> bool:
@@ -50,12 +48,12 @@ def example_of(name: str, value: object, accepted: Signature) -> object:
     """
     default = accepted[name].default if name in accepted else None
 
-    def number(_: str, item: object, item_default: object) -> object:
+    def number(item: object, item_default: object) -> object:
         if not is_dynamic(item):
             return item
         return (item_default or 0.1) if isinstance(item_default, (int, float)) else 1e-3
 
-    return map_items(number, name, value, default)
+    return map_items(number, value, default)
 
 
 def check_tensor(call: str, name: str, value: object) -> None:
@@ -79,10 +77,10 @@ def evaluate(name: str, value: object, applied: Tensor) -> object:
         ValueError: a tensor has a shape other than (), or is on another type of device than the parameters.
     """
 
-    def current_value(_: str, item: object) -> object:
+    def current_value(item: object) -> object:
         if not is_dynamic(item):
             return item
-        current = item(applied) if callable(item) and not isinstance(item, Tensor) else item
+        current = item(applied) if callable(item) else item
         if isinstance(current, (int, float)) and not isinstance(current, bool):
             return torch.full((), current, dtype=wide_dtype(applied.device), device=applied.device)
         if not isinstance(current, Tensor):
@@ -94,4 +92,4 @@ def evaluate(name: str, value: object, applied: Tensor) -> object:
             )
         return current
 
-    return map_items(current_value, name, value)
+    return map_items(current_value, value)

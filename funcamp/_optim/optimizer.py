@@ -11,12 +11,10 @@ from torch import Tensor
 
 from funcamp import _tree, _upstream
 from funcamp._check import Fixed
-from funcamp._optim.arguments import WITHOUT_EFFECT, check_hyperparameters, constructor_arguments, group_of
-from funcamp._optim.hyperparameters import ANOTHER, Hyper, evaluate, is_dynamic, map_items
+from funcamp._optim.arguments import check_hyperparameters, constructor_arguments
+from funcamp._optim.hyperparameters import ANOTHER, Hyper, evaluate, is_dynamic
 from funcamp._optim.modes import without_modes
-from funcamp._optim.torch_optim import RULES
-from funcamp._optim.torch_optim.rule import Arguments, State
-from funcamp._scaler.state import widen
+from funcamp._optim.torch_optim.rule import State
 from funcamp._storage.params import Params, collapse, expand
 from funcamp._types import Kwargs, Tree
 
@@ -31,8 +29,9 @@ class OptState(NamedTuple):
     """int64, shape (): steps applied so far, the argument of schedules; a skipped step does not advance it."""
     state: dict[str, Tree]
     """torch.optim's entries by its names (exp_avg, step, ...), each a tree like the parameters."""
-    shared: dict[str, Tensor] = {}  # noqa: RUF012  a tuple's default, which nothing writes into
-    """What a class keeps for all parameters: entries of its group by their names, and of attributes as "self.name"."""
+    shared: State = {}  # noqa: RUF012  a tuple's default, which nothing writes into
+    """What a class of another package keeps for all parameters: entries of its group by their names, and of attributes
+    as "self.name"."""
 
 
 class Inputs(NamedTuple):
@@ -40,18 +39,11 @@ class Inputs(NamedTuple):
 
     params: list[Tensor]
     grads: list[Any]
-    """A tensor for each parameter; of a class of another package None too."""
+    """A tensor for each parameter, or None if the class takes steps without one."""
     states: list[State]
     """The entries of each parameter, and last those that all share."""
     applied: Tensor
     hyper: Hyper
-    is_first: bool = False
-    """Whether a class of another package keeps nothing yet, as before a first step by its own formula."""
-
-    def of(self, index: int) -> Inputs:
-        """Return those of one parameter."""
-        states = [self.states[index], self.states[-1]]
-        return self._replace(params=[self.params[index]], grads=[self.grads[index]], states=states)
 
 
 class Stepped(NamedTuple):
@@ -63,47 +55,46 @@ class Stepped(NamedTuple):
 
 
 class StatelessOptimizer(Fixed):
-    """A torch.optim class as two pure functions; made by `stateless`.
+    """A class of torch.optim.Optimizer as two pure functions of trees; made by `stateless`.
 
-    Immutable: assigning `lr` raises. Make another one; it continues from any state of this one.
+    Immutable: assigning `lr` raises. Make another one; it continues from any state of this one. What the class does
+    with tensors is in two subclasses: `torch_optim/optimizer.py` and `foreign/optimizer.py`.
     """
+
+    cls: type[torch.optim.Optimizer]
+    hyperparameters: Kwargs
+    """What the user gave."""
+    dynamic: list[str]
+    """The names of those that are tensors or schedules."""
+    arguments: Kwargs
+    """The same for the class's constructor: with numbers in place of tensors and schedules."""
 
     _instead = ANOTHER
     _takes_groups: bool
     """Whether a stored group is stepped as one tensor."""
-    _entry_names: list[list[str]] = []  # noqa: RUF012  nothing writes into it
-    """The names of the entries of a vector, and of a matrix; none of a class of another package, whose step finds what
-    each parameter has, and may count without a gradient."""
+    _needs_gradient: bool
+    """Whether a parameter takes no step without one; a class may count then."""
 
     def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: Kwargs) -> None:
-        self._cls = cls
-        self._hyperparameters = hyperparameters
-        self._dynamic = [name for name, value in hyperparameters.items() if is_dynamic(value)]
-        self._signature = inspect.signature(cls.__init__).parameters
-        self._default_lr = self._signature["lr"].default if "lr" in self._signature else None
-        check_hyperparameters(cls, hyperparameters, self._signature)
-        self._arguments = constructor_arguments(hyperparameters, self._signature)
+        self.cls = cls
+        self.hyperparameters = hyperparameters
+        self.dynamic = [name for name, value in hyperparameters.items() if is_dynamic(value)]
+        signature = inspect.signature(cls).parameters
+        self._default_lr = signature["lr"].default if "lr" in signature else None
+        check_hyperparameters(cls, hyperparameters, signature)
+        self.arguments = constructor_arguments(hyperparameters, signature)
         with without_modes():
             self._prepare()
 
-    def _prepare(self) -> None:
-        """Find the update rule, and check its arguments."""
-        self._rule = RULES[self._cls]
-        self._takes_groups = self._rule.elementwise
-        group = group_of(self._cls, self._rule, self._hyperparameters, self._arguments)
-        self._constants = {name: value for name, value in group.items() if name not in WITHOUT_EFFECT}
-        h = Arguments(self._constants)
-        self._entry_names = [[*self._rule.init(torch.zeros(shape), h)] for shape in ((2,), (2, 2))]
-
     def python_parts(self) -> dict[str, object]:
         """Return the functions that the user gave, such as a learning rate's, by name."""
-        dynamic = {name: self._hyperparameters[name] for name in self._dynamic}
+        dynamic = {name: self.hyperparameters[name] for name in self.dynamic}
         return {name: value for name, value in dynamic.items() if not isinstance(value, Tensor)}
 
     def __repr__(self) -> str:
-        arguments = "".join(f", {name}={value!r}" for name, value in self._hyperparameters.items())
+        arguments = "".join(f", {name}={value!r}" for name, value in self.hyperparameters.items())
         storage = "flat" if self._takes_groups else "per tensor"
-        return f"stateless({self._cls.__module__}.{self._cls.__qualname__}{arguments}) [{storage}]"
+        return f"stateless({self.cls.__module__}.{self.cls.__qualname__}{arguments}) [{storage}]"
 
     if not TYPE_CHECKING:  # a type checker refuses unknown names itself
 
@@ -114,7 +105,7 @@ class StatelessOptimizer(Fixed):
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self._cls, self._hyperparameters)
+        return type(self), (self.cls, self.hyperparameters)
 
     def init(self, params: Tree) -> OptState:
         """Return the optimizer's state before the first step.
@@ -142,7 +133,7 @@ class StatelessOptimizer(Fixed):
         states, shared = [], {}
         if present:
             with torch.no_grad():
-                *states, shared = self._first(present, self._hyper(applied))
+                *states, shared = self._first(present, self.hyper(applied))
         states_left = iter(states)
         states = [{} if leaf is None else next(states_left) for leaf in flat]
         return OptState(applied, _by_name(states, spec), shared)
@@ -175,6 +166,7 @@ class StatelessOptimizer(Fixed):
             >>> sgd.update(params, {"w": torch.ones(2)}, opt_state)[0]
             {'w': tensor([0.5000, 0.5000])}
         """
+        # What takes a step: the leaves of the trees that have a gradient.
         stored_params = params
         params, grads = self._taken(params), self._taken(grads)
         flat, spec = _tree.parameters("update", "params", params)
@@ -183,10 +175,13 @@ class StatelessOptimizer(Fixed):
         positions = self._positions(flat, flat_grads)
         if not positions:
             return stored_params, opt_state._replace(applied=opt_state.applied + 1)
+
         with torch.no_grad():
             inputs = self._inputs(positions, flat, flat_grads, states, opt_state)
             refuse_differentiation([*inputs.params, *inputs.grads])
             stepped = self._stepped(inputs)
+
+        # The trees again. The other leaves are as they were.
         *new_states, shared = stepped.states
         for index, new_param, new_state in zip(positions, stepped.params, new_states):
             flat[index], states[index] = new_param, states[index] | new_state
@@ -215,7 +210,7 @@ class StatelessOptimizer(Fixed):
             >>> sgd.learning_rate(sgd.init({"w": torch.ones(2)}))
             tensor(0.5000)
         """
-        rate = self._hyperparameters.get("lr", self._default_lr)
+        rate = self.hyperparameters.get("lr", self._default_lr)
         if rate is None:
             return ()
         if callable(rate):
@@ -248,55 +243,19 @@ class StatelessOptimizer(Fixed):
         """
         return params
 
-    # What a class of another package does otherwise (`foreign/optimizer.py`).
+    # What the class does with tensors.
+
+    def _prepare(self) -> None:
+        """Find how the class steps; raise TypeError or ValueError if it cannot be used, or not with its arguments."""
+        raise NotImplementedError
 
     def _first(self, params: list[Tensor], hyper: Hyper) -> list[State]:
         """Return the state of each parameter before the first step, and last what all share."""
-        h = self._h(hyper)
-        states: list[State] = []
-        for param in params:
-            self._check_param(param)
-            states.append(_as_param(self._rule.init(_as_real(param), h), param))
-        return [*states, {}]
+        raise NotImplementedError
 
     def _stepped(self, inputs: Inputs) -> Stepped:
         """Return the parameters and their states after a step, and last what all share."""
-        h = self._h(inputs.hyper)
-        *states, shared = inputs.states
-        new_params, new_states = [], []
-        for param, grad, state in zip(inputs.params, inputs.grads, states):
-            new_param, new_state = self._one_stepped(param.detach(), grad.detach().to(param.dtype), state, h)
-            new_params.append(new_param)
-            new_states.append(new_state)
-        return Stepped(new_params, [*new_states, shared])
-
-    def _one_stepped(self, param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
-        if param.is_complex():
-            real_state = {name: _as_real(value) for name, value in state.items()}
-            new_param, new_state = self._one_stepped(_as_real(param), _as_real(grad), real_state, h)
-            return torch.view_as_complex(new_param), _as_param(new_state, param)
-        if getattr(h, "maximize", False):  # not Muon
-            grad = -grad
-        count = {"step": state["step"] + 1} if "step" in state else {}
-        new_param, new_state = self._rule.step(param, grad, state, h)
-        return new_param, count | new_state
-
-    def _h(self, hyper: Hyper) -> Arguments:
-        """Return the class's arguments in a step."""
-        return Arguments(self._constants | {name: map_items(_wide, name, value) for name, value in hyper.items()})
-
-    def _check_param(self, param: Tensor) -> None:
-        """Raise TypeError or ValueError for a parameter that the rule does not take."""
-        name = self._cls.__name__
-        if param.is_complex() and not self._rule.takes_complex:
-            raise TypeError(
-                f"init: params must be real, as {name} does not support complex parameters; got {_tree.describe(param)}"
-            )
-        if self._rule.dims not in (None, param.dim()):
-            raise ValueError(
-                f"init: params must have {self._rule.dims} dimensions for {name}; got {_tree.describe(param)}: give "
-                "others to another optimizer, with by_group"
-            )
+        raise NotImplementedError
 
     # Trees.
 
@@ -313,12 +272,6 @@ class StatelessOptimizer(Fixed):
         """
         if not isinstance(opt_state, OptState):
             raise TypeError(f"update: opt_state must be an OptState, as init makes it; got {_tree.brief(opt_state)}")
-        if self._entry_names:
-            # int, because Dynamo of torch 2.11 does not index a tuple with a bool.
-            expected = {
-                name for param in flat if param is not None for name in self._entry_names[int(param.dim() >= 2)]
-            }
-            self._check_entries(expected, opt_state.state)
         states: list[State] = [{} for _ in flat]
         for name, tree in opt_state.state.items():
             is_stored = isinstance(params, Params) and isinstance(tree, Params)
@@ -344,7 +297,7 @@ class StatelessOptimizer(Fixed):
 
     def _positions(self, flat: Leaves, flat_grads: Leaves) -> list[int]:
         """Return the positions of the parameters that take a step."""
-        deciding = flat_grads if self._entry_names else flat
+        deciding = flat_grads if self._needs_gradient else flat
         return [index for index, leaf in enumerate(deciding) if leaf is not None]
 
     def _inputs(
@@ -354,28 +307,11 @@ class StatelessOptimizer(Fixed):
         params: list[Any] = [flat[index] for index in positions]
         grads = [flat_grads[index] for index in positions]
         states = [*[states[index] for index in positions], opt_state.shared]
-        return Inputs(params, grads, states, opt_state.applied, self._hyper(opt_state.applied))
+        return Inputs(params, grads, states, opt_state.applied, self.hyper(opt_state.applied))
 
-    def _hyper(self, applied: Tensor) -> Hyper:
+    def hyper(self, applied: Tensor) -> Hyper:
         """Return the hyperparameters that are tensors and schedules, after some applied steps."""
-        return {name: evaluate(name, self._hyperparameters[name], applied) for name in self._dynamic}
-
-
-def _wide(_: str, value: object) -> object:
-    return widen(value.detach()) if isinstance(value, Tensor) else value
-
-
-def _as_real(tensor: Tensor) -> Tensor:
-    """Return a tensor as rules compute with it: a complex one as its real view."""
-    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
-
-
-def _as_param(state: State, param: Tensor) -> State:
-    """Return what a rule keeps of a parameter, complex where it is like the real view of a complex one."""
-    if not param.is_complex():
-        return state
-    shape = (*param.shape, 2)
-    return {name: torch.view_as_complex(value) if value.shape == shape else value for name, value in state.items()}
+        return {name: evaluate(name, self.hyperparameters[name], applied) for name in self.dynamic}
 
 
 def _by_name(states: list[State], spec: _tree.TreeSpec) -> dict[str, Tree]:

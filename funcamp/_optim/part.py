@@ -125,12 +125,3 @@ def check_optimizer(call: str, name: str, optimizer: object) -> None:
             f"{call}: {name} must be a pure optimizer with init and update; got {_tree.brief(optimizer)}: write "
             f"{EXAMPLE}"
         )
-
-
-def check_state(part: Part, state: object, state_class: type) -> None:
-    """Raise TypeError if a part got the state of another one."""
-    if not isinstance(state, state_class):
-        raise TypeError(
-            f"update: opt_state must have the states of the chain's parts in their order; got {_tree.brief(state)} for "
-            f"{part!r}"
-        )

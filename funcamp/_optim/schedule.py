@@ -6,28 +6,23 @@ import functools
 import math
 import warnings
 from collections.abc import Callable
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import torch
 
 from funcamp import _tree
 from funcamp._check import integer, real
-from funcamp._optim.arguments import torch_group
-from funcamp._optim.by_group import GroupedOptimizer
+from funcamp._optim.arguments import torch_optimizer
 from funcamp._optim.hyperparameters import is_dynamic, map_items
 from funcamp._optim.modes import without_modes
 from funcamp._optim.optimizer import StatelessOptimizer
 from funcamp._optim.table import Table
-
-#: From torch's optimizer to its scheduler: what `schedule` gets.
-_Make: TypeAlias = Callable[[torch.optim.Optimizer], Any]
-#: The pure optimizer that is given, and the kind that is returned.
-Pure = TypeVar("Pure", StatelessOptimizer, GroupedOptimizer)
-#: Optimizers by label.
-_Optimizers: TypeAlias = dict[str, StatelessOptimizer]
+from funcamp._types import Kwargs
 
 
-def schedule(optimizer: Pure, make: Callable[[torch.optim.Optimizer], Any], *, steps: int) -> Pure:
+def schedule(
+    optimizer: StatelessOptimizer, make: Callable[[torch.optim.Optimizer], Any], *, steps: int
+) -> StatelessOptimizer:
     """Return a pure optimizer whose hyperparameters follow one of torch's learning-rate schedulers.
 
     lr = values[min(applied, steps - 1)], where values[k] is what the scheduler sets in its k-th step, in float64. This
@@ -40,20 +35,19 @@ def schedule(optimizer: Pure, make: Callable[[torch.optim.Optimizer], Any], *, s
     epochs must get numbers of steps instead. No step syncs; `init` or the first step copies the values to the device.
 
     Args:
-        optimizer: the result of `stateless`; its lr is the rate from which the scheduler starts. Or the result of
-            `by_group`: torch's optimizer has one parameter group for each of its optimizers, in the same order. If
-            their classes differ, each has its own torch optimizer and its own scheduler, as in torch.
+        optimizer: the result of `stateless`; its lr is the rate from which the scheduler starts. Of `by_group` each
+            optimizer is scheduled by itself.
         make: a function from torch's optimizer to its scheduler, which is any class of torch.optim.lr_scheduler except
-            ReduceLROnPlateau (SequentialLR and ChainedScheduler too), or any object whose `step()` needs no argument.
+            ReduceLROnPlateau (SequentialLR and ChainedScheduler too), or any object that has the optimizer as
+            `optimizer` and whose `step()` needs no argument.
         steps: the number of values, an integer of 1 or more: as many as the run has steps. A value takes 8 bytes, and a
             few microseconds in this call.
 
     Returns:
-        An optimizer of the same kind, which continues from any state of the given one. Its schedules return float64
-        tensors of shape ().
+        An optimizer that continues from any state of the given one. Its schedules return float64 tensors of shape ().
 
     Raises:
-        TypeError: optimizer is not made by `stateless` or `by_group`; make is not a function, or does not return a
+        TypeError: optimizer is not made by `stateless`; make is not a function, or does not return a
             scheduler of the optimizer that it is given; the scheduler changes a hyperparameter that is already a tensor
             or a schedule, or sets one to something that is not a Python number; steps is not an integer.
         ValueError: steps is less than 1; the scheduler does not start at step 0; a value is not finite. What make and
@@ -80,63 +74,28 @@ def schedule(optimizer: Pure, make: Callable[[torch.optim.Optimizer], Any], *, s
             "schedule: make must be a function from torch's optimizer to its scheduler, such as "
             f"lambda optimizer: CosineAnnealingLR(optimizer, ...); got {_tree.brief(make)}"
         )
-    if isinstance(optimizer, GroupedOptimizer):
-        return GroupedOptimizer(_scheduled_groups(optimizer.optimizers, make, steps), optimizer.group)
-    return _scheduled_groups({"optimizer": optimizer}, make, steps)["optimizer"]
-
-
-def _scheduled_groups(optimizers: _Optimizers, make: _Make, steps: int) -> _Optimizers:
-    """Return optimizers by label, scheduled.
-
-    Raises:
-        TypeError: one of them is not made by `stateless`.
-    """
-    for label, optimizer in optimizers.items():
-        if not isinstance(optimizer, StatelessOptimizer):
-            raise TypeError(
-                f"schedule: {label} must be made by stateless, because a scheduler needs torch's parameter groups; "
-                f"got {_tree.brief(optimizer)}: compute its rate from the count of steps in its state"
-            )
-    if len({optimizer._cls for optimizer in optimizers.values()}) == 1:
-        return _scheduled(optimizers, make, steps)
-    # In torch, too, groups of several classes are several optimizers, each with a scheduler.
-    scheduled: _Optimizers = {}
-    for label, optimizer in optimizers.items():
-        scheduled |= _scheduled({label: optimizer}, make, steps)
-    return scheduled
-
-
-def _scheduled(optimizers: _Optimizers, make: _Make, steps: int) -> _Optimizers:
-    """Return the optimizers with the values of one scheduler, which sees them as the groups of one torch optimizer."""
+    if not isinstance(optimizer, StatelessOptimizer):
+        raise TypeError(
+            "schedule: optimizer must be made by stateless, because a scheduler needs torch's parameter group; got "
+            f"{_tree.brief(optimizer)}: schedule each optimizer of by_group by itself, or compute the rate from the "
+            "count of steps in the state"
+        )
     with without_modes():
-        torch_optimizer = _torch_optimizer(list(optimizers.values()))
-        numbers_before = [dict(group) for group in torch_optimizer.param_groups]
-        scheduler = _scheduler(make, torch_optimizer)
-        values = _run(scheduler, torch_optimizer, numbers_before, steps)
-    source = type(scheduler).__name__
-    scheduled = {}
-    for (label, optimizer), before, values_by_name in zip(optimizers.items(), numbers_before, values):
-        changed = {}
-        for name, values_of_name in values_by_name.items():
-            if any(value != before[name] for value in values_of_name):
-                given = optimizer._hyperparameters.get(name, before[name])
-                changed[name] = map_items(functools.partial(_table, source), name, given, before[name], *values_of_name)
-        scheduled[label] = optimizer
-        if changed:  # making a class of another package takes its trial
-            scheduled[label] = type(optimizer)(optimizer._cls, optimizer._hyperparameters | changed)
-    return scheduled
+        of_torch = torch_optimizer(optimizer.cls, optimizer.arguments)
+        group = of_torch.param_groups[0]
+        before = dict(group)
+        scheduler = _scheduler(make, of_torch)
+        values = _run(scheduler, group, before.keys() - {"params"}, steps)
+    changed = {}
+    for name, values_of_name in values.items():
+        if any(value != before[name] for value in values_of_name):
+            table = functools.partial(_table, type(scheduler).__name__, name)
+            given = optimizer.hyperparameters.get(name, before[name])
+            changed[name] = map_items(table, given, before[name], *values_of_name)
+    return type(optimizer)(optimizer.cls, optimizer.hyperparameters | changed)
 
 
-def _torch_optimizer(optimizers: list[StatelessOptimizer]) -> torch.optim.Optimizer:
-    """Return a torch optimizer with a group for each of some optimizers of one class; its step does nothing."""
-    cls = optimizers[0]._cls
-    # Complete ones: a group that lacks a hyperparameter would get that of the first optimizer.
-    groups = [torch_group(cls, optimizer._arguments) for optimizer in optimizers]
-    made: torch.optim.Optimizer = cls(groups, **optimizers[0]._arguments)
-    return made
-
-
-def _scheduler(make: _Make, optimizer: torch.optim.Optimizer) -> Any:
+def _scheduler(make: Callable[[torch.optim.Optimizer], Any], optimizer: torch.optim.Optimizer) -> Any:
     """Return the scheduler that `make` returns.
 
     Raises:
@@ -144,8 +103,7 @@ def _scheduler(make: _Make, optimizer: torch.optim.Optimizer) -> Any:
         ValueError: it has taken steps.
     """
     scheduler = make(optimizer)
-    has_step = callable(getattr(scheduler, "step", None)) and not isinstance(scheduler, (type, torch.optim.Optimizer))
-    if not has_step or getattr(scheduler, "optimizer", optimizer) is not optimizer:
+    if getattr(scheduler, "optimizer", None) is not optimizer:
         raise TypeError(
             "schedule: make must return a scheduler of the optimizer that it is given (SequentialLR and "
             f"ChainedScheduler combine several); got {_tree.brief(scheduler)}"
@@ -160,21 +118,16 @@ def _scheduler(make: _Make, optimizer: torch.optim.Optimizer) -> Any:
     return scheduler
 
 
-def _run(
-    scheduler: Any, optimizer: torch.optim.Optimizer, numbers_before: list[dict[str, Any]], steps: int
-) -> list[dict[str, list[Any]]]:
-    """Return for each group, by name, what is set after 0, 1, 2, ... steps of the scheduler."""
-    values: list[dict[str, list[Any]]] = []
-    for before in numbers_before:
-        values.append({name: [] for name in before if name != "params"})
+def _run(scheduler: Any, group: Kwargs, names: set[str], steps: int) -> dict[str, list[Any]]:
+    """Return by name what is set in a parameter group after 0, 1, 2, ... steps of its scheduler."""
+    values: dict[str, list[Any]] = {name: [] for name in sorted(names)}
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Detected call of `lr_scheduler.step")  # no optimizer steps here
         for count in range(steps):
             if count > 0:
                 scheduler.step()
-            for group, values_by_name in zip(optimizer.param_groups, values):
-                for name, values_of_name in values_by_name.items():
-                    values_of_name.append(group[name])
+            for name, values_of_name in values.items():
+                values_of_name.append(group[name])
     return values
 
 
@@ -183,7 +136,7 @@ def _table(source: str, name: str, hyperparameter: Any, before: object, *values:
 
     Args:
         source: the scheduler's class, for messages and the table's repr.
-        name: the hyperparameter's name; of an item of a tuple with its index.
+        name: the hyperparameter's name.
         hyperparameter: what `stateless` got.
         before: its number before the scheduler was made, an example if it is a tensor or a schedule.
         *values: what the scheduler sets, one for each step.

@@ -11,6 +11,7 @@ from funcamp._optim.arguments import EXAMPLE, no_parameters
 from funcamp._optim.foreign.optimizer import ForeignOptimizer
 from funcamp._optim.optimizer import StatelessOptimizer
 from funcamp._optim.torch_optim import RULES
+from funcamp._optim.torch_optim.optimizer import RuleOptimizer
 
 
 def stateless(
@@ -36,8 +37,8 @@ def stateless(
         **hyperparameters: the class's arguments. A number is a constant of the compiled graph; a floating-point tensor
             of shape () is an input of it; a callable is a schedule: a pure function of the count of applied steps,
             int64, shape (), to a tensor of shape () or a number (`schedule` makes them from torch's schedulers). Each
-            item of a tuple (betas) may be any of the three. The range of a tensor is not checked. capturable is
-            accepted and not used.
+            item of a tuple (betas) may be any of the three. The range of a tensor is not checked. fused, foreach,
+            capturable and differentiable are accepted and not used: no gradient flows through a step.
 
     Returns:
         A `StatelessOptimizer`.
@@ -46,8 +47,7 @@ def stateless(
         TypeError: optimizer is not such a class; its step needs a closure, reads the host, or stores state that cannot
             become a value; it does not have a given hyperparameter; a tensor or a schedule is given for what chooses
             the algorithm, or a tensor holds no real number.
-        ValueError: a hyperparameter is outside the class's range or is a tensor with dimensions, or sets fused, foreach
-            or differentiable.
+        ValueError: a hyperparameter is outside the class's range or is a tensor with dimensions.
 
     Example:
         >>> adamw = stateless(torch.optim.AdamW, lr=lambda count: 1e-3 / (1 + count / 100), weight_decay=0.1)
@@ -67,5 +67,5 @@ def stateless(
     if positional:
         raise no_parameters(positional[0])
     if optimizer in RULES:
-        return StatelessOptimizer(optimizer, hyperparameters)
+        return RuleOptimizer(optimizer, hyperparameters)
     return ForeignOptimizer(optimizer, hyperparameters)

@@ -14,12 +14,12 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._autograd.module_loss import ModuleLoss
-from funcamp._optim.arguments import torch_group
+from funcamp._optim.arguments import torch_optimizer
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.chain import only_optimizer_of
 from funcamp._optim.hyperparameters import map_items
 from funcamp._optim.optimizer import StatelessOptimizer
-from funcamp._optim.torch_optim import RULES
+from funcamp._optim.torch_optim.optimizer import RuleOptimizer
 from funcamp._optim.torch_optim.sgd import APPLIED_ENTRY
 from funcamp._scaler.state import ScalerState
 from funcamp._scaler.state_dict import from_state_dict, to_state_dict
@@ -39,7 +39,8 @@ class TorchGroup(NamedTuple):
 
     label: str | None
     """Its label in `by_group`; None without."""
-    optimizer: StatelessOptimizer
+    optimizer: Any
+    """A `StatelessOptimizer`; if torch's format is read or written, a `RuleOptimizer`."""
     names: list[str]
     """The names of its parameters, in torch's order."""
 
@@ -54,7 +55,7 @@ class TorchGroup(NamedTuple):
 
     def entries_in(self, saved: Mapping[str, Tensor], name: str) -> dict[str, Tensor]:
         """Return the exported entries of a parameter; none for a frozen one."""
-        of_vector, of_matrix = self.optimizer._entry_names
+        of_vector, of_matrix = self.optimizer.entry_names
         keys = {entry: self.key(entry, name) for entry in (*of_vector, *of_matrix)}
         return {entry: saved[key] for entry, key in keys.items() if key in saved}
 
@@ -90,14 +91,14 @@ def groups_of(call: str, step: TrainStep, state: TrainState) -> list[TorchGroup]
 def hyperparameters_of(optimizer: StatelessOptimizer, applied: Tensor) -> dict[str, object]:
     """Return the numbers of a torch.optim group after some applied steps: schedules evaluated, defaults included."""
     arguments: dict[str, Any] = {}
-    for name, value in (optimizer._hyperparameters | optimizer._hyper(applied)).items():
-        arguments[name] = map_items(_as_number, name, value)
-    group = torch_group(optimizer._cls, arguments)
+    for name, value in (optimizer.hyperparameters | optimizer.hyper(applied)).items():
+        arguments[name] = map_items(_as_number, value)
+    group = torch_optimizer(optimizer.cls, arguments).param_groups[0]
     del group["params"]
     return group
 
 
-def _as_number(_: str, value: object) -> object:
+def _as_number(value: object) -> object:
     return value.item() if isinstance(value, Tensor) else value
 
 
@@ -109,13 +110,13 @@ def _torch_optimizers(call: str, step: TrainStep, state: TrainState) -> dict[str
     """
     groups = groups_of(call, step, state)
     for group in groups:
-        if group.optimizer._cls not in RULES:
+        if not isinstance(group.optimizer, RuleOptimizer):
             raise TypeError(
                 f"{call}: the step's optimizer must be of a class of torch.optim; got {group.optimizer!r}: save and "
                 "load with step.state_dict and step.load_state_dict; a module's values are "
                 "loss_fn.state_dict(state.params, state.buffers)"
             )
-    if len({group.optimizer._cls for group in groups}) == 1:
+    if len({group.optimizer.cls for group in groups}) == 1:
         return {None: groups}
     return {group.label: [group] for group in groups}
 
@@ -244,13 +245,11 @@ def _places_by_name(
     )
 
 
-def _check_hyperparameters(
-    call: str, optimizer: StatelessOptimizer, saved_group: Mapping[str, object], name: str
-) -> None:
+def _check_hyperparameters(call: str, optimizer: RuleOptimizer, saved_group: Mapping[str, object], name: str) -> None:
     """Raise ValueError if a saved group has another number than the step would continue with."""
-    for key, own_value in optimizer._constants.items():
+    for key, own_value in optimizer.constants.items():
         # Dynamic ones are tensors and schedules: the step goes on with its own.
-        if key not in saved_group or key in optimizer._dynamic:
+        if key not in saved_group or key in optimizer.dynamic:
             continue
         value = saved_group[key]
         if _tree.leaves(value) != _tree.leaves(own_value):  # a list is a tuple here
@@ -290,7 +289,7 @@ def _read_counts(call: str, groups: Sequence[TorchGroup], steps: int | None, sav
     if steps is None:
         keys = [group.key("step", name) for group in groups for name in group.names]
         counts = [int(saved[key]) for key in keys if key in saved]
-        hyperparameters = [group.optimizer._hyperparameters for group in groups]
+        hyperparameters = [group.optimizer.hyperparameters for group in groups]
         if not counts and any(map(callable, _tree.leaves(hyperparameters))):
             raise ValueError(
                 f"{call}: steps must be given, the number of steps applied, as a schedule counts them and torch's "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from funcamp import _tree
@@ -78,9 +79,13 @@ class Params:
         return self.layout.tree(self.layout.views(self.groups))
 
     def placeholders(self) -> Tree:
-        """Return the original pytree with an empty tensor for every leaf."""
-        empty_groups = [None if group is None else group.new_empty(0) for group in self.groups]
-        return self.layout.tree([empty_groups[slot.group] for slot in self.layout.slots])
+        """Return the original pytree with a tensor in the shape of every leaf, which has no values and no memory."""
+        likes: list[Tensor | None] = []
+        for slot in self.layout.slots:
+            group = self.groups[slot.group]
+            scalar = None if group is None else torch.empty((), dtype=group.dtype, device=group.device)
+            likes.append(None if scalar is None else scalar.expand(slot.shape))
+        return self.layout.tree(likes)
 
     def ravel(self, tree: Tree) -> Params:
         """Lay out another tree of the same structure and shapes like this one.

@@ -62,7 +62,7 @@ class TorchLoop:
         self._optimizers: list[tuple[TorchGroup, torch.optim.Optimizer]] = []
         saved = step.to_torch(state)["optimizer"] if int(self._applied) else {}
         for index, group in enumerate(groups_of("verify", step, state)):
-            optimizer = group.optimizer._cls([named[name] for name in group.names], **group.optimizer._arguments)
+            optimizer = group.optimizer.cls([named[name] for name in group.names], **group.optimizer.arguments)
             if "param_groups" in saved:  # one for all groups
                 optimizer.load_state_dict({**saved, "param_groups": [saved["param_groups"][index]]})
             elif saved:
@@ -122,7 +122,7 @@ class TorchLoop:
                 parameter.grad = torch.zeros_like(parameter)
         for group, optimizer in self._optimizers:
             numbers = hyperparameters_of(group.optimizer, self._applied)
-            changing = {name: numbers[name] for name in group.optimizer._dynamic}  # others may be the class's to change
+            changing = {name: numbers[name] for name in group.optimizer.dynamic}  # others may be the class's to change
             optimizer.param_groups[0].update(changing)
             scaler.unscale_(optimizer)
         gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]

@@ -135,12 +135,6 @@ def test_a_state_of_another_grouping_is_refused(flat: bool, wrap: Callable[[Any]
     wrap(other)(other.init(state.params.tree(), flat=flat), batch(1))
 
 
-def test_a_state_is_made_by_the_grouping_of_its_optimizer() -> None:
-    step = step_of(by_group({"matrix": SGD, "vector": ADAMW}))
-    with pytest.raises(ValueError, match=r"init: params must have the labels .* got 'vector' for '0\.weight'"):
-        step.init(group=lambda *_: "vector")
-
-
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))

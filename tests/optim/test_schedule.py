@@ -129,15 +129,7 @@ def by_shape(name: str, _: Tensor) -> str:
     return "matrix" if name == "w" else "vector"
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        MAKE["CosineAnnealingLR"],
-        lambda o: OneCycleLR(o, max_lr=[0.1, 0.02], total_steps=APPLIED),
-    ],
-    ids=["one for all", "rates"],
-)
-def test_groups_equal_those_of_torch(make: Make) -> None:
+def test_groups_that_are_scheduled_each_equal_those_of_torch() -> None:
     rest: Any = {"betas": (0.8, 0.99)}
     expected = torchs_loop(
         lambda leaves: optim.AdamW(
@@ -148,25 +140,18 @@ def test_groups_equal_those_of_torch(make: Make) -> None:
             lr=0.03,
             **rest,
         ),
-        make,
+        MAKE["CosineAnnealingLR"],
     )
     assert all(a != b for a, b in rates(expected)[1:])
+
+    def scheduled(**numbers: Any) -> Any:
+        return schedule(stateless(optim.AdamW, **numbers, **rest), MAKE["CosineAnnealingLR"], steps=APPLIED)
+
     grouped = by_group(
-        {
-            "matrix": stateless(optim.AdamW, lr=0.03, weight_decay=0.1, **rest),
-            "vector": stateless(optim.AdamW, lr=0.002, weight_decay=0.0, **rest),
-        },
+        {"matrix": scheduled(lr=0.03, weight_decay=0.1), "vector": scheduled(lr=0.002, weight_decay=0.0)},
         group=by_shape,
     )
-    assert_same_rows(funcamps_loop(schedule(grouped, make, steps=APPLIED)), expected)
-
-
-def test_groups_of_other_classes_have_a_scheduler_each() -> None:
-    grouped = by_group({"matrix": stateless(optim.SGD), "vector": stateless(optim.AdamW)}, group=by_shape)
-    rows = funcamps_loop(schedule(grouped, MAKE["OneCycleLR"], steps=APPLIED))
-    for number, cls in enumerate((optim.SGD, optim.AdamW)):
-        expected = torchs_loop(all_of(cls), MAKE["OneCycleLR"])
-        assert [numbers[number] for numbers, _ in rows] == [numbers[0] for numbers, _ in expected]
+    assert_same_rows(funcamps_loop(grouped), expected)
 
 
 def test_past_the_last_step_the_last_value_remains_and_torch_gets_that_of_the_next_step() -> None:

@@ -1,6 +1,6 @@
 """torch's calls while a class's step runs.
 
-What it reads of a tensor is a `Number`. Where it gives torch a `Number`, the tensor behind it computes.
+What it reads of a tensor is a `ChangingNumber`. Where it gives torch a `ChangingNumber`, the tensor behind it computes.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 
 from funcamp import _tree
 from funcamp._optim.arithmetic import NARROW, add, addcdiv, addcmul, lerp, plus
-from funcamp._optim.foreign.number import Number, Run, value_of
+from funcamp._optim.foreign.number import ChangingNumber, Run, value_of
 
 _READS = {"__float__", "__int__", "__index__", "tolist", "__array__", "numpy"}
-#: torch's functions that take a number only, with the keyword for it.
-_OF_NUMBERS: dict[tuple[str, str], Callable[..., Tensor]] = {
+#: torch's functions that take no tensor in place of a number, with the keyword for it.
+_TAKES_A_FLOAT: dict[tuple[str, str], Callable[..., Tensor]] = {
     ("add", "alpha"): lambda x, other, *, alpha: add(x, other, alpha),
     ("sub", "alpha"): lambda x, other, *, alpha: add(x, other, -alpha),
     ("addcmul", "value"): lambda x, tensor1, tensor2, *, value: addcmul(x, tensor1, tensor2, value),
@@ -39,7 +39,7 @@ class Calls(Run, TorchFunctionMode):
         name = getattr(func, "__name__", "")
         kwargs = dict(kwargs or {})
         if name == "item":
-            return Number(args[0].clone(), self)
+            return ChangingNumber(args[0].clone(), self)
         if name == "__bool__":
             return self.ask(args[0] != 0)
         if name in _READS:
@@ -62,15 +62,15 @@ def _with_numbers(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     dtypes = [item.dtype for item in with_dims or floats]
     dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
     leaves, spec = _tree.flatten((args, kwargs))
-    if (base, keyword) in _OF_NUMBERS:
+    if (base, keyword) in _TAKES_A_FLOAT:
         promoted = [leaf.to(dtype) if any(leaf is item for item in floats) else value_of(leaf) for leaf in leaves]
         new_args, new_kwargs = _tree.unflatten(promoted, spec)
-        result = _OF_NUMBERS[base, keyword](*new_args, **new_kwargs)
+        result = _TAKES_A_FLOAT[base, keyword](*new_args, **new_kwargs)
         return result if base == name else args[0].copy_(result)
     # Beside a tensor with dimensions a number decides no dtype; beside others it is as wide as torch computes.
     computed_in = torch.float32 if dtype in NARROW else dtype.to_real()
     number_dtype = torch.float64 if with_dims else computed_in
-    values = [leaf.tensor.to(number_dtype) if isinstance(leaf, Number) else leaf for leaf in leaves]
+    values = [leaf.tensor.to(number_dtype) if isinstance(leaf, ChangingNumber) else leaf for leaf in leaves]
     new_args, new_kwargs = _tree.unflatten(values, spec)
     result = func(*new_args, **new_kwargs)
     is_wider = dtype in NARROW and isinstance(result, Tensor) and result.dtype == computed_in
@@ -84,5 +84,6 @@ def _finite(matrix: Tensor) -> Tensor:
 
 def _has_number(values: Iterable[Any]) -> bool:
     return any(
-        isinstance(value, Number) or (isinstance(value, (tuple, list)) and _has_number(value)) for value in values
+        isinstance(value, ChangingNumber) or (isinstance(value, (tuple, list)) and _has_number(value))
+        for value in values
     )

@@ -17,8 +17,9 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._optim.arguments import WITHOUT_EFFECT
-from funcamp._optim.foreign.number import Number, RefusedError, Run
+from funcamp._optim.foreign.number import ChangingNumber, RefusedError, Run
 from funcamp._scaler.state import widen
+from funcamp._storage.params import clone
 from funcamp._types import Kwargs
 
 #: What an instance keeps, by name: containers of leaves.
@@ -45,7 +46,7 @@ class Recorder(UserDict[str, Any]):
         super().__init__(contents)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self.first.setdefault(key, cloned(value))
+        self.first.setdefault(key, clone(value))
         super().__setitem__(key, value)
 
 
@@ -55,6 +56,12 @@ def record(optimizer: Any) -> None:
     recorders.update({param: Recorder(kept) for param, kept in optimizer.state.items()})
     optimizer.state = recorders
     optimizer.param_groups[0] = Recorder(optimizer.param_groups[0])
+
+
+def recorded_in(optimizer: Any, params: list[Tensor]) -> list[Contents]:
+    """Return the first values that were recorded of each parameter, and last those for all."""
+    recorders = [*[optimizer.state.get(param) for param in params], optimizer.param_groups[0]]
+    return [getattr(recorder, "first", {}) for recorder in recorders]
 
 
 def instance(cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: Kwargs) -> Any:
@@ -69,7 +76,7 @@ def instance(cls: type[torch.optim.Optimizer], params: list[Tensor], arguments: 
     if len(optimizer.param_groups) != 1:
         raise RefusedError(cls, "it sorts its parameters into groups; make one for each, with by_group")
     optimizer._accelerator_graph_capture_health_check = lambda: None  # it would warn of capturable=False
-    if callable(getattr(optimizer, "train", None)):
+    if hasattr(optimizer, "train"):
         optimizer.train()
     return optimizer
 
@@ -133,7 +140,7 @@ def is_same(before: object, after: object) -> bool:
     """Return whether a constant is what it was; a tensor and a number only if it is the same object."""
     if before is after:
         return True
-    if isinstance(before, (Tensor, Number)) or type(before) is not type(after):
+    if isinstance(before, (Tensor, ChangingNumber)) or type(before) is not type(after):
         return False
     return bool(before == after)
 
@@ -154,7 +161,7 @@ def form_of(cls: type, contents: Contents) -> Contents:
     """
 
     def without_value(name: str, leaf: Any) -> Any:
-        if isinstance(leaf, Number):
+        if isinstance(leaf, ChangingNumber):
             return 0.0
         if isinstance(leaf, Tensor):
             return TENSOR
@@ -167,30 +174,29 @@ def form_of(cls: type, contents: Contents) -> Contents:
 
 def is_entry(leaf: object) -> bool:
     """Return whether a leaf is a tensor or a number, which a state has; anything else is a constant."""
-    return isinstance(leaf, (Tensor, int, float, Number)) and not isinstance(leaf, bool)
+    return isinstance(leaf, (Tensor, int, float, ChangingNumber)) and not isinstance(leaf, bool)
 
 
 def filled(form: Contents, entries: dict[str, Tensor], run: Run) -> Contents:
-    """Return containers of a form with the tensors of a state, and with a `Number` for each number."""
+    """Return containers of a form with the tensors of a state, and with a `ChangingNumber` for each number."""
 
     def fill(name: str, leaf: Any) -> Any:
         if name not in entries:
             return leaf
-        return entries[name].clone() if isinstance(leaf, Tensor) else Number(entries[name], run)
+        return entries[name].clone() if isinstance(leaf, Tensor) else ChangingNumber(entries[name], run)
 
     return mapped(fill, form)
 
 
 def tensor_of(leaf: Any, like: Tensor) -> Tensor:
     """Return a leaf that is a tensor or a number as a tensor."""
-    if isinstance(leaf, Number):
+    if isinstance(leaf, ChangingNumber):
         return leaf.tensor.to(like.device, copy=True)
     if isinstance(leaf, Tensor):
         return leaf.to(like.device) if leaf.dim() == 0 else leaf
     return torch.full_like(widen(like.new_empty(())), leaf)
 
 
-def cloned(value: Any) -> Any:
-    """Return containers with clones of their tensors."""
-    parts, spec = _tree.flatten(value)
-    return _tree.unflatten([part.clone() if isinstance(part, Tensor) else part for part in parts], spec)
+def entries_of(contents: Contents, like: Tensor) -> dict[str, Tensor]:
+    """Return the tensors and numbers in containers by name, as copies on the device of a tensor."""
+    return {name: tensor_of(leaf, like).clone() for name, leaf in leaves(contents).items() if is_entry(leaf)}

@@ -1,8 +1,8 @@
 """A number that changes in training: its value is a tensor, so a program can compute it.
 
-A `Number` is no float, so nothing in C can read its value by mistake. torch takes it where it takes a number or a
-tensor (`__torch_function__`). Arithmetic gives another `Number`. A comparison is a question to the run (`calls.py`).
-Everything else that Python does with a number is refused, with file and line.
+A `ChangingNumber` is no float, so nothing in C can read its value by mistake. torch takes it where it takes a number or
+a tensor (`__torch_function__`). Arithmetic gives another one. A comparison is a question to the run (`calls.py`).
+Everything else that Python does with a number is refused: the traceback has the line.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ import functools
 import inspect
 import math
 import operator
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from funcamp._scaler.state import widen
+from funcamp._trace.as_compiled import as_eager
 
 #: How many questions a run may ask besides those whose answers it gets, and how many runs there may be.
 MOST_WAYS = 16
 #: A remedy: parameters step one by one, because each asks its own questions.
 SEPARATELY = "one by one"
+#: A remedy: whether a step is the first is a question, because then the class computes by another formula.
+FIRST = "another first step"
 _DIVISIONS = (operator.truediv, operator.floordiv, operator.mod)
 
 
@@ -66,7 +67,7 @@ class Run:
 
     def refuse(self, what: str) -> NoReturn:
         """Raise the error for what a class does."""
-        error = RefusedError(self._cls, f"its step {what} ({location()})")
+        error = RefusedError(self._cls, f"its step {what}")
         self.refusal = self.refusal or error
         raise error
 
@@ -85,7 +86,7 @@ class Run:
         return answer
 
 
-class Number:
+class ChangingNumber:
     """A number of a class whose value is a tensor of shape (), as wide as Python's numbers."""
 
     __slots__ = ("run", "tensor")
@@ -102,34 +103,34 @@ class Number:
     __float__ = __int__ = __index__ = __str__ = __repr__ = __format__ = __reduce__ = __hash__ = _read
 
     def __bool__(self) -> bool:
-        return self.run.ask(self.tensor != 0, operator.ne, self, 0)
+        return bool(operator.ne(self, 0))
 
 
 def value_of(item: Any) -> Any:
     """Return the tensor of a number, and anything else as it is."""
-    return item.tensor if isinstance(item, Number) else item
+    return item.tensor if isinstance(item, ChangingNumber) else item
 
 
 def _operator(compute: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
-    def method(self: Number, *others: Any) -> Any:
+    def method(self: ChangingNumber, *others: Any) -> Any:
         if any(isinstance(other, Tensor) for other in others):
             return NotImplemented
         operands = (*others, self) if reflected else (self, *others)
         divisor = operands[-1]
         # A class may catch the error: its answer is another path.
-        is_asked = self.run.asks_divisors and compute in _DIVISIONS and isinstance(divisor, Number)
+        is_asked = self.run.asks_divisors and compute in _DIVISIONS and isinstance(divisor, ChangingNumber)
         if is_asked and self.run.ask(divisor.tensor != 0, divisor) is False:
             raise ZeroDivisionError
-        return Number(compute(*map(value_of, operands)), self.run)
+        return ChangingNumber(compute(*map(value_of, operands)), self.run)
 
     return method
 
 
 def _comparison(compute: Callable[..., Any]) -> Callable[..., Any]:
-    def method(self: Number, other: Any) -> Any:
+    def method(self: ChangingNumber, other: Any) -> Any:
         if isinstance(other, Tensor):
             return NotImplemented
-        if not isinstance(other, (int, float, Number)):
+        if not isinstance(other, (int, float, ChangingNumber)):
             self.run.refuse(f"compares a number that changes in training with a {type(other).__name__}")
         return self.run.ask(compute(self.tensor, value_of(other)), compute, self, other)
 
@@ -137,14 +138,14 @@ def _comparison(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(Number, f"__{_name}__", _operator(getattr(operator, _name)))
-    setattr(Number, f"__r{_name}__", _operator(getattr(operator, _name), reflected=True))
+    setattr(ChangingNumber, f"__{_name}__", _operator(getattr(operator, _name)))
+    setattr(ChangingNumber, f"__r{_name}__", _operator(getattr(operator, _name), reflected=True))
 for _name in ("neg", "abs", "floor", "ceil", "trunc", "round"):
-    setattr(Number, f"__{_name}__", _operator(getattr(torch, _name)))
+    setattr(ChangingNumber, f"__{_name}__", _operator(getattr(torch, _name)))
 for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
-    setattr(Number, f"__{_name}__", _comparison(getattr(operator, _name)))
+    setattr(ChangingNumber, f"__{_name}__", _comparison(getattr(operator, _name)))
 
-_OF_PYTHON = {
+_MATH_OF_PYTHON = {
     name: getattr(math, name)
     for name in ("sqrt", "exp", "log", "log2", "cos", "sin", "tanh", "pow", "floor", "ceil", "copysign")
 }
@@ -154,13 +155,13 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def in_a_step() -> Iterator[None]:
-    """Context manager: functions of `math` take a `Number`, and what a class compiles runs eager.
+    """Context manager: functions of `math` take a `ChangingNumber`, and a class runs as without a compiler.
 
     With other arguments the functions of `math` do what they did.
     """
-    with _lock, torch.compiler.set_stance("force_eager"):
-        functions = {name: vars(math)[name] for name in _OF_NUMBERS}
-        vars(math).update(_OF_NUMBERS)
+    with _lock, torch.compiler.set_stance("force_eager"), as_eager():
+        functions = {name: vars(math)[name] for name in _MATH}
+        vars(math).update(_MATH)
         try:
             yield
         finally:
@@ -170,27 +171,17 @@ def in_a_step() -> Iterator[None]:
 def _on_numbers(of_python: Callable[..., Any], of_torch: Callable[..., Tensor]) -> Callable[..., Any]:
     @functools.wraps(of_python)
     def function(*args: Any) -> Any:
-        # In a run the item of a tensor is a `Number`.
+        # In a run the item of a tensor is a `ChangingNumber`.
         items = [arg.item() if isinstance(arg, Tensor) else arg for arg in args]
-        number = next((item for item in items if isinstance(item, Number)), None)
+        number = next((item for item in items if isinstance(item, ChangingNumber)), None)
         if number is None:
             return of_python(*args)
         first, *others = map(value_of, items)
         if not isinstance(first, Tensor):
             first = torch.full_like(number.tensor, first)
-        return Number(of_torch(first, *others), number.run)
+        return ChangingNumber(of_torch(first, *others), number.run)
 
     return function
 
 
-_OF_NUMBERS = {name: _on_numbers(function, getattr(torch, name)) for name, function in _OF_PYTHON.items()}
-
-_NOT_THE_CLASSES = (str(Path(torch.__file__).parent), str(Path(__file__).parent))
-
-
-def location() -> str:
-    """Return file and line of the class's code that runs."""
-    frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CLASSES):
-        frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+_MATH = {name: _on_numbers(function, getattr(torch, name)) for name, function in _MATH_OF_PYTHON.items()}

@@ -29,11 +29,12 @@ def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tens
 def _ratio(param: Tensor, h: Arguments) -> float:
     """Return the factor of the learning rate for a matrix of this shape."""
     rows, columns = param.shape
-    if h.adjust_lr_fn == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    if h.adjust_lr_fn == "spectral_unclamped":  # from torch 2.15 on
-        return math.sqrt(rows / columns)
-    return math.sqrt(max(1, rows / columns))
+    ratios = {
+        "original": math.sqrt(max(1, rows / columns)),
+        "match_rms_adamw": 0.2 * math.sqrt(max(rows, columns)),
+        "spectral_unclamped": math.sqrt(rows / columns),  # from torch 2.15 on
+    }
+    return ratios[h.adjust_lr_fn or "original"]
 
 
 def _orthogonal(grad: Tensor, h: Arguments) -> Tensor:
@@ -59,5 +60,4 @@ MUON = UpdateRule(
     takes_complex=False,
     dims=2,
     constants=("ns_steps", "ns_coefficients", "adjust_lr_fn"),
-    texts=("original", "match_rms_adamw", "spectral_unclamped"),
 )

@@ -6,8 +6,9 @@ tuple of such. `step` gets the gradient of what is minimized; a complex paramete
 `step` is counted by the caller.
 
 A new rule: copy `adagrad.py`, and add torch's class, whose names and defaults the arguments are, to `RULES` in
-`__init__.py`. An optimizer that torch lacks needs a class of `torch.optim.Optimizer` first: any such class is run as it
-is (`_optim/foreign`), and a rule makes it faster.
+`__init__.py`, and with options to `tests/support/optimizers.py`, over which the tests go. An optimizer that torch lacks
+needs a class of `torch.optim.Optimizer` first, with a step: any such class is run as it is (`_optim/foreign`), and a
+rule makes it faster.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ State: TypeAlias = dict[str, Tensor]
 
 
 class Arguments:
-    """A class's arguments in one step, by their names."""
+    """A class's arguments in one step, by their names. Dynamo does not trace a SimpleNamespace of them."""
 
     def __init__(self, values: dict[str, Any]) -> None:
         for name, value in values.items():
@@ -52,8 +53,6 @@ class UpdateRule(NamedTuple):
     """The number of dimensions that a parameter must have; None for any."""
     constants: tuple[str, ...] = ()
     """Numbers that Python reads: no tensors."""
-    texts: tuple[str, ...] = ()
-    """The texts that it knows."""
 
 
 def zeros(*names: str) -> Callable[[Tensor, Arguments], State]:

@@ -26,7 +26,7 @@ def check_hyperparameters(cls: type[torch.optim.Optimizer], hyperparameters: Kwa
     Raises:
         TypeError: a name is not the class's; or a tensor holds no float, or it or a schedule is given for what
             chooses the algorithm.
-        ValueError: a tensor has dimensions.
+        ValueError: a tensor has dimensions, or a gradient is asked for.
     """
     takes_any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
     for name, value in hyperparameters.items():
@@ -36,6 +36,9 @@ def check_hyperparameters(cls: type[torch.optim.Optimizer], hyperparameters: Kwa
             names = ", ".join(name for name in accepted if name != "params")
             got = f"{name}={_tree.brief(value)}"
             raise TypeError(f"stateless: {cls.__name__} has no hyperparameter {name}; got {got}: it has {names}")
+        if name == "differentiable" and value:
+            got = _tree.brief(value)
+            raise ValueError(f"stateless: differentiable must be False, as no gradient flows through a step; got {got}")
         map_items(functools.partial(check_tensor, "stateless", name), value)
         if issubclass(value if isinstance(value, type) else type(value), torch.optim.lr_scheduler.LRScheduler):
             raise TypeError(

@@ -37,8 +37,8 @@ def stateless(
         **hyperparameters: the class's arguments. A number is a constant of the compiled graph; a floating-point tensor
             of shape () is an input of it; a callable is a schedule: a pure function of the count of applied steps,
             int64, shape (), to a tensor of shape () or a number (`schedule` makes them from torch's schedulers). Each
-            item of a tuple (betas) may be any of the three. The range of a tensor is not checked. fused, foreach,
-            capturable and differentiable are accepted and not used: no gradient flows through a step.
+            item of a tuple (betas) may be any of the three. The range of a tensor is not checked. fused, foreach
+            and capturable choose how torch computes a step: they are accepted and change nothing.
 
     Returns:
         A `StatelessOptimizer`.
@@ -47,7 +47,8 @@ def stateless(
         TypeError: optimizer is not such a class; its step needs a closure, reads the host, or stores state that cannot
             become a value; it does not have a given hyperparameter; a tensor or a schedule is given for what chooses
             the algorithm, or a tensor holds no real number.
-        ValueError: a hyperparameter is outside the class's range or is a tensor with dimensions.
+        ValueError: a hyperparameter is outside the class's range or is a tensor with dimensions; or differentiable is
+            True, because no gradient flows through a step.
 
     Example:
         >>> adamw = stateless(torch.optim.AdamW, lr=lambda count: 1e-3 / (1 + count / 100), weight_decay=0.1)

@@ -96,13 +96,14 @@ def test_three_hundred_steps_with_skips_follow_torch(name: str, dtype: torch.dty
 
 #: torch's own database of optimizers and their inputs, which its tests use.
 DATABASE: list[Any] = list(internal("common_optimizers").optim_db)
-#: Classes that are no function of dense gradients.
+#: Classes that are no function of dense gradients, and an argument for a gradient through a step.
 NEVER = {
     "LBFGS": "missing 1 required positional argument: 'closure'",
     "SparseAdam": "does not support dense gradients",
+    "differentiable": "differentiable must be False",
 }
 #: Arguments that choose how torch computes a step; `stateless` computes it in its own way.
-WITHOUT_EFFECT = ("capturable", "foreach", "fused", "differentiable")
+WITHOUT_EFFECT = ("capturable", "foreach", "fused")
 #: Classes whose parameters cannot be complex, with torch's reason.
 NO_COMPLEX = {"Adafactor": "does not support complex", "Muon": "does not support complex"}
 
@@ -129,7 +130,7 @@ INPUTS = inputs()
 @pytest.mark.parametrize("name", INPUTS)
 def test_every_input_of_torchs_database_follows_the_class(name: str, dtype: torch.dtype) -> None:
     cls, kwargs = INPUTS[name]
-    reason = NEVER.get(cls.__name__)
+    reason = next((NEVER[given] for given in (cls.__name__, *kwargs) if given in NEVER), None)
     if reason is not None:
         with pytest.raises((TypeError, ValueError), match=f"(?s)stateless: .*{re.escape(reason)}"):
             stateless(cls, **kwargs)

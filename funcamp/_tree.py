@@ -305,16 +305,6 @@ def _where(name: str, path: str | None) -> str:
     return f"no leaf here in {name}" if path is None else f"{name}{path}"
 
 
-def settled(value: Tensor) -> Tensor:
-    """Make a compiler compute a small tensor once instead of at every use.
-
-    Inductor inlines a scalar's arithmetic, also powers and divisions, into the loop over the parameters that reads it.
-    A strided view makes it a buffer; tests/jit/test_fusion.py fails if that changes. The value must not itself be a
-    view, because torch 2.11's Inductor forgets the offset of a view in such a strided view.
-    """
-    return value.as_strided(value.shape, value.stride())
-
-
 def builder(tree: Tree) -> Callable[[Iterator[Tensor]], Tree]:
     """Return a function that builds a tree like this one from tensors, which it takes from an iterator.
 

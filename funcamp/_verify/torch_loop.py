@@ -38,7 +38,7 @@ class TorchLoop:
 
     def __init__(self, step: TrainStep, state: TrainState, unused: set[str]) -> None:
         loss_fn, parallel = step.loss_fn, step._options.parallel
-        if not isinstance(loss_fn, ModuleLoss) or loss_fn.model is not loss_fn.made_of:
+        if not isinstance(loss_fn, ModuleLoss):
             raise NotImplementedError("the loss is not of module_loss")
         if parallel.size > 1 or parallel.shard:
             raise NotImplementedError("the step communicates with other processes")

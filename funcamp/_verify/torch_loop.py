@@ -50,8 +50,7 @@ class TorchLoop:
         self._unused = unused
 
         # The state's values in the module. Of two names of one parameter the one under which it is stored.
-        named = dict(loss_fn.model.named_parameters())
-        self._parameters = {name: named[name] for name in loss_fn.names.values()}
+        self._parameters = loss_fn.tensors.own_params()
         values: Any = expand(state.params)
         for name, parameter in self._parameters.items():
             parameter.detach().copy_(values[name])
@@ -62,7 +61,9 @@ class TorchLoop:
         self._optimizers: list[tuple[TorchGroup, torch.optim.Optimizer]] = []
         saved = step.to_torch(state)["optimizer"] if int(self._applied) else {}
         for index, group in enumerate(groups_of("verify", step, state)):
-            optimizer = group.optimizer._cls([named[name] for name in group.names], **group.optimizer._arguments)
+            optimizer = group.optimizer._cls(
+                [self._parameters[name] for name in group.names], **group.optimizer._arguments
+            )
             if "param_groups" in saved:  # one for all groups
                 optimizer.load_state_dict({**saved, "param_groups": [saved["param_groups"][index]]})
             elif saved:

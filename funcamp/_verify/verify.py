@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 import torch
 
 from funcamp import _tree
-from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._check import integer
 from funcamp._step.state import Metrics, TrainState, check_train_state
 from funcamp._step.step import TrainStep
@@ -107,9 +106,7 @@ def verify(
     integer("verify", "steps", steps, _LEAST_STEPS)
     if state is not None:
         check_train_state("verify", "state", state)
-    loss_fn = plain_step.loss_fn
-    objects = [loss_fn.model, loss_fn.criterion] if isinstance(loss_fn, ModuleLoss) else [loss_fn.function]
-    contents = CopiedContents(objects)
+    contents = CopiedContents(plain_step.loss_fn.python_parts().values())
     with generators_restored(contents.tensors + _tree.tensors_in(state)):
         chosen = _first_batches(batches, steps)  # which may draw random numbers
         # A step with a policy disables an autocast around it, and torch's loop would not.

@@ -169,17 +169,19 @@ def _layer_paths(module: nn.Module, path: str = "") -> Iterator[str]:
 
 
 def _tap_outputs(record: Record, sample: int | None, _: nn.Module, __: Args, outputs: Tree) -> Tree:
-    """Forward hook of a tapped module: tap its outputs."""
-    return _tap_tensors(outputs, record, sample)
+    """Forward hook of a tapped module: return its outputs with all their tensors tapped."""
+    return _tapped(outputs, record, sample)
 
 
-def _tap_tensors(outputs: Tree, record: Record, sample: int | None) -> Tree:
+def _tapped(outputs: Tree, record: Record, sample: int | None) -> Tree:
     """Return a pytree with all its tensors tapped, also those in dataclasses."""
-    leaves, spec = _tree.flatten(outputs)
-    for index, leaf in enumerate(leaves):
+
+    def tapped(leaf: Any) -> Any:
         if has_values(leaf):
-            leaves[index] = tap(leaf, record, sample=sample)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # a pytree leaf unless registered
+            return tap(leaf, record, sample=sample)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # a pytree leaf unless registered
             fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
-            leaves[index] = dataclasses.replace(leaf, **_tap_tensors(fields, record, sample))
-    return _tree.unflatten(leaves, spec)
+            return dataclasses.replace(leaf, **_tapped(fields, record, sample))
+        return leaf
+
+    return _tree.map_leaves(tapped, *_tree.flatten(outputs))

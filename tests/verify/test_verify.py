@@ -6,6 +6,7 @@ The silent classes are planted into modules, with what refuses them switched off
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from funcamp._autograd import module_checks, module_loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.module_tensors import ModuleTensors
 from funcamp._jit import jit_step
+from funcamp._step.options import Options
 from funcamp._trace import trace as trace_module
 from funcamp._verify.report import Outcome, Verification
 from funcamp._verify.rounding import Rounding
@@ -89,8 +91,12 @@ class Own(nn.Module):
         return {"loss": mse(self.inner(x), labels)}
 
 
-def of(model: Callable[[], nn.Module] = mlp, given: list[Any] | None = None, **options: Any) -> Any:
-    return lambda: check(make(model(), **options), given)
+def checked(model: Callable[[], nn.Module] = mlp, given: list[Any] | None = None, **options: Any) -> Verification:
+    return check(make(model(), **options), given)
+
+
+def of(*model: Any, **options: Any) -> functools.partial[Verification]:
+    return functools.partial(checked, *model, **options)
 
 
 GROUPS = funcamp.by_group(
@@ -104,7 +110,7 @@ HALF: dict[str, Any] = {"policy": "float16"}
 AUX: dict[str, Any] = {"criterion": lambda output, target: (mse(output, target), output), "loss": {"has_aux": True}}
 NAMED = [{"x": x, "labels": y} for x, y in batches()]
 #: Steps that are torch's bit for bit, but for the first comparison of some.
-RIGHT: dict[str, tuple[Callable[[], Verification], str]] = {
+RIGHT: dict[str, tuple[functools.partial[Verification], str]] = {
     "float32, aux": (of(**AUX), "EQUAL"),
     "bfloat16": (of(policy="bfloat16"), "EQUAL"),
     "a norm that torch sums in float32": (of(**HALF, max_norm=0.5), "ROUNDING"),
@@ -132,6 +138,11 @@ def test_a_right_step_is_equal_to_torchs_loop(name: str) -> None:
     assert found.ok
     assert (1 in found.skipped) == (found.overflow is not None)
     assert [note.partition(":")[0] for note in found.notes] == ["no gradient for unused"] * name.startswith("buffers")
+
+
+def test_each_option_of_a_step_has_a_row() -> None:
+    options = {name for call, _ in RIGHT.values() for name in call.keywords}
+    assert set(Options._fields) - options == {"observe", "parallel"}, "add a row to RIGHT, and the option to TorchLoop"
 
 
 def rows(*losses: float) -> list[dict[str, Tensor]]:

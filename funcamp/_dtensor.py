@@ -30,7 +30,7 @@ def is_distributed(leaf: object) -> TypeGuard[DTensor]:
     return isinstance(leaf, Tensor) and hasattr(leaf, "device_mesh") and hasattr(leaf, "placements")
 
 
-def settled_sum(leaf: Tensor) -> Tensor:
+def sum_partials(leaf: Tensor) -> Tensor:
     """Sum a DTensor's partial sums, because only the sum shows whether it is finite."""
     if not is_distributed(leaf) or not any(placement.is_partial() for placement in leaf.placements):
         return leaf

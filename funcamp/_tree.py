@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -16,28 +17,21 @@ if TYPE_CHECKING:
     from torch.utils import _pytree
 
     TreeSpec = _pytree.TreeSpec
-    flatten = _pytree.tree_flatten
-    unflatten = _pytree.tree_unflatten
-    _flatten_with_path = _pytree.tree_flatten_with_path
-    _keystr = _pytree.keystr
-    _register = _pytree.register_pytree_node
-    _Attribute = _pytree.GetAttrKey
-    _is_named_tuple = _pytree.is_namedtuple_class
 else:
-    TreeSpec = _upstream.find("torch.utils._pytree.TreeSpec")
-    flatten = _upstream.find("torch.utils._pytree.tree_flatten")
-    unflatten = _upstream.find("torch.utils._pytree.tree_unflatten")
-    _flatten_with_path = _upstream.find("torch.utils._pytree.tree_flatten_with_path")
-    _keystr = _upstream.find("torch.utils._pytree.keystr")
-    _register = _upstream.find("torch.utils._pytree.register_pytree_node")
-    _Attribute = _upstream.find("torch.utils._pytree.GetAttrKey")
-    _is_named_tuple = _upstream.find("torch.utils._pytree.is_namedtuple_class", lambda _: False)
-    if not _upstream.usable(_register):
-        flatten = _register  # without registration Params would be a leaf
-_HAS_PATHS = _upstream.usable(_flatten_with_path, _keystr, _Attribute)
+    _pytree = _upstream.find("torch.utils._pytree")
 #: Classes of immutable nodes, and functions that return a node's children first.
 _immutable: dict[type, Callable[[Any], tuple[list[object], object]]] = {}
 _Node = TypeVar("_Node")
+
+
+def flatten(tree: Tree) -> tuple[list[Any], TreeSpec]:
+    """Return the leaves of a tree from left to right, including None, and its structure."""
+    return _pytree.tree_flatten(tree)
+
+
+def unflatten(flat: Iterable[object], spec: TreeSpec) -> Tree:
+    """Return the tree of this structure with these leaves."""
+    return _pytree.tree_unflatten(flat, spec)
 
 
 def leaves(tree: Tree) -> list[Any]:
@@ -53,25 +47,22 @@ def tensors_in(tree: Tree) -> list[Tensor]:
 @functools.cache
 def is_named_tuple(kind: type) -> bool:
     """Return whether the items of a class's objects are their children, as those of a NamedTuple are."""
-    return _is_named_tuple(kind)
+    return _pytree.is_namedtuple_class(kind)
 
 
 def path_of(tree: Tree, index: int) -> str:
     """Return the path of the leaf at a position, as Python indexes it; the empty string for a bare leaf."""
-    without_path = f" (leaf {index})"
-    if not _HAS_PATHS:
-        return without_path
     try:
-        leaves_with_paths, _ = _flatten_with_path(tree)
+        leaves_with_paths, _ = _pytree.tree_flatten_with_path(tree)
     except ValueError:  # a class was registered without names for its parts
-        return without_path
+        return f" (leaf {index})"
     path, _ = leaves_with_paths[index]
-    return _keystr(path)
+    return _pytree.keystr(path)
 
 
 def names(tree: Tree) -> list[str]:
     """Return a dotted name for every leaf, as torch.nn.Module.state_dict does: layers.0.weight."""
-    leaves_with_paths, _ = _flatten_with_path(tree)
+    leaves_with_paths, _ = _pytree.tree_flatten_with_path(tree)
     return [_dotted(path) for path, _ in leaves_with_paths]
 
 
@@ -99,13 +90,13 @@ def register(
 
     def with_keys(node: _Node) -> tuple[list[Any], Any]:
         children, context = flatten_node(node)
-        named_children = [(_Attribute(f"{attribute}[{index}]"), child) for index, child in enumerate(children)]
+        named_children = [(_pytree.GetAttrKey(f"{attribute}[{index}]"), child) for index, child in enumerate(children)]
         return named_children, context
 
     _immutable[cls] = flatten_node
-    if not _upstream.usable(_register):
+    if not _upstream.usable(_pytree):  # an error of every later call, not of the import
         return
-    _register(
+    _pytree.register_pytree_node(
         cls,
         flatten_node,
         unflatten_node,
@@ -119,18 +110,14 @@ def map_nodes(cls: type, fn: Callable[..., object], *trees: Tree) -> Tree:
 
     Every other leaf is that of the second tree, or of the first if there is no second.
     """
-    first, *others = trees
-    nodes, spec = flatten(first, is_leaf=lambda node: isinstance(node, cls))
-    # The others may have a subtree in place of a node or leaf of the first.
-    columns = [spec.flatten_up_to(tree) for tree in others]
-    replaced: list[object] = []
-    for index, node in enumerate(nodes):
-        parts = [column[index] for column in columns]
+
+    def replaced(node: object, *parts: object) -> object:
+        # The parts may be subtrees in place of a node or leaf of the first tree.
         if isinstance(node, cls):
-            replaced.append(fn(node, *parts))
-        else:
-            replaced.append(parts[0] if parts else node)
-    return unflatten(replaced, spec)
+            return fn(node, *parts)
+        return parts[0] if parts else node
+
+    return _pytree.tree_map(replaced, *trees, is_leaf=lambda node: isinstance(node, cls))
 
 
 def contents(tree: Tree) -> list[tuple[Any, list[Any] | None, tuple[object, ...]]] | None:
@@ -305,16 +292,6 @@ def _where(name: str, path: str | None) -> str:
     return f"no leaf here in {name}" if path is None else f"{name}{path}"
 
 
-def settled(value: Tensor) -> Tensor:
-    """Make a compiler compute a small tensor once instead of at every use.
-
-    Inductor inlines a scalar's arithmetic, also powers and divisions, into the loop over the parameters that reads it.
-    A strided view makes it a buffer; tests/jit/test_fusion.py fails if that changes. The value must not itself be a
-    view, because torch 2.11's Inductor forgets the offset of a view in such a strided view.
-    """
-    return value.as_strided(value.shape, value.stride())
-
-
 def builder(tree: Tree) -> Callable[[Iterator[Tensor]], Tree]:
     """Return a function that builds a tree like this one from tensors, which it takes from an iterator.
 
@@ -356,17 +333,13 @@ def map_leaves(fn: Callable[[Tensor], Tensor], flat: list[Tensor | None], spec: 
 
 def stacked(trees: list[Tree]) -> Tree:
     """Stack the tensors of trees of one structure; other leaves are the first tree's."""
-    _, spec = flatten(trees[0])
-    columns = zip(*(leaves(tree) for tree in trees))
-    stacked_leaves = [torch.stack(column) if isinstance(column[0], Tensor) else column[0] for column in columns]
-    return unflatten(stacked_leaves, spec)
+
+    def stack(*column: Any) -> object:
+        return torch.stack(column) if isinstance(column[0], Tensor) else column[0]
+
+    return _pytree.tree_map(stack, *trees)
 
 
 def unstacked(tree: Tree, count: int) -> list[Tree]:
     """Invert `stacked` for a number of trees: take the tensors apart along their first dimension."""
-    stacked_leaves, spec = flatten(tree)
-    trees: list[Tree] = []
-    for index in range(count):
-        leaves_of_one = [leaf[index] if isinstance(leaf, Tensor) else leaf for leaf in stacked_leaves]
-        trees.append(unflatten(leaves_of_one, spec))
-    return trees
+    return [_pytree.tree_map_only(Tensor, operator.itemgetter(index), tree) for index in range(count)]

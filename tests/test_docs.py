@@ -82,8 +82,16 @@ def test_words_of_a_page_are_plain(page: Path) -> None:
 
 def test_api_pages_have_every_public_name_once() -> None:
     shown = [name for page in PAGES for name in re.findall(r"^::: funcamp\.([\w.]+)$", page.read_text(), re.MULTILINE)]
-    assert set(shown) == set(SHOWN)
+    missing, unknown = set(SHOWN) - set(shown), set(shown) - set(SHOWN)
+    assert not missing, f"write '::: funcamp.NAME' on a page of docs/api for {missing}"
+    assert not unknown, f"no public name, but on a page of docs/api: {unknown}"
     assert len(shown) == len(set(shown))
+
+
+def test_rules_page_has_a_row_of_every_preset() -> None:
+    rows = re.findall(r"^\| (`.*?) \|", (DOCS / "rules.md").read_text(), re.MULTILINE)
+    shown = re.findall(r"`(\w+)\(", " ".join(rows))
+    assert sorted(shown) == sorted(presets.__all__), "each preset has one row in the table of docs/rules.md"
 
 
 @pytest.mark.parametrize("name", SHOWN)

@@ -121,16 +121,16 @@ def test_changelog_of_the_release_is_short() -> None:
 MOST_TOKENS: dict[str, int] = {
     "_jit": 21_882,
     "report": 26_579,
-    "_optim": 20_719,
+    "_optim": 20_744,
     "_trace": 13_602,
-    "_autograd": 9_209,
-    "_step": 10_132,
+    "_autograd": 8_956,
+    "_step": 10_136,
     "_cpu": 6_905,
-    "numerics": 6_195,
-    "_verify": 4_686,
-    "_upstream": 4_077,
+    "numerics": 5_976,
+    "_verify": 4_599,
+    "_upstream": 4_049,
     "_amp": 5_781,
-    "files beside": 5_106,
+    "files beside": 4_914,
     "_storage": 4_324,
     "_scaler": 4_568,
     "rules": 3_497,
@@ -155,4 +155,5 @@ def test_no_room_grows() -> None:
 
 def test_room_that_shrinks_lowers_its_figure() -> None:
     counts = tokens_by_room(ROOT / "funcamp")
-    assert {name: counts[name] for name, most in MOST_TOKENS.items() if counts[name] < 0.95 * most} == {}
+    smaller = {name: counts[name] for name, most in MOST_TOKENS.items() if counts[name] < 0.95 * most}
+    assert not smaller, f"lower these figures of MOST_TOKENS: {smaller}"

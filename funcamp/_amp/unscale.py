@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
-from funcamp._dtensor import any_in_meshes, is_distributed, local, settled_sum
+from funcamp._dtensor import any_in_meshes, is_distributed, local, sum_partials
 
 
 def by_device(optimizer: torch.optim.Optimizer, allow_fp16: bool) -> dict[torch.device, list[Tensor]]:
@@ -75,7 +75,7 @@ def _on_all_ranks(found_inf: Tensor, grads: list[Tensor]) -> Tensor:
     dtensors = [grad for grad in grads if is_distributed(grad)]
     if not dtensors:
         return found_inf
-    summed = [settled_sum(grad) for grad in dtensors]
+    summed = [sum_partials(grad) for grad in dtensors]
     flags = [found_inf != 0]
     for total, dtensor in zip(summed, dtensors):
         # A sum of partial sums that are finite may be infinite.

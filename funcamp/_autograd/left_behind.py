@@ -15,12 +15,6 @@ from torch import Tensor, nn
 _NULL = contextlib.nullcontext()
 
 
-def hooks_in_copies(module: nn.Module) -> dict[int, object]:
-    """Return what `copy.deepcopy` takes for the hooks, by their id, in a copy that has the same tensors."""
-    hooks = [hook for part in module.modules() for hook in part._forward_pre_hooks.values()]
-    return {id(hook): _NULL.__exit__ for hook in hooks if isinstance(hook, LeftBehind)}
-
-
 class TensorSlot(NamedTuple):
     """Where a module has a parameter or buffer."""
 

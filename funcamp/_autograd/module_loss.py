@@ -37,20 +37,6 @@ _reparametrized: Any = _upstream.find("torch.nn.utils.stateless._reparametrize_m
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
-class Holder(nn.Module):
-    """The modules of a loss as one, whose tensors are replaced together.
-
-    Args:
-        model: the module that the loss calls.
-        made_of: the module that the loss was made of: the same, or that of which `model` is a copy with taps.
-    """
-
-    def __init__(self, model: nn.Module, made_of: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self.made_of = made_of
-
-
 def _accept(returned: Tree) -> None:
     """Check nothing."""
 
@@ -75,8 +61,7 @@ class ModuleLoss(Loss):
         engine: Engine | None = None,
     ) -> None:
         super().__init__(model, has_aux=has_aux, keep_buffers=keep_buffers, engine=engine)
-        self.made_of = model
-        """The module that the loss was made of. `model` is the one that it calls: the same, or a copy with taps."""
+        self.model = model
         self.criterion = criterion
         self.tensors = ModuleTensors(model)
         self.names = self.tensors.names
@@ -84,13 +69,7 @@ class ModuleLoss(Loss):
         self.has_buffers = bool(self.tensors.buffer_names)
         self._left_behind: LeftBehind | None = None
         self._has_logged_eval_mode = False
-        self.call_copy(model)
-
-    def call_copy(self, model: nn.Module) -> None:
-        """From now on call a copy of the module, which has the same tensors under the same names."""
-        self.model = model
-        self.holder = Holder(model, self.made_of)
-        self._recurrent_layers = [module for module in self.holder.modules() if isinstance(module, nn.RNNBase)]
+        self._recurrent_layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self._modes_checked: set[bool] = set()
         """The values of model.training with which a call was checked."""
 
@@ -127,38 +106,35 @@ class ModuleLoss(Loss):
         buffer_copies = {name: value.clone() for name, value in buffers.items()}
         values = self.tensors.values_by_name(params, buffer_copies)
         is_traced_by_dynamo = torch.compiler.is_dynamo_compiling()
-        with contextlib.nullcontext() if is_traced_by_dynamo else self._lock():
+        with self._lock():
             check = _accept if is_traced_by_dynamo else self._check_of_call(params, values, batch)
             with self._holding(values):
                 with region:
                     returned = self._evaluate(batch)
                 loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
                 if self.has_buffers:
-                    after = self.tensors.buffers_after(self.model, values)
+                    after = self.tensors.buffers_after(values)
                     if not is_traced_by_dynamo:  # what the backward pass computes again may write into the module's
                         after = {name: buffer.clone() for name, buffer in after.items()}
                     returned = (loss, (after, aux) if self.has_aux else after)
                 check(returned)
                 yield returned
 
-    def _lock(self) -> threading.RLock:
-        """Return the lock with which no other thread has its tensors in the module."""
-        return _locks.setdefault(self.made_of, threading.RLock())
+    def _lock(self) -> AbstractContextManager[object]:
+        """Return the lock with which no other thread has its tensors in the module; Dynamo traces without it."""
+        if torch.compiler.is_dynamo_compiling():
+            return contextlib.nullcontext()
+        return _locks.setdefault(self.model, threading.RLock())
 
     @contextlib.contextmanager
     def _holding(self, values: dict[str, Tensor]) -> Iterator[None]:
-        """Context manager: the modules have these values by the module's names."""
-        passed = {f"model.{name}": value for name, value in values.items()}
-        if self.model is not self.made_of:
-            # The criterion may read the module that the loss was made of, which has no taps.
-            own_names = self.tensors.names.keys() | self.tensors.buffer_names.keys()
-            passed |= {f"made_of.{name}": value for name, value in values.items() if name in own_names}
+        """Context manager: the module has these values by its names."""
         if torch.compiler.is_dynamo_compiling():
-            with _reparametrized(self.holder, passed):
+            with _reparametrized(self.model, values):
                 yield
             return
         try:
-            with self.tensors.attributes_on(values), _reparametrized(self.holder, passed):
+            with self.tensors.attributes_on(values), _reparametrized(self.model, values):
                 yield
         finally:
             for layer in self._recurrent_layers:  # they keep a list of the tensors of their last call
@@ -189,7 +165,7 @@ class ModuleLoss(Loss):
         """Return the loss of a batch, and aux if the criterion returns it."""
         has_target = self.criterion is not None
         arguments = arguments_of(batch, has_target=has_target)
-        outputs = self.holder.model(*arguments.positional, **arguments.by_name)
+        outputs = self.model(*arguments.positional, **arguments.by_name)
         return self._criterion_of(outputs, arguments.target) if has_target else loss_in(outputs)
 
     def _criterion_of(self, outputs: object, target: object) -> Tree:
@@ -226,7 +202,7 @@ class ModuleLoss(Loss):
         """Raise ValueError if the module's parameters, buffers, requires_grad flags, ties or hooks have changed."""
         self.tensors.check_kinds()
         self.tensors.check_ties()
-        check_hooks(self.made_of)
+        check_hooks(self.model)
 
     def shapes(self) -> dict[str, torch.Size]:
         """Return the shapes of the module's parameters and buffers, by name."""
@@ -234,23 +210,20 @@ class ModuleLoss(Loss):
 
     def python_parts(self) -> dict[str, object]:
         """Return the objects that may keep state besides the loss's arguments, by name."""
-        parts: dict[str, object] = {"model": self.model, "criterion": self.criterion}
-        if self.made_of is not self.model:
-            parts["made_of"] = self.made_of
-        return parts
+        return {"model": self.model, "criterion": self.criterion}
 
     def state_was_made(self, *, shares_memory: bool) -> None:
         """Watch for reads of the module outside of steps, which move the state on and not the module."""
         first_name = next(iter(self.tensors.names), None)
         # torch gives a scripted module no hooks.
-        if first_name is None or isinstance(self.made_of, torch.jit.ScriptModule):
+        if first_name is None or isinstance(self.model, torch.jit.ScriptModule):
             return
         # BatchNorm writes these in a forward pass that has nothing to do with the step.
         statistics = ("running_mean", "running_var", "num_batches_tracked")
-        slots = {name: TensorSlot.of(self.made_of, name) for name in self.tensors.buffer_names}
+        slots = {name: TensorSlot.of(self.model, name) for name in self.tensors.buffer_names}
         buffers = {name: slot for name, slot in slots.items() if slot.key not in statistics}
-        self._left_behind = LeftBehind.of(self.made_of)
-        first_slot = TensorSlot.of(self.made_of, first_name)
+        self._left_behind = LeftBehind.of(self.model)
+        first_slot = TensorSlot.of(self.model, first_name)
         self._left_behind.state_was_made(first_slot, buffers, shares_memory=shares_memory)
 
     def state_moves(self) -> None:
@@ -275,12 +248,12 @@ class ModuleLoss(Loss):
                 self.tensors.check_kinds()
             else:
                 self._check_unchanged()
-        if not self._has_logged_eval_mode and not self.holder.model.training:
+        if not self._has_logged_eval_mode and not self.model.training:
             self._has_logged_eval_mode = True
             _log.warning(
                 "module_loss: %s is in eval mode, so that steps train without dropout and with BatchNorm's running "
                 "statistics: call model.train() first, unless you want this",
-                type(self.made_of).__name__,
+                type(self.model).__name__,
             )
         self.state_moves()
 
@@ -290,7 +263,7 @@ class ModuleLoss(Loss):
 
         Sets the flags without calling `train` or `eval`, because a class may do more there, such as merging weights.
         """
-        flags = [(module, module.training) for module in self.holder.modules()]
+        flags = [(module, module.training) for module in self.model.modules()]
         try:
             for module, _ in flags:
                 module.training = False
@@ -315,7 +288,7 @@ class ModuleLoss(Loss):
 
     def share_buffers(self, buffers: dict[str, Tensor]) -> None:
         """Make the module's buffers share the memory of a state's."""
-        self.tensors.share_buffers(self.holder, buffers)
+        self.tensors.share_buffers(buffers)
 
     def adopt(self, params: Tree, buffers: dict[str, Tensor]) -> None:
         """Make the module's trainable parameters and its buffers share the memory of a state's.
@@ -345,7 +318,7 @@ class ModuleLoss(Loss):
             if buffers is None:
                 buffers = self.tensors.own_buffers()
             with self.tensors.replaced(self.tensors.values_by_name(expand(params), buffers)):
-                entries = self.made_of.state_dict()
+                entries = self.model.state_dict()
         # Copies; what a module has registered as extra state may be no tensor.
         return {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in entries.items()}
 
@@ -356,7 +329,7 @@ class ModuleLoss(Loss):
             self.tensors.check_kinds()
             values = self.tensors.values_by_name(clone(expand(params)), clone(buffers))
             with self.tensors.replaced(values):
-                yield self.made_of
+                yield self.model
 
 
 def module_loss(

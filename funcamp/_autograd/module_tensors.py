@@ -85,7 +85,7 @@ class ModuleTensors:
         """Return the tensors for the module by its names, in which a tied one has several.
 
         Args:
-            params: by stored name; what has another name (probes) is returned too.
+            params: by stored name; what has another name (a frozen parameter) is returned too.
             buffers: by stored name.
 
         Raises:
@@ -98,20 +98,19 @@ class ModuleTensors:
             values[name] = buffers[stored_name]
         return values
 
-    def buffers_after(self, model: nn.Module, passed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def buffers_after(self, passed: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the buffers after a forward pass, which may have assigned some, by stored name.
 
         Args:
-            model: the module that was called.
-            passed: what it was called with, by its names.
+            passed: what the module was called with, by its names.
 
         Raises:
             ValueError: a buffer is gone, or one of two that were one tensor was assigned.
         """
-        tensors = tensors_of(model)
+        tensors = tensors_of(self._model)
         for name, stored_name in self.buffer_names.items():
             if name not in tensors:
-                slot = TensorSlot.of(model, name)
+                slot = TensorSlot.of(self._model, name)
                 slot.owner[slot.key] = passed[name]  # a place for the module's own, which functional_call puts back
                 raise ValueError(
                     f"module_loss: model must keep its buffers; the forward pass deleted {name!r}, set it to None or "
@@ -163,13 +162,8 @@ class ModuleTensors:
                     f"tensor subclass; got True, and {name!r} is a {type(tensor).__name__}"
                 )
 
-    def share_buffers(self, modules: nn.Module, values: Mapping[str, Tensor]) -> None:
-        """Make buffers share the memory of values.
-
-        Args:
-            modules: the module, and its copies that have the same tensors.
-            values: by stored name.
-        """
+    def share_buffers(self, values: Mapping[str, Tensor]) -> None:
+        """Make buffers share the memory of values, which are by stored name."""
         # New objects, as Module.to creates: a buffer that is a view would keep its base's memory alive.
         new_buffers = {stored_name: value.detach() for stored_name, value in values.items()}
         own_tensors = self.in_module()
@@ -179,7 +173,7 @@ class ModuleTensors:
             new_buffer = new_buffers[stored_name]
             new_buffer.__dict__.update(own_tensor.__dict__)  # attributes that a user set
             new_buffers_by_id[id(own_tensor)] = new_buffer
-        for module in modules.modules():
+        for module in self._model.modules():
             for key, buffer in list(module._buffers.items()):
                 if id(buffer) in new_buffers_by_id:
                     module._buffers[key] = new_buffers_by_id[id(buffer)]

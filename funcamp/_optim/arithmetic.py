@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from funcamp._trace.tracing import compiling
-from funcamp._tree import settled
 
 #: A float, or a tensor of shape () in the dtype of `widen`.
 Number: TypeAlias = "float | Tensor"
@@ -91,5 +90,15 @@ def _rounded(compute: Callable[..., Tensor], number: Number, *tensors: Tensor) -
     if isinstance(number, Tensor):
         number = number.to(computed_in)
         if compiling():
-            number = settled(number)
+            number = computed_once(number)
     return compute(number, *[tensor.to(computed_in) for tensor in tensors]).to(dtype)
+
+
+def computed_once(value: Tensor) -> Tensor:
+    """Make a compiler compute a small tensor once instead of at every use.
+
+    Inductor inlines a scalar's arithmetic, also powers and divisions, into the loop over the parameters that reads it.
+    A strided view makes it a buffer; tests/jit/test_fusion.py fails if that changes. The value must not itself be a
+    view, because torch 2.11's Inductor forgets the offset of a view in such a strided view.
+    """
+    return value.as_strided(value.shape, value.stride())

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import real
-from funcamp._dtensor import Across, group_by_mesh_dims, local, settled_sum, total
+from funcamp._dtensor import Across, group_by_mesh_dims, local, sum_partials, total
+from funcamp._optim.arithmetic import computed_once
 from funcamp._optim.part import Update
 from funcamp._storage.params import Params
 from funcamp._types import Tree
@@ -58,8 +59,8 @@ def global_norm(call: str, grads: Tree) -> Tensor:
         TypeError: a leaf is an integer tensor, is sparse, or is neither a tensor nor None.
     """
     _tree.parameters(call, "grads", grads)
-    settled = [settled_sum(leaf) for leaf in _tree.tensors_in(_tree.map_nodes(Params, _without_padding, grads))]
-    norms = [_norm(across, leaves) for across, leaves in group_by_mesh_dims(settled)]
+    summed = [sum_partials(leaf) for leaf in _tree.tensors_in(_tree.map_nodes(Params, _without_padding, grads))]
+    norms = [_norm(across, leaves) for across, leaves in group_by_mesh_dims(summed)]
     if not norms:
         return torch.zeros(())
     return torch.linalg.vector_norm(torch.stack(norms)) if len(norms) > 1 else norms[0]
@@ -74,7 +75,7 @@ def _without_padding(grads: Params) -> object:
 def _scaled(grads: Tree, max_norm: float | Tensor, norm: Tensor) -> Tree:
     """Return gradients of this norm, each multiplied in its own dtype by a factor of at most 1."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    float32_factor = _tree.settled(factor.float())
+    float32_factor = computed_once(factor.float())
 
     def scaled(grad: Tensor) -> Tensor:
         is_double = grad.dtype in (torch.float64, torch.complex128)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree, _upstream
-from funcamp._dtensor import any_in_meshes, local, settled_sum
+from funcamp._dtensor import any_in_meshes, local, sum_partials
 from funcamp._scaler.state import ScalerState, check_state, reciprocal, replace
 from funcamp._storage.params import Params, expand
 from funcamp._types import Reduce, Tree
@@ -143,7 +143,7 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
             f"unscale_and_check: grads must hold a gradient; got None for all of its {len(flat)} leaves: call "
             "backward() before, or leave the step out"
         )
-    unscaled_grads = [None if grad is None else unscaled(settled_sum(grad), inv_scale) for grad in flat]
+    unscaled_grads = [None if grad is None else unscaled(sum_partials(grad), inv_scale) for grad in flat]
     is_found = state.found_inf != 0
     finite_flags = [_is_finite(grad).to(is_found.device) for grad in unscaled_grads if grad is not None]
     if finite_flags:
@@ -174,7 +174,7 @@ def all_finite(tree: Tree) -> Tensor:
         (tensor(True), tensor(False))
     """
     flat, _ = _tree.tensors("all_finite", "tree", tree)
-    leaves = [settled_sum(leaf) for leaf in flat if leaf is not None]
+    leaves = [sum_partials(leaf) for leaf in flat if leaf is not None]
     if not leaves:
         return torch.ones((), dtype=torch.bool)
     finite_flags = [_is_finite(leaf) for leaf in leaves]
@@ -202,7 +202,7 @@ def found_inf_by_leaf(grads: Tree) -> Tensor:
         (tensor([False,  True]), ['b'])
     """
     flat, _ = _tree.tensors("found_inf_by_leaf", "grads", expand(grads))
-    leaves = [settled_sum(leaf) for leaf in flat if leaf is not None]
+    leaves = [sum_partials(leaf) for leaf in flat if leaf is not None]
     if not leaves:
         return torch.zeros(0, dtype=torch.bool)
     return any_in_meshes(torch.stack([~_is_finite(leaf) for leaf in leaves]), leaves)

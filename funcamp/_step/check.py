@@ -23,6 +23,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._dtensor import any_in_meshes, group_by_mesh_dims, local, total
+from funcamp._optim.arithmetic import computed_once
 from funcamp._scaler.scale import unscaled
 from funcamp._scaler.state import ScalerState, reciprocal, replace, widen
 from funcamp._trace.tracing import compiling
@@ -54,7 +55,7 @@ _ROWS_IN_CACHE = 64
 
 def flag_and_norm(state: ScalerState, grads: Tree) -> tuple[ScalerState, Tensor]:
     """Return the state with the flag of scaled gradients, and their unscaled norm in float64, from one reading."""
-    inv_scale = _tree.settled(reciprocal(state.scale))
+    inv_scale = computed_once(reciprocal(state.scale))
     leaves = [leaf for leaf in _tree.leaves(grads) if leaf is not None]
     total_squares = torch.zeros_like(widen(state.scale))
     finite = torch.ones_like(state.scale, dtype=torch.bool)
@@ -106,5 +107,5 @@ def _sum(squares: Tensor) -> Tensor:
 
 def unscaled_gradients(state: ScalerState, grads: Tree) -> Tree:
     """Return unscaled gradients; compiled, they are computed in the optimizer's loop."""
-    inv_scale = _tree.settled(reciprocal(state.scale))
+    inv_scale = computed_once(reciprocal(state.scale))
     return _tree.map_leaves(lambda leaf: unscaled(leaf, inv_scale), *_tree.flatten(grads))

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._dtensor import settled_sum
+from funcamp._dtensor import sum_partials
 from funcamp._step.accumulate import Result, Share
 from funcamp._step.state import TrainState
 from funcamp._storage.params import Params
@@ -56,5 +56,5 @@ class Parallel:
 
         before: the state before the step.
         """
-        gradients = _tree.map_leaves(settled_sum, *_tree.flatten(result.gradients))
+        gradients = _tree.map_leaves(sum_partials, *_tree.flatten(result.gradients))
         return result._replace(gradients=gradients)

@@ -124,14 +124,7 @@ PRIVATE = {
         "stateless is not made under FakeTensorMode or torch.compile"
     ),
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass": "jit does not work",
-    "torch.utils._pytree.GetAttrKey": "leaves have no names: no state_dict",
-    "torch.utils._pytree.TreeSpec": "nothing",
-    "torch.utils._pytree.is_namedtuple_class": "a call of a jitted step with a NamedTuple takes some microseconds more",
-    "torch.utils._pytree.keystr": "errors name a leaf by its number",
-    "torch.utils._pytree.register_pytree_node": "funcamp does not work",
-    "torch.utils._pytree.tree_flatten": "funcamp does not work",
-    "torch.utils._pytree.tree_flatten_with_path": "leaves have no names: no state_dict",
-    "torch.utils._pytree.tree_unflatten": "funcamp does not work",
+    "torch.utils._pytree": "funcamp does not work",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import nn
@@ -20,18 +20,13 @@ class CopiedContents:
         objects: the objects.
     """
 
-    def __init__(self, objects: Sequence[object]) -> None:
+    def __init__(self, objects: Iterable[object]) -> None:
         owners: list[object] = []
-        self._hooks: list[LeftBehind] = []
         for found in objects:
-            if not isinstance(found, nn.Module):
-                owners.append(found)
-                continue
-            for part in found.modules():
-                # funcamp's own hook notes in its attributes what the steps do.
-                hooks = part._forward_pre_hooks.values()
-                owners += [part, *hooks]
-                self._hooks += [hook for hook in hooks if isinstance(hook, LeftBehind)]
+            for part in found.modules() if isinstance(found, nn.Module) else [found]:
+                owners += [part, *getattr(part, "_forward_pre_hooks", {}).values()]
+        # funcamp's own hook notes in its attributes what the steps do.
+        self._hooks = [owner for owner in owners if isinstance(owner, LeftBehind)]
         self._containers: list[dict[str, Any]] = []
         """The dicts of attributes, and those of the tensors and modules in a module."""
         for owner in owners:

@@ -78,8 +78,8 @@ class Rounding:
     @property
     def noisy_step(self) -> int | None:
         """Return the first step whose gradients are noise, or which one run skips and another takes."""
-        noisy = [number for number, of_step in enumerate(self._allowed) if of_step["metrics.grad_norm"] >= _ANY_NUMBER]
-        return min(noisy, default=None)
+        norms = [allowed["metrics.grad_norm"] for allowed in self._allowed]
+        return next((number for number, allowed in enumerate(norms) if allowed >= _ANY_NUMBER), None)
 
     def _movement(self, name: str, value: Tensor) -> float:
         """Return how far a value is from where it started; its size, if it did not start or did not move."""

@@ -38,7 +38,7 @@ class TorchLoop:
 
     def __init__(self, step: TrainStep, state: TrainState, unused: set[str]) -> None:
         loss_fn, parallel = step.loss_fn, step._options.parallel
-        if not isinstance(loss_fn, ModuleLoss) or loss_fn.model is not loss_fn.made_of:
+        if not isinstance(loss_fn, ModuleLoss):
             raise NotImplementedError("the loss is not of module_loss")
         if parallel.size > 1 or parallel.shard:
             raise NotImplementedError("the step communicates with other processes")
@@ -50,8 +50,7 @@ class TorchLoop:
         self._unused = unused
 
         # The state's values in the module. Of two names of one parameter the one under which it is stored.
-        named = dict(loss_fn.model.named_parameters())
-        self._parameters = {name: named[name] for name in loss_fn.names.values()}
+        self._parameters = loss_fn.tensors.own_params()
         values: Any = expand(state.params)
         for name, parameter in self._parameters.items():
             parameter.detach().copy_(values[name])
@@ -62,7 +61,9 @@ class TorchLoop:
         self._optimizers: list[tuple[TorchGroup, torch.optim.Optimizer]] = []
         saved = step.to_torch(state)["optimizer"] if int(self._applied) else {}
         for index, group in enumerate(groups_of("verify", step, state)):
-            optimizer = group.optimizer.cls([named[name] for name in group.names], **group.optimizer.arguments)
+            optimizer = group.optimizer.cls(
+                [self._parameters[name] for name in group.names], **group.optimizer.arguments
+            )
             if "param_groups" in saved:  # one for all groups
                 optimizer.load_state_dict({**saved, "param_groups": [saved["param_groups"][index]]})
             elif saved:
@@ -76,11 +77,13 @@ class TorchLoop:
         buffers_before = clone(loss_fn.buffers())
         scaler = torch.amp.GradScaler(self._applied.device.type, init_scale=scale)
         loss = self._backward(batch, scaler)
-        is_skipped = self._apply(scaler)
-        if is_skipped and not loss_fn.keep_buffers:  # as the step does by default
+        found_inf = self._unscale(scaler)
+        if not found_inf:
+            self._update(scaler)
+        elif not loss_fn.keep_buffers:  # as the step does by default
             self._write_buffers(buffers_before)
 
-        row = {"metrics.loss": loss, "metrics.found_inf": torch.tensor(float(is_skipped))}
+        row = {"metrics.loss": loss, "metrics.found_inf": torch.tensor(float(found_inf))}
         row |= {f"params.{name}": value for name, value in self._parameters.items()}
         row |= {f"buffers.{name}": value for name, value in loss_fn.buffers().items()}
         row |= {f"ema.{name}": value for name, value in self._average.items()}
@@ -113,10 +116,9 @@ class TorchLoop:
             mean_loss = mean_loss + share.detach()
         return mean_loss.to(loss.dtype)  # type: ignore[no-any-return]
 
-    def _apply(self, scaler: torch.amp.GradScaler) -> bool:
-        """Unscale, clip, take the optimizers' steps and move the average; return whether that was skipped."""
-        parameters, options = self._parameters, self._options
-        for name, parameter in parameters.items():
+    def _unscale(self, scaler: torch.amp.GradScaler) -> bool:
+        """Unscale the gradients; return the flag, whether one is not finite."""
+        for name, parameter in self._parameters.items():
             if parameter.grad is None:
                 self._unused.add(name)
                 parameter.grad = torch.zeros_like(parameter)
@@ -125,9 +127,12 @@ class TorchLoop:
             changing = {name: numbers[name] for name in group.optimizer.dynamic}  # others may be the class's to change
             optimizer.param_groups[0].update(changing)
             scaler.unscale_(optimizer)
-        gradients = [parameter.grad for parameter in parameters.values() if parameter.grad is not None]
-        if not all(bool(gradient.isfinite().all()) for gradient in gradients):
-            return True
+        gradients = [parameter.grad for parameter in self._parameters.values() if parameter.grad is not None]
+        return not all(bool(gradient.isfinite().all()) for gradient in gradients)
+
+    def _update(self, scaler: torch.amp.GradScaler) -> None:
+        """Clip, take the optimizers' steps and move the average."""
+        parameters, options = self._parameters, self._options
         if options.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(parameters.values(), float(options.max_norm))
         if options.max_value is not None:
@@ -137,4 +142,3 @@ class TorchLoop:
         for name, average in self._average.items():
             average.lerp_(parameters[name].detach(), 1 - float(options.ema_decay or 0.0))
         self._applied = self._applied + 1
-        return False

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._check import integer
 from funcamp._step.state import Metrics, TrainState, check_train_state
 from funcamp._step.step import TrainStep
@@ -68,10 +66,10 @@ def verify(
     transform, and not while another thread uses the module.
 
     Args:
-        step: a step of `make_train_step`, or `jit` of one. It is compiled anew, with the options of `jit` and
-            exact=True, because other programs draw other random numbers.
+        step: a step of `make_train_step`, or `jit` of one. It is compiled anew, with the options of `jit`, but one step
+            in a call, and exact=True, because other programs draw other random numbers.
         batches: an iterable of batches, such as a list or a DataLoader; the first `steps` of them are used. Different
-            ones show more. A tuple, a mapping and a tensor are one batch, and an error.
+            ones show more.
         state: the state to start from; by default `step.init()`, with the module's present values, and with a scale of
             at most 1,024, because skipped steps show little.
         steps: number of steps, at least 3.
@@ -80,9 +78,8 @@ def verify(
         A `Verification`: `print` it. `ok` is False if a road differs by more than rounding, or raises.
 
     Raises:
-        TypeError: step is not of `make_train_step`; batches is one batch; state is missing for a loss without a
-            module.
-        ValueError: steps is below 3, or there are fewer batches; step is a `JitStep` with unroll.
+        TypeError: step is not of `make_train_step`; state is missing for a loss without a module.
+        ValueError: steps is below 3, or there are fewer batches.
         Exception: any error of the eager step.
 
     Example:
@@ -105,15 +102,11 @@ def verify(
     if not isinstance(plain_step, TrainStep):
         raise TypeError(f"verify: step must be a step of make_train_step, or jit of one; got {_tree.brief(step)}")
     options = step._options if isinstance(step, JitStep) else jit(step)._options
-    if options.unroll is not None:
-        raise ValueError("verify: step must take one step in a call; got unroll: pass jit(step) without it")
-    compiled = JitStep(plain_step, options._replace(exact=True))  # else it draws other random numbers
+    compiled = JitStep(plain_step, options._replace(exact=True, unroll=None))  # else other random numbers
     integer("verify", "steps", steps, _LEAST_STEPS)
     if state is not None:
         check_train_state("verify", "state", state)
-    loss_fn = plain_step.loss_fn
-    objects = [loss_fn.model, loss_fn.criterion] if isinstance(loss_fn, ModuleLoss) else [loss_fn.function]
-    contents = CopiedContents(objects)
+    contents = CopiedContents(plain_step.loss_fn.python_parts().values())
     with generators_restored(contents.tensors + _tree.tensors_in(state)):
         chosen = _first_batches(batches, steps)  # which may draw random numbers
         # A step with a policy disables an autocast around it, and torch's loop would not.
@@ -131,20 +124,13 @@ def verify(
 
 
 def _first_batches(batches: Iterable[Tree], steps: int) -> list[Tree]:
-    """Return the first batches.
-
-    Raises:
-        TypeError: batches is one batch: in a list of batches nothing else has the form of one.
-        ValueError: there are too few.
-    """
-    if isinstance(batches, (Tensor, Mapping, tuple)) or not isinstance(batches, Iterable):
-        raise TypeError(
-            "verify: batches must be an iterable of batches, such as a list or a DataLoader; got "
-            f"{_tree.brief(batches)}, which is one batch: pass several in a list, or [batch] * {steps}"
-        )
+    """Return the first batches; raise ValueError if there are too few."""
     chosen = list(itertools.islice(batches, steps))
     if len(chosen) < steps:
-        raise ValueError(f"verify: batches must be at least {steps}, the number of steps; got {_tree.brief(chosen)}")
+        raise ValueError(
+            f"verify: batches must be at least {steps}, in a list or a DataLoader, one for each step; got "
+            f"{_tree.brief(chosen)}: of one batch write [batch] * {steps}"
+        )
     return chosen
 
 
@@ -186,8 +172,8 @@ def _tried(run: Callable[[], list[Row]]) -> list[Row] | str:
     try:
         return run()
     except Exception as error:
-        first_lines = str(error).strip().splitlines()[:3]
-        return f"{type(error).__name__}: {' '.join(first_lines)}"
+        first_lines = f"{type(error).__name__}: {error}".splitlines()[:3]
+        return " ".join(first_lines)
 
 
 def _compared(rounding: Rounding, roads: str, reference_rows: list[Row] | str, rows: list[Row] | str) -> Comparison:

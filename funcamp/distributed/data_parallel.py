@@ -10,7 +10,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._check import boolean, integer
-from funcamp._dtensor import as_dtensor_like, is_distributed, local, settled_sum
+from funcamp._dtensor import as_dtensor_like, is_distributed, local, sum_partials
 from funcamp._step.accumulate import Result, Share, weighed
 from funcamp._step.parallel import Parallel
 from funcamp._step.state import TrainState
@@ -213,7 +213,7 @@ class DataParallel(Parallel):
     def _summed(self, gradients: Params, params: Params, more: list[Tensor]) -> tuple[Params, list[Tensor]]:
         """Return the sums over ranks of gradients, placed as the parameters are, and of further tensors."""
         leaves, spec = _tree.flatten(gradients)
-        groups: list[Tensor | None] = [None if leaf is None else settled_sum(leaf) for leaf in leaves]
+        groups: list[Tensor | None] = [None if leaf is None else sum_partials(leaf) for leaf in leaves]
         if self.dtype is not None:
             groups = [_in_dtype(group, self.dtype) for group in groups]
         # In the order in which gradients complete, so that a collective can overlap the rest of the backward pass.

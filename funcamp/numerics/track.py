@@ -3,27 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 import functools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from funcamp import _tree
-from funcamp._autograd.left_behind import hooks_in_copies
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._types import Args, Tree
-from funcamp.numerics.counting import WIDTH, check_sample, has_values
+from funcamp.numerics.counting import check_sample, has_values
 from funcamp.numerics.record import Record, Taps
-from funcamp.numerics.statistics import Stats
 from funcamp.numerics.taps import tap
 
-#: The buffers of a tapped module that have the rows of its record.
-_FORWARD = "_funcamp_forward"
-_BACKWARD = "_funcamp_backward"
+#: The key of a tap among the hooks of a layer; torch's own are numbers.
+_KEY = "funcamp"
 
 #: The modules: their paths, or a predicate of path and module.
 Chosen = Iterable[str] | Callable[[str, nn.Module], bool] | None
@@ -39,9 +37,8 @@ class TrackedLoss(ModuleLoss):
         # Everything that the loss knows of its module stays as it is. `__init__` would look at the module again, which
         # may have the tensors of a state by now.
         vars(self).update(vars(loss_fn))
-        skeleton, names = _with_taps(loss_fn.model, chosen, sample)
-        self.taps = Taps(names)
-        self.call_copy(skeleton)
+        self.taps = Taps(_choose(loss_fn.model, chosen))
+        self._sample = sample
 
     def __repr__(self) -> str:
         return f"track_scales({super().__repr__()}, {len(self.probes)} modules)"
@@ -50,23 +47,39 @@ class TrackedLoss(ModuleLoss):
     def called(
         self, region: AbstractContextManager[object], params: dict[str, Tensor], *probes_and_arguments: Tree
     ) -> Iterator[Tree]:
-        """Context manager: yield the loss, with the records of the taps among the module's tensors."""
+        """Context manager: yield the loss; the layers have hooks meanwhile, which tap their outputs."""
         if not probes_and_arguments or not isinstance(probes_and_arguments[0], Mapping):
             raise TypeError(f"{self!r}: must be called with params, probes and the arguments of module_loss")
         probes, *arguments = probes_and_arguments
-        with super().called(region, {**params, **_probe_buffers(self.probes, probes)}, *arguments) as returned:
-            yield returned
+        _check_uncompiled(self.model)
+        for path in self.probes:
+            if not isinstance(probes.get(path), Record):
+                raise ValueError(
+                    f"track_scales: probes must hold a Record for every tapped module; got none for {path!r}"
+                )
+        with self._lock():
+            # Not by register_forward_hook, which Dynamo does not trace, nor into the dict, which it does not write.
+            layers: list[Any] = [self.model.get_submodule(path) for path in self.probes]
+            hooks_before = [layer._forward_hooks for layer in layers]
+            for layer, path in zip(layers, self.probes):
+                tap_outputs = functools.partial(_tap_outputs, probes[path], self._sample)
+                layer._forward_hooks = OrderedDict({**layer._forward_hooks, _KEY: tap_outputs})
+            try:
+                with super().called(region, params, *arguments) as returned:
+                    yield returned
+            finally:
+                for layer, hooks in zip(layers, hooks_before):
+                    layer._forward_hooks = hooks
 
 
 def track_scales(loss_fn: ModuleLoss, modules: Chosen = None, *, sample: int | None = 4096) -> TrackedLoss:
-    """Tap the outputs of the layers of a loss's module, without a hook on the module.
+    """Tap the outputs of the layers of a loss's module, by hooks during a call of the loss.
 
     Give the tracked loss to `make_train_step`, whose metrics then have a `Record` per layer path, of the layer's
     outputs and their gradients. To track every n-th step, call two steps, one of them tracked, on one state. Without a
     step, the gradient with respect to the probes has them. The gradients of the parameters are bit for bit unchanged. A
     layer that is called several times, or has several outputs, has one record of them all. A layer that is not called,
-    or that the loss does not depend on, has count 0. Works on a copy of the module's structure that shares its
-    parameters and has its current training flags. No sync.
+    or that the loss does not depend on, has count 0. No sync.
 
     Args:
         loss_fn: a loss of `module_loss`.
@@ -80,8 +93,9 @@ def track_scales(loss_fn: ModuleLoss, modules: Chosen = None, *, sample: int | N
         A `TrackedLoss`: `(params, probes, batch) -> loss`, with the probes of `tape(device)`.
 
     Raises:
-        TypeError: loss_fn is something else, or its module is compiled or scripted; sample is not an integer.
-        ValueError: a path is not in the module, no layer is selected, or sample is below 1.
+        TypeError: loss_fn is something else, or its module or a layer of it is compiled, or it is scripted; sample is
+            not an integer.
+        ValueError: loss_fn is tracked already, a path is not in the module, no layer is selected, or sample is below 1.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Tanh())
@@ -97,45 +111,22 @@ def track_scales(loss_fn: ModuleLoss, modules: Chosen = None, *, sample: int | N
     check_sample("track_scales", sample)
     if not isinstance(loss_fn, ModuleLoss):
         raise TypeError(f"track_scales: loss_fn must be a loss of module_loss; got {loss_fn!r}")
+    if isinstance(loss_fn, TrackedLoss):
+        raise ValueError("track_scales: loss_fn must not be tracked already; got one with taps")
+    _check_uncompiled(loss_fn.model)
     return TrackedLoss(loss_fn, modules, sample)
 
 
-def _with_taps(module: nn.Module, chosen: Chosen, sample: int | None) -> tuple[nn.Module, tuple[str, ...]]:
-    """Return a copy of a module's structure that shares its tensors, and the paths of the tapped modules.
-
-    Raises:
-        TypeError: the module is compiled or scripted.
-        ValueError: it has taps already, or the choice of modules is invalid.
-    """
-    # A compiled module is recognized by its attribute, because importing its class imports Dynamo, which takes seconds.
-    if isinstance(module, torch.jit.ScriptModule) or hasattr(module, "_orig_mod"):
-        raise TypeError(
-            "track_scales: loss_fn must be of the module itself, compiled afterwards with what calls it; "
-            f"got a {type(module).__name__}"
-        )
-    if any(_FORWARD in submodule._buffers for submodule in module.modules()):
-        raise ValueError("track_scales: loss_fn must not be tracked already; got one with taps")
-    names = _choose(module, chosen)
-    # deepcopy takes what its memo has under an object's id instead of a copy.
-    skeleton = copy.deepcopy(module, _tensors_by_id(module) | hooks_in_copies(module))
-    for name in names:
-        layer = skeleton.get_submodule(name)
-        for buffer_name in (_FORWARD, _BACKWARD):
-            no_values = torch.zeros(WIDTH, dtype=torch.float64, device="meta")
-            layer.register_buffer(buffer_name, no_values, persistent=False)
-        layer.register_forward_hook(functools.partial(_tap_outputs, sample))
-    return skeleton, names
-
-
-def _tensors_by_id(module: nn.Module) -> dict[int, object]:
-    """Return all parameters, buffers and plain attributes of a module's parts that are tensors, by their id."""
-    tensors: dict[int, object] = {}
-    for submodule in module.modules():
-        for attributes in (submodule._parameters, submodule._buffers, vars(submodule)):
-            for value in attributes.values():
-                if isinstance(value, Tensor):
-                    tensors[id(value)] = value
-    return tensors
+def _check_uncompiled(module: nn.Module) -> None:
+    """Raise TypeError if a hook may have no effect: compiled and scripted code does not look for new ones."""
+    for part in module.modules():
+        # Recognized by attributes, because importing the class of compiled modules imports Dynamo, which takes seconds.
+        is_compiled = hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None
+        if is_compiled or isinstance(part, torch.jit.ScriptModule):
+            raise TypeError(
+                "track_scales: loss_fn must be of the module itself, compiled afterwards with what calls it; "
+                f"got a {type(part).__name__}"
+            )
 
 
 def _choose(module: nn.Module, chosen: Chosen) -> tuple[str, ...]:
@@ -177,34 +168,20 @@ def _layer_paths(module: nn.Module, path: str = "") -> Iterator[str]:
         yield from _layer_paths(child, f"{path}.{name}" if path else name)
 
 
-def _tap_outputs(sample: int | None, layer: nn.Module, _: Args, outputs: Tree) -> Tree:
-    """Forward hook of a tapped module: tap its outputs with the record that its buffers hold."""
-    forward = getattr(layer, _FORWARD)
-    backward = getattr(layer, _BACKWARD)
-    if forward.device.type == "meta":  # called outside of functional_call
-        return outputs
-    return _tap_tensors(outputs, Record(Stats(forward), Stats(backward)), sample)
+def _tap_outputs(record: Record, sample: int | None, _: nn.Module, __: Args, outputs: Tree) -> Tree:
+    """Forward hook of a tapped module: return its outputs with all their tensors tapped."""
+    return _tapped(outputs, record, sample)
 
 
-def _tap_tensors(outputs: Tree, record: Record, sample: int | None) -> Tree:
+def _tapped(outputs: Tree, record: Record, sample: int | None) -> Tree:
     """Return a pytree with all its tensors tapped, also those in dataclasses."""
-    leaves, spec = _tree.flatten(outputs)
-    for index, leaf in enumerate(leaves):
+
+    def tapped(leaf: Any) -> Any:
         if has_values(leaf):
-            leaves[index] = tap(leaf, record, sample=sample)
-        elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # a pytree leaf unless registered
+            return tap(leaf, record, sample=sample)
+        if dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):  # a pytree leaf unless registered
             fields = {field.name: getattr(leaf, field.name) for field in dataclasses.fields(leaf) if field.init}
-            leaves[index] = dataclasses.replace(leaf, **_tap_tensors(fields, record, sample))
-    return _tree.unflatten(leaves, spec)
+            return dataclasses.replace(leaf, **_tapped(fields, record, sample))
+        return leaf
 
-
-def _probe_buffers(paths: Iterable[str], probes: Mapping[str, Record]) -> dict[str, Tensor]:
-    """Return the buffers that the taps read, by name."""
-    buffers: dict[str, Tensor] = {}
-    for path in paths:
-        if not isinstance(probes.get(path), Record):
-            raise ValueError(f"track_scales: probes must hold a Record for every tapped module; got none for {path!r}")
-        prefix = f"{path}." if path else ""
-        buffers[prefix + _FORWARD] = probes[path].forward.row
-        buffers[prefix + _BACKWARD] = probes[path].backward.row
-    return buffers
+    return _tree.map_leaves(tapped, *_tree.flatten(outputs))

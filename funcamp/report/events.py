@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from typing_extensions import dataclass_transform
 
-from funcamp.report.lines import Line, Place
+from funcamp.report.lines import CallSite, Line
 
 Key = int
 
@@ -37,8 +37,8 @@ class ScalerMade(Event):
     """A `GradScaler` was made."""
 
     scaler: Key
-    places: tuple[Place, ...] = ()
-    """The places of all calling functions, the outermost first."""
+    call_sites: tuple[CallSite, ...] = ()
+    """Where each calling function of the user is, the outermost first."""
 
 
 class OptimizerMade(Event):
@@ -64,8 +64,8 @@ class Backward(Event):
     """Whether the loss is a mean over the batch that is not divided, and no sum, quotient or user-defined loss."""
     is_in_autocast: bool
     """Whether it was called in an autocast region."""
-    places: tuple[Place, ...]
-    """The places of all calling functions, the outermost first."""
+    call_sites: tuple[CallSite, ...]
+    """Where each calling function of the user is, the outermost first."""
     not_finite: str
     """What was not finite: "loss", in the first pass of the run also "parameter", or ""."""
     has_products: bool = True
@@ -92,8 +92,8 @@ class OptimizerEvent(Event):
     parameters: tuple[Key, ...]
     has_enabled_scaler: bool
     """Whether a scaler was called, and it is enabled: then it divides the gradients by its scale."""
-    places: tuple[Place, ...] = ()
-    """The places of all calling functions, the outermost first."""
+    call_sites: tuple[CallSite, ...] = ()
+    """Where each calling function of the user is, the outermost first."""
 
 
 class Unscaled(OptimizerEvent):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from funcamp.report.events import Backward, Key, StepEnded
-from funcamp.report.lines import UNKNOWN, Line, Place
+from funcamp.report.lines import UNKNOWN, CallSite, Line
 
 
 class Condition(enum.Enum):
@@ -117,8 +117,8 @@ class Scaler:
     """What is known about a `GradScaler`."""
 
     made_line: Line = UNKNOWN
-    made_places: tuple[Place, ...] = ()
-    """The places of all functions that called when it was made, the outermost first."""
+    made_at: tuple[CallSite, ...] = ()
+    """Where each calling function of the user was when it was made, the outermost first."""
     updates: int = 0
     passes: int = 0
     """The number of backward passes of losses that it scaled."""

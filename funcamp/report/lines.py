@@ -53,8 +53,8 @@ class Line(NamedTuple):
 UNKNOWN = Line("unknown", 0)
 
 
-class Place(NamedTuple):
-    """Where a function is in its code: two calls on one line are at two places."""
+class CallSite(NamedTuple):
+    """Where a function is in its code: two calls on one line are two call sites."""
 
     line: Line
     instruction: int
@@ -74,17 +74,17 @@ def line_that_raised(error: Exception) -> Line:
     return next((line for line in reversed(lines) if _is_users(line.file)), UNKNOWN)
 
 
-def calling_places() -> tuple[Place, ...]:
-    """Return the places of all functions of the user that run now, the outermost first."""
+def call_sites() -> tuple[CallSite, ...]:
+    """Return where each function of the user that runs now is, the outermost first."""
     frames = [*_user_frames()][::-1]
-    return tuple([Place(Line(frame.f_code.co_filename, frame.f_lineno), frame.f_lasti) for frame in frames])
+    return tuple([CallSite(Line(frame.f_code.co_filename, frame.f_lineno), frame.f_lasti) for frame in frames])
 
 
-def are_in_one_loop(first: tuple[Place, ...], second: tuple[Place, ...]) -> bool:
+def are_in_one_loop(first: tuple[CallSite, ...], second: tuple[CallSite, ...]) -> bool:
     """Return whether the innermost loop around one call contains another call too; False without a loop.
 
-    first, second: `calling_places` of the two calls. The loop is looked for in the innermost function that made both,
-    where the places begin to differ, and in those that it called for the first one.
+    first, second: `call_sites` of the two calls. The loop is looked for in the innermost function that made both,
+    where the call sites begin to differ, and in those that it called for the first one.
     """
     while first and second and first[0] == second[0]:
         first, second = first[1:], second[1:]

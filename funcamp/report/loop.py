@@ -98,7 +98,7 @@ class Loop:
 
     @follow.register
     def _(self, event: ScalerMade) -> None:
-        self.scalers[event.scaler] = Scaler(made_line=event.line, made_places=event.places)
+        self.scalers[event.scaler] = Scaler(made_line=event.line, made_at=event.call_sites)
 
     @follow.register
     def _(self, event: OptimizerMade) -> None:

@@ -19,6 +19,8 @@ RECORD = stats(torch.ones(2))
 RECORDS: Any = Records.of({"a": probe()})
 MODEL = nn.Linear(2, 2)
 COMPILED: Any = torch.compile(MODEL)
+WITH_COMPILED_LAYER = nn.Sequential(nn.Linear(2, 2))
+WITH_COMPILED_LAYER[0].compile()
 LOSS = module_loss(MODEL, F.mse_loss)
 track: Any = track_scales
 INTEGERS = torch.ones(2, dtype=torch.int64)
@@ -46,6 +48,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a name": (lambda: RECORDS["b"], KeyError, "b"),
     "no loss": (lambda: track(MODEL), TypeError, "track_scales: loss_fn must be a loss of module_loss"),
     "a compiled module": (lambda: track(module_loss(COMPILED)), TypeError, "loss_fn must be of the module itself.*OptimizedModule"),
+    "a compiled layer": (lambda: track(module_loss(WITH_COMPILED_LAYER)), TypeError, "loss_fn must be of the module itself.* got a Linear"),
     "a tracked module": (lambda: track(track(LOSS)), ValueError, "must not be tracked already"),
     "no sample": (lambda: track(LOSS, sample=0), ValueError, "track_scales: sample must be 1 or more; got 0"),
     "a number for modules": (lambda: track(LOSS, 5), TypeError, "modules must be paths or a predicate; got 5"),

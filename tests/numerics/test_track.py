@@ -9,10 +9,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.func import grad
 from torch.utils.checkpoint import checkpoint
 
 from funcamp import ScalerConfig, _tree, jit, loss, make_train_step, module_loss
-from funcamp.numerics import Record, Records, stats, tap, track_scales
+from funcamp.numerics import Record, Records, tap, track_scales
+from funcamp.report import numerics_report
 from tests.support.helpers import assert_close, assert_same
 from tests.support.models import Task, cnn, mlp, tied
 from tests.support.steps import SGD, eager
@@ -41,34 +43,25 @@ def counts_of(records: Any) -> dict[str, float]:
     return {name: record.backward.count.item() for name, record in records.items()}
 
 
-def by_hooks(task: Task, batch: tuple[Tensor, Tensor]) -> tuple[dict[str, list[Tensor]], dict[str, list[Tensor]]]:
-    """Outputs of the layers without children and their gradients, by ordinary hooks."""
-    forward: dict[str, list[Tensor]] = {}
-    handles = [
-        part.register_forward_hook(lambda _, __, out, name=name: forward.setdefault(name, []).append(out))
-        for name, part in task.model.named_modules()
-        if not list(part.children())
-    ]
-    loss = task.criterion(task.model(batch[0]), batch[1])
-    found = iter(torch.autograd.grad(loss, [out for outs in forward.values() for out in outs]))
-    for handle in handles:
-        handle.remove()
-    return forward, {name: [next(found) for _ in outs] for name, outs in forward.items()}
-
-
 @pytest.mark.parametrize("make", [mlp, cnn, tied])
-def test_records_are_those_of_hooks(make: Any) -> None:
+def test_records_are_those_of_a_report(make: Any) -> None:
+    """The report counts every output of a module whole, and its gradient in a hook."""
     task: Task = make()
-    forward, backward = by_hooks(task, task.batch(0))
-    records = records_of(track_scales(module_loss(task.model, task.criterion)), task.batch(0))
-    assert set(records) == set(forward)
-    for layer, record in records.items():
-        for found, parts in ((record.forward, forward[layer]), (record.backward, backward[layer])):
-            expected = stats(torch.cat([part.flatten() for part in parts]))
-            assert expected.count > 0
-            assert_same(found.row[3:], expected.row[3:])
-            assert_close(found.row[:3], expected.row[:3], 1e-5)
-    assert not any(part._forward_hooks or "_funcamp_forward" in part._buffers for part in task.model.modules())
+    x, y = task.batch(0)
+    expected = numerics_report(lambda: task.criterion(task.model(x), y), module=task.model).records
+    tracked = track_scales(module_loss(task.model, task.criterion), lambda *_: True)
+    if tracked.has_buffers:
+        records = records_of(tracked, (x, y))
+    else:  # without a step
+        records = grad(tracked, argnums=1)(tracked.params(), tracked.tape(x.device), (x, y))
+    assert set(records) == set(expected)
+    for path, record in records.items():
+        for side in ("forward", "backward"):
+            found, counted = (getattr(one, side).row for one in (record, expected[path]))
+            assert counted[0] > 0
+            assert_same(found[3:], counted[3:])
+            assert_close(found[:3], counted[:3], 1e-5)
+    assert not any(part._forward_hooks for part in task.model.modules())
 
 
 def test_layers_are_chosen_by_path_or_predicate() -> None:
@@ -190,6 +183,15 @@ def test_a_step_with_taps_is_the_step_without(name: str, run: Any) -> None:
 
 
 @pytest.mark.compiled
+def test_torch_compile_takes_a_tracked_step() -> None:
+    task = mlp()
+    step = made(track_scales(module_loss(task.model, task.criterion)))
+    _, expected = step(step.init(), task.batch(0))
+    _, found = torch.compile(step, fullgraph=True, backend="eager")(step.init(), task.batch(0))
+    assert_same(found.records.rows[..., 3:], expected.records.rows[..., 3:])
+
+
+@pytest.mark.compiled
 @pytest.mark.parametrize("run", [eager, without_donation])
 def test_a_loss_taps_what_it_wants(run: Any) -> None:
     def tapped(params: dict[str, Tensor], probes: dict[str, Record], x: Tensor) -> Tensor:
@@ -218,15 +220,3 @@ def test_records_of_a_step_are_one_tensor_and_a_mapping() -> None:
     assert_same(both.total().rows, (records + records).rows)
     assert "nowhere" not in records
     assert len({records, records, both}) == 2
-
-
-def test_a_sample_of_each_tensor() -> None:
-    loss_fn = module_loss(nn.Sequential(nn.Linear(16, 64), nn.Tanh()), F.mse_loss)
-    batch = torch.randn(512, 16), torch.zeros(512, 64)
-    exact, some = (records_of(track_scales(loss_fn, sample=sample), batch) for sample in (None, 4096))
-    for name in exact:
-        for side in ("forward", "backward"):
-            expected, found = (getattr(of[name], side) for of in (exact, some))
-            assert expected.count == 512 * 64
-            assert 3500 < found.count <= 4096
-            assert_close(found.std, expected.std, 0.05)

@@ -12,10 +12,10 @@ from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
 from funcamp import make_train_step, module_loss, stateless
-from funcamp.numerics import Record, stats, track_scales
+from funcamp.numerics import Record, stats
 from funcamp.report import annotate, numerics_report
-from tests.support.helpers import assert_close, assert_same
-from tests.support.models import Block, mlp, tied
+from tests.support.helpers import assert_same
+from tests.support.models import Block, mlp
 
 
 def forward(report: Any) -> list[str]:
@@ -75,22 +75,6 @@ def test_the_optimizer_of_a_step_is_left_out_wherever_it_is_called() -> None:
     names = [(one.name, one.path) for one in direct.operations]
     assert [(one.name, one.path) for one in report.operations] == [*names, *names, ("mul", "")]
     assert (report.loss_scale, len(report.passes)) == (2.0**16, 2)
-
-
-def test_records_are_those_of_track_scales() -> None:
-    task = tied()
-    x, y = task.batch(0)
-    report = numerics_report(lambda: task.criterion(task.model(x), y), module=task.model)
-    tracked = track_scales(module_loss(task.model, task.criterion), lambda *_: True)
-    records = grad(tracked, argnums=1)(tracked.params(), tracked.tape(x.device), (x, y))
-    assert set(records) == set(report.records)
-    for path, record in records.items():
-        assert record.forward.count > 0
-        assert_close(
-            [record.forward.row, record.backward.row],
-            [report.records[path].forward.row, report.records[path].backward.row],
-            1e-6,
-        )
 
 
 class Masked(nn.Module):

@@ -6,6 +6,7 @@ The silent classes are planted into modules, with what refuses them switched off
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +22,7 @@ from funcamp._autograd import module_checks, module_loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._autograd.module_tensors import ModuleTensors
 from funcamp._jit import jit_step
+from funcamp._step.options import Options
 from funcamp._trace import trace as trace_module
 from funcamp._verify.report import Outcome, Verification
 from funcamp._verify.rounding import Rounding
@@ -89,8 +91,12 @@ class Own(nn.Module):
         return {"loss": mse(self.inner(x), labels)}
 
 
-def of(model: Callable[[], nn.Module] = mlp, given: list[Any] | None = None, **options: Any) -> Any:
-    return lambda: check(make(model(), **options), given)
+def checked(model: Callable[[], nn.Module] = mlp, given: list[Any] | None = None, **options: Any) -> Verification:
+    return check(make(model(), **options), given)
+
+
+def of(*model: Any, **options: Any) -> functools.partial[Verification]:
+    return functools.partial(checked, *model, **options)
 
 
 GROUPS = funcamp.by_group(
@@ -104,7 +110,7 @@ HALF: dict[str, Any] = {"policy": "float16"}
 AUX: dict[str, Any] = {"criterion": lambda output, target: (mse(output, target), output), "loss": {"has_aux": True}}
 NAMED = [{"x": x, "labels": y} for x, y in batches()]
 #: Steps that are torch's bit for bit, but for the first comparison of some.
-RIGHT: dict[str, tuple[Callable[[], Verification], str]] = {
+RIGHT: dict[str, tuple[functools.partial[Verification], str]] = {
     "float32, aux": (of(**AUX), "EQUAL"),
     "bfloat16": (of(policy="bfloat16"), "EQUAL"),
     "a norm that torch sums in float32": (of(**HALF, max_norm=0.5), "ROUNDING"),
@@ -134,6 +140,11 @@ def test_a_right_step_is_equal_to_torchs_loop(name: str) -> None:
     assert [note.partition(":")[0] for note in found.notes] == ["no gradient for unused"] * name.startswith("buffers")
 
 
+def test_each_option_of_a_step_has_a_row() -> None:
+    options = {name for call, _ in RIGHT.values() for name in call.keywords}
+    assert set(Options._fields) - options == {"observe", "parallel"}, "add a row to RIGHT, and the option to TorchLoop"
+
+
 def rows(*losses: float) -> list[dict[str, Tensor]]:
     return [{"metrics.loss": torch.tensor(loss), "metrics.found_inf": torch.zeros(())} for loss in losses]
 
@@ -156,6 +167,12 @@ def test_the_yardstick_is_the_largest_of_several_disturbed_runs_so_far() -> None
     skipping = Rounding(reference, [skips], {})
     assert share(skipping, 0, 1.01) > 1
     assert (share(skipping, 2, 9.0), skipping.noisy_step) == (0, 1)
+
+
+def test_a_tracked_step_has_a_torch_loop() -> None:
+    step = make(mlp())
+    tracked = funcamp.make_train_step(funcamp.numerics.track_scales(step.loss_fn), SGD)
+    assert outcomes(check(tracked)) == ["EQUAL"] * 3
 
 
 def test_a_step_that_module_loss_did_not_make_has_no_torch_loop() -> None:
@@ -197,6 +214,10 @@ class Chaos(nn.Module):
         for _ in range(8):
             out = 3.9 * out * (1 - out)
         return out
+
+
+def test_an_unrolled_step_is_compared_one_step_in_a_call() -> None:
+    assert funcamp.verify(funcamp.jit(make(mlp()), unroll=2, backend="eager"), batches()).ok
 
 
 def test_chaos_is_not_blamed() -> None:
@@ -357,18 +378,17 @@ def test_a_wrong_factor_is_no_rounding(policy: str | None, monkeypatch: pytest.M
 
 @pytest.mark.parametrize("policy", ["float16", "bfloat16"])
 def test_an_update_may_be_smaller_than_a_unit_in_the_last_place(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    right, slow = TorchLoop._apply, funcamp.stateless(torch.optim.AdamW, lr=2e-5)
+    right, slow = TorchLoop._update, funcamp.stateless(torch.optim.AdamW, lr=2e-5)
     step = make(mlp(), optimizer=slow, policy=policy)
     assert check(step).ok
 
-    def leave_out(self: Any, scaler: Any) -> bool:
+    def leave_out(self: Any, scaler: Any) -> None:
         parameters_before = clone(self._parameters)
-        is_skipped = right(self, scaler)
+        right(self, scaler)
         for name, value in parameters_before.items():
             self._parameters[name].detach().copy_(value)
-        return is_skipped
 
-    monkeypatch.setattr(TorchLoop, "_apply", leave_out)
+    monkeypatch.setattr(TorchLoop, "_update", leave_out)
     assert outcomes(check(step))[0] == "DIFFERENT"
 
 
@@ -384,9 +404,7 @@ REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
         TypeError,
         "step must be a step of make_train_step, or jit of one",
     ),
-    ((funcamp.jit(STEP, unroll=2), MANY), {}, ValueError, "one step in a call"),
-    ((STEP, MANY[:2]), {}, ValueError, "batches must be at least 4"),
-    ((STEP, ONE), {}, TypeError, r"which is one batch.*\[batch\] \* 4"),
+    ((STEP, ONE), {}, ValueError, r"batches must be at least 4.* of one batch write \[batch\] \* 4"),
     ((STEP, MANY), {"steps": 2}, ValueError, "steps must be 3 or more; got 2"),
     ((STEP, MANY), {"state": ()}, TypeError, "state must be"),
 ]

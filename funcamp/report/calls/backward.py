@@ -11,7 +11,7 @@ from funcamp.report import events
 from funcamp.report.autograd_graph import Scaling, read_graph
 from funcamp.report.calls.observed import Function, Observed
 from funcamp.report.calls.run import Calls, Run
-from funcamp.report.lines import calling_line, calling_places
+from funcamp.report.lines import call_sites, calling_line
 from funcamp.report.tensors import all_finite, is_zero, tensors_in
 from funcamp.report.torch_names import current_node, replaced, without_modes
 
@@ -71,7 +71,7 @@ class BackwardCalls(Calls):
             is_mean=begins_with_one and graph.is_mean,
             is_in_autocast=not is_nested and _is_in_autocast(outputs),
             has_products=graph.has_products,
-            places=calling_places(),
+            call_sites=call_sites(),
             not_finite=not_finite,
             retains_graph=bool(retain_graph),
         )

@@ -13,7 +13,7 @@ from funcamp.report import events
 from funcamp.report.calls.observed import Function, Observed
 from funcamp.report.calls.run import Calls, Run
 from funcamp.report.events import Key
-from funcamp.report.lines import calling_line, calling_places
+from funcamp.report.lines import call_sites, calling_line
 from funcamp.report.torch_names import with_subclasses
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class OptimizerCalls(Calls):
             scaler=None if scaler is None else self._tracked.key(scaler),
             parameters=self._tracked.parameters_of(optimizer),
             has_enabled_scaler=scaler is not None and scaler.is_enabled(),
-            places=calling_places(),
+            call_sites=call_sites(),
         )
         self._emit(event)
 

@@ -15,7 +15,7 @@ from funcamp.report.calls.observed import Function, Handler, Observed
 from funcamp.report.calls.optimizers import OptimizerCalls
 from funcamp.report.calls.run import Calls, Run
 from funcamp.report.events import Key
-from funcamp.report.lines import calling_line, calling_places, is_factor
+from funcamp.report.lines import call_sites, calling_line, is_factor
 from funcamp.report.tensors import all_finite, tensors_in
 from funcamp.report.torch_names import replaced, with_subclasses, without_modes
 
@@ -61,7 +61,7 @@ class ScalerCalls(Calls):
     def _make(self, function: Function, scaler: GradScaler, *args: object, **kwargs: object) -> None:
         self._quietly(function, scaler, *args, **kwargs)
         key = self._tracked.key(scaler)
-        self._emit(events.ScalerMade(calling_line(), key, calling_places()))
+        self._emit(events.ScalerMade(calling_line(), key, call_sites()))
 
     def _scale(self, function: Function, scaler: GradScaler, outputs: object) -> object:
         self._run.loss_is_finite = all_finite(outputs)

@@ -16,7 +16,7 @@ from funcamp.report.torch_names import tree_leaves
 if TYPE_CHECKING:
     from torch._ops import OpOverload
 
-_Place = TypeVar("_Place")
+_Key = TypeVar("_Key")
 
 #: Operations that create tensors, possibly with another's shape, or return their input's values. Like views and
 #: `resize_`, they compute nothing.
@@ -56,6 +56,6 @@ def nonfinite_among(arguments: object) -> tuple[bool, bool]:
     return has_inf, has_nan
 
 
-def add(sums: dict[_Place, Stats], place: _Place, counted: Stats) -> None:
-    """Add counts to those of the same place."""
-    sums[place] = sums[place] + counted if place in sums else counted
+def add(sums: dict[_Key, Stats], key: _Key, counted: Stats) -> None:
+    """Add counts to those of the same key."""
+    sums[key] = sums[key] + counted if key in sums else counted

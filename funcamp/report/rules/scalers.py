@@ -36,7 +36,7 @@ def scaler_made_in_loop(event: StepCalled, loop: Loop) -> Iterator[Line]:
     if event.scaler is None or optimizer.scaler in (None, event.scaler) or optimizer.is_restored:
         return
     scaler, previous_scaler = loop.scalers[event.scaler], loop.scalers[optimizer.scaler]
-    if scaler.made_line != UNKNOWN and scaler.made_places == previous_scaler.made_places:
+    if scaler.made_line != UNKNOWN and scaler.made_at == previous_scaler.made_at:
         yield scaler.made_line
 
 

@@ -36,7 +36,7 @@ def unscale_in_window(event: Backward, loop: Loop) -> Iterator[Line]:
 def accumulation_not_divided(event: StepCalled, loop: Loop) -> Iterator[Line]:
     """Stepped in the same loop as the passes, but not in each iteration: the batches are micro-batches."""
     window = _added_means(event, loop)
-    if window and are_in_one_loop(window[0].places, event.places):
+    if window and are_in_one_loop(window[0].call_sites, event.call_sites):
         yield window[0].line
 
 
@@ -48,7 +48,7 @@ def _added_means(event: StepCalled, loop: Loop) -> list[Backward]:
     """
     window = loop.optimizers[event.optimizer].window
     stepped = set(event.parameters)
-    is_repeated = len(window) > 1 and len({backward.places for backward in window}) == 1
+    is_repeated = len(window) > 1 and len({backward.call_sites for backward in window}) == 1
     is_written = any(gradient.is_written for gradient in loop.gradients_of(event.parameters))
     shares_graph = any(backward.retains_graph for backward in window)
     has_several_tasks = len({frozenset(stepped.intersection(backward.parameters)) for backward in window}) > 1

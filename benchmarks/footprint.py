@@ -28,7 +28,7 @@ from torch.utils import _pytree
 
 import funcamp
 from funcamp._step.accumulate import Shares
-from funcamp._step.differentiate import differentiator
+from funcamp._step.micro_batch import differentiator
 
 LOW = torch.bfloat16
 LARGE = CPU_SIZES["MLP 38 M"]

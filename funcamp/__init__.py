@@ -9,7 +9,7 @@ from funcamp import rules as rules
 from funcamp._amp.grad_scaler import GradScaler
 from funcamp._autograd.loss import loss
 from funcamp._autograd.module_loss import module_loss
-from funcamp._autograd.scaled_grad import scaled_grad_and_value
+from funcamp._autograd.differentiate import scaled_grad_and_value
 from funcamp._io.checkpoint import load, save
 from funcamp._io.metric_reader import MetricReader
 from funcamp._jit.jit import jit

@@ -11,7 +11,7 @@ import torch
 from torch import Size, Tensor, nn
 
 from funcamp import _tree
-from funcamp._autograd.scaled_grad import Engine, check_engine, put_leaves_in_graphs
+from funcamp._autograd.differentiate import Engine, check_engine, put_leaves_in_graphs
 from funcamp._check import boolean
 from funcamp._layers import layer
 from funcamp._types import Tree

@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_tensors import tensors_of
-from funcamp._autograd.scaled_grad import check_engine, nodes
+from funcamp._autograd.differentiate import check_engine, nodes
 from funcamp._check import boolean
 from funcamp._memory import MemoryMark, innermost, memory_of
 from funcamp._types import Tree

@@ -23,7 +23,7 @@ from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_batch import arguments_of, loss_in
 from funcamp._autograd.module_checks import check_arguments, check_call, check_hooks
 from funcamp._autograd.module_tensors import ModuleTensors
-from funcamp._autograd.scaled_grad import Engine, pair
+from funcamp._autograd.differentiate import Engine, pair
 from funcamp._memory import memory_of, rebind
 from funcamp._storage.params import clone, expand
 from funcamp._trace.tracing import running

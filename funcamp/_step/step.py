@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.scaled_grad import loss_and_aux
+from funcamp._autograd.differentiate import loss_and_aux
 from funcamp._check import Fixed, boolean, one_batch
 from funcamp._optim.chain import group_functions_in, single_parts_in
 from funcamp._optim.part import Update
@@ -19,8 +19,8 @@ from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.skip_step import old_where
 from funcamp._scaler.update import cannot_fall, cannot_grow, decided, moved
 from funcamp._step.accumulate import accumulate, micro_batches, shares_of
-from funcamp._step.check import flag_and_norm, unscaled_gradients
-from funcamp._step.differentiate import arguments_of, differentiator
+from funcamp._step.flag_and_norm import flag_and_norm, unscaled_gradients
+from funcamp._step.micro_batch import arguments_of, differentiator
 from funcamp._step.first_state import consumed_loss, first_state
 from funcamp._step.options import Options, transforms_of
 from funcamp._step.state import Metrics, TrainState, check_train_state

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.scaled_grad import choose_engine, differentiate, refuse_hooks_beside
+from funcamp._autograd.differentiate import choose_engine, differentiate, refuse_hooks_beside
 from funcamp._scaler.state import ScalerState
 from funcamp._step.accumulate import Differentiate, Result, Shares
 from funcamp._step.state import TrainState

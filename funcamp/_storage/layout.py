@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -69,15 +70,8 @@ class Layout:
     def __reduce__(self) -> tuple[object, ...]:
         # A pickled TreeSpec depends on torch's version, so the structure is saved as a tree of numbers of slots.
         slot_numbers = self.tree(range(len(self.slots)))
-        return _restore, (
-            slot_numbers,
-            self.slots,
-            self.labels,
-            self.padded_sizes,
-            self.row_lengths,
-            self.buckets,
-            self.flat,
-        )
+        _spec, _leaves, *content = vars(self).values()
+        return _restore, (slot_numbers, *content)
 
     def views(self, groups: Groups) -> list[Tensor | None]:
         """Return a view per slot; None if its group is None, the group itself if its shape is ()."""
@@ -196,8 +190,8 @@ class GroupKey(NamedTuple):
     label: str
     dtype: torch.dtype
     device: torch.device
-    apart: str
-    """What the caller's `apart` returned, as text."""
+    is_uncast: bool
+    """Whether autocast does not cast the tensor."""
     bucket: int
 
 
@@ -205,21 +199,21 @@ def arrange(
     call: str,
     params: Tree,
     group: Callable[[str, Tensor], str],
-    apart: Callable[[str, Tensor], object] = lambda *_: None,
+    uncast_names: AbstractSet[str] = frozenset(),
     buckets: int = 1,
     *,
     flat: bool = True,
 ) -> tuple[Layout, list[Tensor]]:
     """Return the layout of a tree and its tensors, one per slot.
 
-    Flat: one group per label, dtype, device, value of apart and bucket, and per row length of matrices; buckets are
-    consecutive parts of the tree. Else: one group per tensor.
+    Flat: one group per label, dtype, device and bucket, and per row length of matrices, and others for what autocast
+    does not cast; buckets are consecutive parts of the tree. Else: one group per tensor.
 
     Args:
         call: the public function, for errors.
         params: a pytree of tensors; None passes through.
         group: returns the label of a leaf, given its name and the leaf. Names of one tensor must have one label.
-        apart: returns, for the same arguments, a value that tensors of one group share.
+        uncast_names: the leaves that autocast does not cast.
         buckets: the number of buckets.
         flat: whether a group is a one-dimensional tensor.
 
@@ -245,52 +239,50 @@ def arrange(
         slot_of_leaf.append(number)
         is_new = number == len(tensors)
         if is_new:
-            bucket = size_before * buckets // max(size_of_all, 1)
+            bucket = size_before * buckets // max(size_of_all, 1) if flat else 0
             tensors.append(leaf)
-            keys.append(GroupKey(label, leaf.dtype, leaf.device, str(apart(name, leaf)), bucket))
+            keys.append(GroupKey(label, leaf.dtype, leaf.device, name in uncast_names, bucket))
             size_before += leaf.numel()
         elif keys[number].label != label:
             raise ValueError(
                 f"{call}: group must return the same for every name of a tensor; got {keys[number].label!r} and "
                 f"{label!r} for {name!r}"
             )
-    if flat:
-        return _flat_layout(spec, slot_of_leaf, tensors, keys, _MAX_ROW_LENGTHS * buckets), tensors
-    return _layout_by_tensor(spec, slot_of_leaf, tensors, [key.label for key in keys]), tensors
+    row_lengths = _row_lengths(keys, tensors, _MAX_ROW_LENGTHS * buckets if flat else 0)
+    return _layout(spec, slot_of_leaf, tensors, keys, row_lengths, flat=flat), tensors
 
 
-def _flat_layout(
+def _layout(
     spec: _tree.TreeSpec,
     slot_of_leaf: list[int | None],
     tensors: list[Tensor],
     keys: list[GroupKey],
-    max_row_lengths: int,
+    row_lengths: list[int | None],
+    *,
+    flat: bool,
 ) -> Layout:
-    """Return the layout in which the tensors of one key, and of one row length, are a group."""
-    full_keys = list(zip(keys, _row_lengths(keys, tensors, max_row_lengths)))
-    group_numbers: dict[tuple[GroupKey, int | None], int] = {}
-    padded_sizes: list[list[int]] = []
+    """Return the layout in which the tensors of one key, and of one row length, are a group; else each is one."""
+    group_numbers: dict[object, int] = {}
+    members: list[list[int]] = []
     slots: list[Slot] = []
-    for full_key, tensor in zip(full_keys, tensors):
-        group_number = group_numbers.setdefault(full_key, len(group_numbers))
-        if group_number == len(padded_sizes):
-            padded_sizes.append([])
-        sizes_in_group = padded_sizes[group_number]
-        slots.append(Slot(group_number, len(sizes_in_group), tuple(tensor.shape)))
-        sizes_in_group.append(_padded_size(tensor))
-    group_keys = [key for key, _ in group_numbers]
-    row_lengths = [row_length for _, row_length in group_numbers]
-    labels = [key.label for key in group_keys]
-    buckets = [key.bucket for key in group_keys]
+    for number, tensor in enumerate(tensors):
+        shared = (keys[number], row_lengths[number]) if flat else number
+        group_number = group_numbers.setdefault(shared, len(members))
+        if group_number == len(members):
+            members.append([])
+        slots.append(Slot(group_number, len(members[group_number]), tuple(tensor.shape)))
+        members[group_number].append(number)
+    sizes = [_padded_size(tensor) if flat else tensor.numel() for tensor in tensors]
+    first_members = [numbers[0] for numbers in members]
     layout = Layout(
         spec,
         tuple(slot_of_leaf),
         tuple(slots),
-        tuple(labels),
-        tuple(map(tuple, padded_sizes)),
-        tuple(row_lengths),
-        tuple(buckets),
-        flat=True,
+        labels=tuple([keys[first].label for first in first_members]),
+        padded_sizes=tuple([tuple([sizes[number] for number in numbers]) for numbers in members]),
+        row_lengths=tuple([row_lengths[first] for first in first_members]),
+        buckets=tuple([keys[first].bucket for first in first_members]),
+        flat=flat,
     )
     return _interned(layout)
 
@@ -300,26 +292,6 @@ def _padded_size(tensor: Tensor) -> int:
     alignment = _ALIGNMENT if tensor.dim() > 1 else _ALIGNMENT // 2
     units = -(-tensor.numel() // alignment)  # rounded up
     return units * alignment
-
-
-def _layout_by_tensor(
-    spec: _tree.TreeSpec, slot_of_leaf: list[int | None], tensors: list[Tensor], labels: list[str]
-) -> Layout:
-    """Return the layout in which every tensor is a separate group."""
-    slots = [Slot(number, 0, tuple(tensor.shape)) for number, tensor in enumerate(tensors)]
-    sizes = [(tensor.numel(),) for tensor in tensors]
-    count = len(tensors)
-    layout = Layout(
-        spec,
-        tuple(slot_of_leaf),
-        tuple(slots),
-        tuple(labels),
-        tuple(sizes),
-        row_lengths=(None,) * count,
-        buckets=(0,) * count,
-        flat=False,
-    )
-    return _interned(layout)
 
 
 def _row_lengths(keys: list[GroupKey], tensors: list[Tensor], max_row_lengths: int) -> list[int | None]:

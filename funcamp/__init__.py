@@ -9,7 +9,7 @@ from funcamp import rules as rules
 from funcamp._amp.grad_scaler import GradScaler
 from funcamp._autograd.loss import loss
 from funcamp._autograd.module_loss import module_loss
-from funcamp._autograd.differentiate import scaled_grad_and_value
+from funcamp._autograd.scaled_grad import scaled_grad_and_value
 from funcamp._io.checkpoint import load, save
 from funcamp._io.metric_reader import MetricReader
 from funcamp._jit.jit import jit
@@ -34,7 +34,6 @@ from funcamp._step.state import Metrics, TrainState
 from funcamp._step.step import TrainStep
 from funcamp._step_file.load_step import load_step
 from funcamp._storage.params import Params, clone, ravel
-from funcamp._storage.policy import Policy
 from funcamp._verify.verify import verify
 
 __version__ = "0.1.0"
@@ -44,7 +43,6 @@ __all__ = [
     "MetricReader",
     "Metrics",
     "Params",
-    "Policy",
     "ScalerConfig",
     "ScalerState",
     "TrainState",

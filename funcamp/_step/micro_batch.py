@@ -1,4 +1,4 @@
-"""The scaled gradients of one micro-batch, and how the loss is called."""
+"""The result of one micro-batch: the loss is called and differentiated."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.loss import Loss
-from funcamp._autograd.differentiate import choose_engine, differentiate, refuse_hooks_beside
-from funcamp._scaler.state import ScalerState
-from funcamp._step.accumulate import Differentiate, Result, Shares
+from funcamp._autograd.differentiate import choose_engine, differentiate
+from funcamp._autograd.returned import buffers_and_aux
+from funcamp._step.accumulate import Result, ResultOf
+from funcamp._step.shares import Shares
 from funcamp._step.state import TrainState
 from funcamp._storage.layout import Layout
 from funcamp._storage.params import Params, clone
-from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
 if TYPE_CHECKING:
     from funcamp._step.step import TrainStep
 
 
-def differentiator(step: TrainStep, state: TrainState, params: Params, tape: Tree, shares: Shares) -> Differentiate:
+def result_function(step: TrainStep, state: TrainState, params: Params, tape: Tree, shares: Shares) -> ResultOf:
     """Return the function that differentiates the loss of a batch or a micro-batch.
 
     Args:
@@ -42,14 +41,14 @@ def differentiator(step: TrainStep, state: TrainState, params: Params, tape: Tre
     param_count = len(param_values)
     zeros, tape_spec = _tree.flatten(tape)
 
-    def differentiate_loss(buffers: dict[str, Tensor], batch: Tree, share: Tensor | None) -> Result:
+    def result_of(buffers: dict[str, Tensor], batch: Tree, share: Tensor | None) -> Result:
         @contextlib.contextmanager
         def loss_of(values: list[Tensor]) -> Iterator[Tree]:
             taps = _tree.unflatten(values[param_count:], tape_spec)
-            arguments = arguments_of(loss_fn, layout.tree(values[:param_count]), taps, buffers, state.scaler, batch)
+            arguments = loss_fn.arguments(layout.tree(values[:param_count]), taps, buffers, state.scaler, batch)
             with loss_fn.called(step.autocast(state), *arguments) as returned:
                 if engine == "autograd" and not torch.compiler.is_dynamo_compiling():
-                    _check_first_graph(loss_fn, returned, values)
+                    loss_fn.check_graph(returned, values)
                 yield returned
 
         gradients, loss, beside = differentiate(
@@ -62,65 +61,11 @@ def differentiator(step: TrainStep, state: TrainState, params: Params, tape: Tre
             weigh=lambda loss: shares.weigh(loss, share),
             has_module=loss_fn.has_module,
         )
-        after, aux = _buffers_and_aux(loss_fn, buffers, beside)
+        after, aux = buffers_and_aux(buffers, beside, loss_fn.has_aux) if loss_fn.has_buffers else (buffers, beside)
         records = _tree.unflatten(gradients[param_count:], tape_spec)
         return Result(gradients_as_stored(gradients[:param_count], layout), loss, after, records, clone(aux))
 
-    return differentiate_loss
-
-
-def arguments_of(
-    loss_fn: Loss, params: Tree, taps: Tree, buffers: dict[str, Tensor], scaler: ScalerState, batch: Tree
-) -> list[Tree]:
-    """Return the arguments that a loss takes."""
-    arguments = [params]
-    if loss_fn.probes:
-        arguments.append(taps)
-    if loss_fn.has_buffers:
-        # A function may write them. A call of a module copies them itself.
-        arguments.append(buffers if loss_fn.has_module else {name: value.clone() for name, value in buffers.items()})
-    if loss_fn.has_scaler:
-        arguments.append(scaler)
-    arguments.append(batch)
-    return arguments
-
-
-def _check_first_graph(loss_fn: Loss, returned: Tree, values: list[Tensor]) -> None:
-    """Raise RuntimeError if a part of the graph would not be differentiated: at the first call, and in every trace."""
-    if loss_fn.graph_is_checked and not compiling():
-        return
-    loss = returned[0] if isinstance(returned, tuple) and returned else returned
-    if isinstance(loss, Tensor):
-        refuse_hooks_beside("step", loss, values)
-        loss_fn.graph_is_checked = True
-
-
-def _buffers_and_aux(loss_fn: Loss, before: dict[str, Tensor], beside: Tree) -> tuple[dict[str, Tensor], Tree]:
-    """Return the new buffers and aux of what a loss returned besides itself.
-
-    Raises:
-        TypeError: this is not a dict of buffers, or not a pair with one.
-        ValueError: the buffers have other names, shapes or dtypes than those given.
-    """
-    if not loss_fn.has_buffers:
-        return before, beside
-    after = beside
-    aux: Tree = ()
-    if loss_fn.has_aux:
-        if not isinstance(beside, tuple) or len(beside) != 2:
-            got = _tree.brief(beside)
-            raise TypeError(f"step: loss_fn must return (loss, (buffers, aux)) with both; got {got} besides loss")
-        after, aux = beside
-    if not isinstance(after, dict):
-        raise TypeError(f"step: loss_fn must return its buffers as a dict; got {_tree.brief(after)}")
-    for name in {**before, **after}:
-        was, now = before.get(name), after.get(name)
-        if was is None or now is None or was.shape != now.shape or was.dtype != now.dtype:
-            raise ValueError(
-                f"step: loss_fn must return buffers like those given; {name!r} was {_tree.describe(was)}, is "
-                f"{_tree.describe(now)}; call a model that fills a buffer in its first call once before init"
-            )
-    return {name: after[name] for name in before}, aux
+    return result_of
 
 
 def gradients_as_stored(gradients: Sequence[Tensor], layout: Layout) -> Params:

@@ -37,7 +37,7 @@ class TorchLoop:
     """
 
     def __init__(self, step: TrainStep, state: TrainState, unused: set[str]) -> None:
-        loss_fn, parallel = step.loss_fn, step._options.parallel
+        loss_fn, parallel = step.loss_fn, step.options.parallel
         if not isinstance(loss_fn, ModuleLoss) or loss_fn.model is not loss_fn.made_of:
             raise NotImplementedError("the loss is not of module_loss")
         if parallel.size > 1 or parallel.shard:
@@ -45,13 +45,13 @@ class TorchLoop:
         if isinstance(step.optimizer, Chain):
             raise NotImplementedError("the optimizer is a chain")
         self._loss_fn = loss_fn
-        self._options = step._options
+        self._options = step.options
         self._applied = state.step - state.skipped
         self._unused = unused
 
         # The state's values in the module. Of two names of one parameter the one under which it is stored.
         named = dict(loss_fn.model.named_parameters())
-        self._parameters = {name: named[name] for name in loss_fn.names.values()}
+        self._parameters = {name: named[name] for name in loss_fn.param_shapes}
         values: Any = expand(state.params)
         for name, parameter in self._parameters.items():
             parameter.detach().copy_(values[name])
@@ -97,14 +97,14 @@ class TorchLoop:
 
     def _backward(self, batch: Tree, scaler: torch.amp.GradScaler) -> Tensor:
         """Add up the scaled gradients of all micro-batches; return the mean of their losses."""
-        loss_fn, options, dtype = self._loss_fn, self._options, self._options.policy.compute_dtype
+        loss_fn, options, dtype = self._loss_fn, self._options, self._options.policy
         pieces = micro_batches(batch, options.accumulate) if options.accumulate > 1 else [batch]
         weights = [1.0 if options.weight is None else float(options.weight(piece)) for piece in pieces]
         total = sum(weights) or math.nan  # as in the step, which skips if all weights are 0
         mean_loss: Any = 0.0
         for piece, weight in zip(pieces, weights):
             with torch.autocast(self._applied.device.type, dtype, enabled=dtype != torch.float32):
-                returned: Any = loss_fn._evaluate(piece)
+                returned: Any = loss_fn.evaluate(piece)
             loss = returned[0] if loss_fn.has_aux else returned
             share = loss * (weight / total)
             after_forward = clone(loss_fn.buffers())

@@ -162,7 +162,7 @@ class Loss:
         """Note that the Python of a step runs."""
 
     def state_moves(self) -> None:
-        """Note that a step moves a state on, also if a program takes it."""
+        """Note that the state is newer than the module from now on; `jit` calls this at every run of a program."""
 
     def eval_mode(self) -> AbstractContextManager[None]:
         """Context manager: dropout and similar layers are off, if the loss knows its module."""

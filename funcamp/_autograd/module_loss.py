@@ -219,7 +219,7 @@ class ModuleLoss(Loss):
         self._left_behind.state_was_made(first_slot, buffers, shares_memory=shares_memory)
 
     def state_moves(self) -> None:
-        """Note that a step moves a state on, also if a program takes it."""
+        """Note that the state is newer than the module from now on; `jit` calls this at every run of a program."""
         if self._left_behind is None:
             return
         if not isinstance(self._left_behind, LeftBehind):  # a copy, which has a function in place of the hook

@@ -266,8 +266,8 @@ class ModuleLoss(Loss):
 
     # The module's memory.
 
-    def own_params(self) -> dict[str, Tensor]:
-        """Return the module's trainable parameters themselves, for a state that replaces their memory.
+    def adopt(self, params: Tree, buffers: dict[str, Tensor]) -> None:
+        """Make the module's trainable parameters and its buffers share the memory of a state's.
 
         Raises:
             TypeError: a parameter or buffer is a tensor subclass of several parts, whose memory cannot be replaced.
@@ -276,22 +276,10 @@ class ModuleLoss(Loss):
         self._check_unchanged()
         self.tensors.check_memory_can_be_shared()
         torch.clear_autocast_cache()  # it contains casts of the previous memory
-        return self.tensors.own_params()
-
-    def share_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Make the module's buffers share the memory of a state's."""
-        self.tensors.share_buffers(self._modules(), buffers)
-
-    def adopt(self, params: Tree, buffers: dict[str, Tensor]) -> None:
-        """Make the module's trainable parameters and its buffers share the memory of a state's.
-
-        Raises:
-            TypeError, ValueError: as in `own_params`.
-        """
         values = expand(params)
-        for name, parameter in self.own_params().items():
+        for name, parameter in self.tensors.own_params().items():
             rebind(parameter, values[name])
-        self.share_buffers(buffers)
+        self.tensors.share_buffers(self._modules(), buffers)
 
     def state_dict(self, params: Tree, buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the module's own `state_dict` with these values.

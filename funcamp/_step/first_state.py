@@ -45,10 +45,6 @@ def first_state(
 
     # The parameters and buffers to begin with: the caller's, or the module's.
     is_modules_own = params is None
-    if consumed is not None:
-        params = consumed.own_params()
-    elif params is None:
-        params = loss_fn.params()
     if buffers is None:
         buffers = loss_fn.buffers()
     _check_buffers(loss_fn, buffers)
@@ -58,17 +54,16 @@ def first_state(
     with torch.no_grad():  # params may require grad
         stored = lay_out(
             call,
-            params,
+            loss_fn.params() if is_modules_own else params,
             group or step.group,
             uncast_names=loss_fn.uncast_names,
             flat=flat,
             buckets=parallel.buckets,
-            consume=consume,
         )
         check_params(call, stored, loss_fn.param_shapes)
         buffers = clone(buffers)
         if consumed is not None:
-            consumed.share_buffers(buffers)
+            consumed.adopt(stored, buffers)
         parallel.broadcast_first(stored)
         parallel.broadcast_first(buffers)
         parallel.broadcast_first(_frozen(loss_fn))
@@ -76,8 +71,8 @@ def first_state(
     device = next((group.device for group in stored.groups if group is not None), None)
     if device is None:
         raise ValueError(
-            f"init: params must hold a tensor; got {_tree.brief(params)} (a module's frozen parameters are not among "
-            "them)"
+            f"init: params must hold a tensor; got {_tree.brief(stored.tree())} (a module's frozen parameters are not "
+            "among them)"
         )
     if is_modules_own:
         loss_fn.state_was_made(shares_memory=consumed is not None)

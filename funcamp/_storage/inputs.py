@@ -22,7 +22,6 @@ def lay_out(
     uncast_names: AbstractSet[str],
     flat: bool,
     buckets: int,
-    consume: bool,
 ) -> Params:
     """Return the parameters as a state stores them, in separate memory.
 
@@ -34,17 +33,9 @@ def lay_out(
             it casts all matrices of another group, and a compiled step can cast them at once.
         flat: whether a group is a one-dimensional tensor.
         buckets: the number of consecutive parts of flat storage.
-        consume: whether the given tensors get the state's memory too, instead of separate memory.
-
-    Raises:
-        TypeError: a parameter is in float16.
     """
     params = expand(params)
-    leaves, _ = _tree.parameters(call, "params", params)
-    _check_dtypes_and_shapes(call, _tree.names(params), leaves, {})  # before they are consumed
     layout, tensors = arrange(call, params, group, uncast_names, buckets, flat=flat)
-    if consume:
-        return Params(layout.take(tensors), layout)
     # A flat group is a copy by itself; a group that is one tensor is that tensor.
     return Params(layout.join(tensors if flat else clone(tensors)), layout)
 
@@ -73,13 +64,7 @@ def check_params(call: str, params: Params, shapes: Mapping[str, torch.Size] | N
             f"{call}: params must have the names of the module's, loss_fn.params(); they differ in "
             f"{min(differing_names)!r}"
         )
-    _check_dtypes_and_shapes(call, names, leaves, shapes or {})
-
-
-def _check_dtypes_and_shapes(
-    call: str, names: list[str], leaves: list[Tensor | None], shapes: Mapping[str, torch.Size]
-) -> None:
-    """Raise if a parameter is float16, as torch's scaler does, or has another shape than the module's."""
+    shapes = shapes or {}
     for name, leaf in zip(names, leaves):
         if leaf is None:
             continue

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._memory import identity, rebind
+from funcamp._memory import identity
 from funcamp._types import Tree
 
 #: The number of elements at a multiple of which a matrix starts; a vector at half of it.
@@ -130,28 +130,6 @@ class Layout:
             if padding:
                 pieces.append(value.new_zeros(padding))
         return tuple(torch.cat(pieces).reshape(-1) if pieces else None for pieces in pieces_by_group)
-
-    def take(self, tensors: Sequence[Tensor]) -> Groups:
-        """Make groups as `join` does, but turn each tensor into a view of its group, one by one."""
-        if not self.flat:
-            copies: list[Tensor] = []
-            for tensor in tensors:
-                copy = tensor.detach().clone()
-                rebind(tensor, copy)
-                copies.append(copy)
-            return tuple(copies)
-        groups: list[Tensor] = []
-        for number, padded_sizes in enumerate(self.padded_sizes):
-            members = [tensor for slot, tensor in zip(self.slots, tensors) if slot.group == number]
-            group = members[0].detach().new_empty(sum(padded_sizes))
-            groups.append(group)
-            for tensor, piece in zip(members, torch.split(group, list(padded_sizes))):
-                size = tensor.numel()
-                piece[size:].zero_()
-                view = piece[:size].view(tensor.shape)
-                view.copy_(tensor)
-                rebind(tensor, view)
-        return tuple(groups)
 
     def last_first(self) -> list[int]:
         """Return the groups' numbers from the end of the tree: the order in which gradients complete."""

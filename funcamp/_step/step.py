@@ -229,8 +229,8 @@ class TrainStep(Fixed):
                 the number of tensors; False stores each tensor by itself.
             group: the groups of flat storage, as in `ravel`; by default those of the optimizer, or matrices and
                 vectors.
-            consume: let the module share the state's memory, so that each value is in memory once when the state is made:
-                its trainable parameters and its buffers become views of the state's tensors, and remain the same
+            consume: let the module share the state's memory, so that each value is in memory once when the state is
+                made: its trainable parameters and its buffers become views of the state's tensors, and remain the same
                 objects. Writes into the module change this state, until the first eager step or until the module gets
                 other memory (`Module.to`, `load_state_dict(assign=True)`). When the module follows the steps:
                 docs/step.md, "Where the parameters are".

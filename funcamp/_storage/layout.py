@@ -77,42 +77,14 @@ class Layout:
         """Return a view per slot; None if its group is None, the group itself if its shape is ()."""
         if not self.flat:
             return [groups[slot.group] for slot in self.slots]
-        self._refuse_batch_dimension(groups)
-        slots_of_group: list[list[int]] = [[] for _ in groups]
-        for number, slot in enumerate(self.slots):
-            slots_of_group[slot.group].append(number)
-        views: list[Tensor | None] = [None] * len(self.slots)
-        for group, sizes, numbers in zip(groups, self.padded_sizes, slots_of_group):
-            if group is None:
+        parts_by_group: list[Sequence[Tensor | None]] = []
+        for group, padded_sizes in zip(groups, self.padded_sizes):
+            if group is None or not group.dim():
+                parts_by_group.append([group] * len(padded_sizes))
                 continue
-            for number, view in zip(numbers, self._views_in_group(group, sizes, numbers)):
-                views[number] = view
-        return views
-
-    def _refuse_batch_dimension(self, groups: Groups) -> None:
-        """Raise ValueError if a group is of several trees, as the result of a vmap is."""
-        for group, row_length in zip(groups, self.row_lengths):
-            most_dimensions = 1 if row_length is None else 2
-            if group is not None and group.dim() > most_dimensions:
-                raise ValueError(
-                    f"tree: groups must have no batch dimension; got {tuple(group.shape)}: take the tree under vmap, "
-                    "vmap(lambda params: params.tree())(params)"
-                )
-
-    def _views_in_group(self, group: Tensor, padded_sizes: tuple[int, ...], numbers: list[int]) -> list[Tensor]:
-        """Return the views of some slots of one group of flat storage; one number per group is the view of each."""
-        if not group.dim():
-            return [group] * len(numbers)
-        parts = torch.split(group, list(padded_sizes))
-        views: list[Tensor] = []
-        for number in numbers:
-            slot = self.slots[number]
-            part = parts[slot.place]
-            count = math.prod(slot.shape)
-            if count != padded_sizes[slot.place]:  # the rest is padding
-                part = part[:count]
-            views.append(part.view(slot.shape))
-        return views
+            _refuse_batch_dimension(group)
+            parts_by_group.append(torch.split(group, list(padded_sizes)))
+        return [_view(parts_by_group[slot.group][slot.place], slot.shape) for slot in self.slots]
 
     def join(self, values: Sequence[Tensor | None]) -> Groups:
         """Return one tensor per group from one per slot, in one dtype; None for a group without values."""
@@ -144,6 +116,25 @@ class Layout:
         tree = self.tree([self.labels[slot.group] for slot in self.slots])
         names = _tree.names(tree)
         return {name: label for name, label in zip(names, _tree.leaves(tree)) if label is not None}
+
+
+def _refuse_batch_dimension(group: Tensor) -> None:
+    """Raise ValueError if a group is of several trees, as the result of a vmap is."""
+    if group.dim() > 1:
+        raise ValueError(
+            f"tree: groups must have no batch dimension; got {tuple(group.shape)}: take the tree under vmap, "
+            "vmap(lambda params: params.tree())(params)"
+        )
+
+
+def _view(part: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """Return a part of a group in its shape and without padding; None, and one number for a group, as they are."""
+    if part is None or not part.dim():
+        return part
+    count = math.prod(shape)
+    if count != part.shape[0]:  # the rest is padding
+        part = part[:count]
+    return part.view(shape)
 
 
 #: Every layout by its content.

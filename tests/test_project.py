@@ -131,7 +131,7 @@ MOST_TOKENS: dict[str, int] = {
     "_upstream": 4_077,
     "_amp": 5_781,
     "files beside": 5_065,
-    "_storage": 3_539,
+    "_storage": 3_532,
     "_scaler": 4_579,
     "rules": 3_497,
     "_step_file": 2_854,

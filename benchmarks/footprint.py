@@ -27,8 +27,8 @@ from _variants import funcamp_step, torch_loop
 from torch.utils import _pytree
 
 import funcamp
-from funcamp._step.accumulate import Shares
-from funcamp._step.differentiate import differentiator
+from funcamp._step.micro_batch import result_function
+from funcamp._step.shares import Shares
 
 LOW = torch.bfloat16
 LARGE = CPU_SIZES["MLP 38 M"]
@@ -127,7 +127,7 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
         funcamp.module_loss(model, cross_entropy), funcamp.stateless(torch.optim.AdamW), policy="bfloat16"
     )
     state = step.init()
-    result = differentiator(step, state, state.params, (), Shares(1.0, 1))(state.buffers, (x, y), None)
+    result = result_function(step, state, state.params, (), Shares(1.0, 1))(state.buffers, (x, y), None)
     flat = {
         "parameters": size(state.params),
         "moments": size(state.opt_state),

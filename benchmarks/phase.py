@@ -20,7 +20,7 @@ from _timing import Report, Row, Variant, about, arguments, chosen, measured, na
 from torch import Tensor
 
 import funcamp
-from funcamp._step.check import flag_and_norm, unscaled_gradients
+from funcamp._step.flag_and_norm import flag_and_norm, unscaled_gradients
 
 BYTES = 2 + 14 + 14  # a parameter
 LR = 1e-4

@@ -20,7 +20,7 @@ from _variants import LR, funcamp_step
 from torch import Tensor
 
 import funcamp
-from funcamp._step.differentiate import gradients_as_stored
+from funcamp._step.micro_batch import gradients_as_stored
 from funcamp._types import name_of
 
 

@@ -34,7 +34,6 @@ from funcamp._step.state import Metrics, TrainState
 from funcamp._step.step import TrainStep
 from funcamp._step_file.load_step import load_step
 from funcamp._storage.params import Params, clone, ravel
-from funcamp._storage.policy import Policy
 from funcamp._verify.verify import verify
 
 __version__ = "0.1.0"
@@ -44,7 +43,6 @@ __all__ = [
     "MetricReader",
     "Metrics",
     "Params",
-    "Policy",
     "ScalerConfig",
     "ScalerState",
     "TrainState",

@@ -52,12 +52,8 @@ def real(call: str, name: str, value: object, kind: str = "a Python number") -> 
         return math.inf if value > 0 else -math.inf  # type: ignore[operator]  # every Real compares
 
 
-def one_batch(call: str, batch: object, *more: object) -> None:
-    """Raise TypeError if a call got a batch as several arguments, or what batches are taken from."""
-    if more:
-        raise TypeError(
-            f"{call}: batch must be one argument; got {1 + len(more)}: write step(state, (x, y)), a tuple of them"
-        )
+def one_batch(call: str, batch: object) -> None:
+    """Raise TypeError if a call got what batches are taken from."""
     if isinstance(batch, (DataLoader, Dataset, Iterator)):
         raise TypeError(
             f"{call}: batch must be one batch; got a {type(batch).__name__} of them: write for batch in loader"

@@ -16,7 +16,6 @@ from torch import Tensor
 
 import funcamp
 from funcamp import (
-    Policy,
     ScalerConfig,
     ScalerState,
     all_finite,
@@ -145,14 +144,13 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "flat ravel shape": (lambda: ravel([W]).ravel([W[:1]]), ValueError, r"ravel: tree\[0\] must have shape \(2,\); got .*\(1,\)"),
     "flat and dict": (lambda: skip_step(STATE, new=ravel({"w": W}), old={"w": W}), ValueError, "new and old must have one tree structure"),
     "state_dict names": (lambda: ravel({"a.b": W, "a": {"b": W + 1}}).state_dict(), ValueError, "unique dotted name; got 'a.b' twice"),
-    "policy dtype": (lambda: Policy(torch.int8), ValueError, "compute_dtype must be one of float16.*got torch.int8"),
-    "policy no dtype": (lambda: Policy("float16"), TypeError, "compute_dtype must be a torch.dtype; got 'float16'"),  # type: ignore[arg-type]
     "by_group empty": (lambda: by_group({}), TypeError, "optimizers must be a mapping.*got {}"),
     "by_group label": (lambda: by_group({"matrix": SGD}).init({"w": W}), ValueError, r"one of \['matrix'\]; got 'vector'"),
     "by_group state": (lambda: by_group({"vector": SGD}).update(W, W, {}), TypeError, "opt_state must hold a state for each"),
     "module_loss criterion": (lambda: module_loss(torch.nn.Linear(1, 1), 3), TypeError, "criterion must be callable; got 3"),  # type: ignore[arg-type]
     # the step
-    "step policy": (lambda: make_train_step(LOSS, SGD, policy=16), TypeError, "policy must be a Policy.*a torch.dtype or None; got 16"),  # type: ignore[arg-type]
+    "step policy": (lambda: make_train_step(LOSS, SGD, policy=16), TypeError, "policy must be a string, a torch.dtype or None; got 16"),  # type: ignore[arg-type]
+    "step policy dtype": (lambda: make_train_step(LOSS, SGD, policy=torch.int8), ValueError, "policy must be one of float16.*got torch.int8"),
     "step policy true": (lambda: make_train_step(LOSS, SGD, policy="16-true"), ValueError, "make_train_step: policy must be one of float16, bfloat16, float32; got '16-true'"),
     "step module": (lambda: make_train_step(torch.nn.Linear(1, 1), SGD), TypeError, r"write module_loss\(model, criterion\).*got the module Linear itself"),
     "step torch optimizer": (lambda: make_train_step(LOSS, ADAMW), TypeError, r"optimizer must be a pure optimizer with init and update; got an AdamW: write stateless\(torch.optim.AdamW, lr=...\)"),

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import nn
@@ -62,14 +61,3 @@ def same_parameters(*, has_module: bool) -> Iterator[Callable[[], None]]:
         yield begin_backward
     finally:
         handle.remove()
-
-
-def allow_hooks() -> None:
-    """Enable saved-tensor hooks again: a failed compilation of torch.func may have disabled them."""
-    if torch.compiler.is_dynamo_compiling():
-        return
-    # Inside a transform of torch.func they are disabled on purpose.
-    if torch._C._are_functorch_transforms_active():
-        return
-    autograd_bindings: Any = torch._C._autograd
-    autograd_bindings._saved_tensors_hooks_enable()

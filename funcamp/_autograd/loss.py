@@ -11,9 +11,13 @@ import torch
 from torch import Size, Tensor, nn
 
 from funcamp import _tree
-from funcamp._autograd.scaled_grad import Engine, check_engine, put_leaves_in_graphs
+from funcamp._autograd.differentiate import Engine, check_engine, put_leaves_in_graphs
+from funcamp._autograd.graph import refuse_hooks_beside
+from funcamp._autograd.returned import loss_in_front
 from funcamp._check import boolean
 from funcamp._layers import layer
+from funcamp._scaler.state import ScalerState
+from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
 
 
@@ -45,10 +49,10 @@ class Loss:
 
     has_module = False
     """Whether a module has the tensors of a call until the backward pass has ended."""
-    names: dict[str, str] | None = None
-    """The name of every trainable parameter of a module, with the stored name, which differs for tied ones."""
+    param_shapes: dict[str, Size] | None = None
+    """The shape of every parameter, by the name under which it is stored; None if the loss does not know them."""
     uncast_names: frozenset[str] = frozenset()
-    """The stored names of a module's parameters that autocast does not cast, such as those of embeddings."""
+    """The stored names of the parameters that autocast does not cast, such as those of embeddings."""
 
     def __init__(
         self,
@@ -75,19 +79,47 @@ class Loss:
     def __repr__(self) -> str:
         return f"loss({self.function!r})"
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the function returns."""
-        return self.function(*args)
+        return self.function(*args, **kwargs)
 
     @contextlib.contextmanager
-    def called(self, region: AbstractContextManager[object], *args: Any) -> Iterator[Tree]:
+    def called(self, region: AbstractContextManager[object], *args: Any, **kwargs: Any) -> Iterator[Tree]:
         """Context manager: yield what a call in a region returns; a module has the tensors of the call meanwhile.
 
         `torch.utils.checkpoint` calls the module again in the backward pass, so that is a part of the block.
         """
         with region:
-            returned = self(*args)
+            returned = self(*args, **kwargs)
         yield returned
+
+    def arguments(
+        self, params: Tree, taps: Tree, buffers: dict[str, Tensor], scaler: ScalerState, batch: Tree
+    ) -> list[Tree]:
+        """Return those of these arguments that the loss takes, in its order."""
+        arguments = [params]
+        if self.probes:
+            arguments.append(taps)
+        if self.has_buffers:
+            # A function may write them. A call of a module copies them itself.
+            own_buffers = buffers if self.has_module else {name: value.clone() for name, value in buffers.items()}
+            arguments.append(own_buffers)
+        if self.has_scaler:
+            arguments.append(scaler)
+        arguments.append(batch)
+        return arguments
+
+    def check_graph(self, returned: Tree, inputs: list[Tensor]) -> None:
+        """Raise RuntimeError if a part of the graph would not be differentiated: at the first call, and in every trace.
+
+        Args:
+            returned: what a call returned.
+            inputs: the tensors with respect to which it is differentiated.
+        """
+        loss = loss_in_front(returned)
+        if loss is not None and (compiling() or not self.graph_is_checked):
+            refuse_hooks_beside("step", loss, inputs)
+            self.graph_is_checked = True
 
     @property
     def probes(self) -> tuple[str, ...]:
@@ -106,13 +138,18 @@ class Loss:
         """Return the initial parameters, if the loss knows them."""
         raise TypeError("init: params must be given, because the loss was not made by module_loss; got None")
 
-    def shapes(self) -> dict[str, Size]:
-        """Return the shapes of the parameters that the loss knows, by their stored names."""
-        return {}
-
     def buffers(self) -> dict[str, Tensor]:
         """Return the initial buffers."""
         return {}
+
+    def module_parameters(self) -> dict[str, Tensor]:
+        """Return the module's parameters themselves, frozen ones too, by name; none without a module."""
+        return {}
+
+    def state_dict(self, params: Tree, buffers: dict[str, Tensor]) -> dict[str, Tensor]:  # noqa: ARG002
+        """Return the values of a state by name: the module's `state_dict`, or without a module the parameters."""
+        values: dict[str, Tensor] = params.state_dict()
+        return values
 
     def python_parts(self) -> dict[str, object]:
         """Return the objects that may keep state besides the loss's arguments, by name."""
@@ -125,7 +162,7 @@ class Loss:
         """Note that the Python of a step runs."""
 
     def state_moves(self) -> None:
-        """Note that a step moves a state on, also if a program takes it."""
+        """Note that the state is newer than the module from now on; `jit` calls this at every run of a program."""
 
     def eval_mode(self) -> AbstractContextManager[None]:
         """Context manager: dropout and similar layers are off, if the loss knows its module."""

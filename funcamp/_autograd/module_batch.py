@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -11,35 +11,29 @@ from funcamp import _tree
 from funcamp._types import Args, Kwargs
 
 
-class Arguments(NamedTuple):
-    """What a module and its criterion are called with."""
-
-    positional: Args
-    by_name: Kwargs
-    target: object
-    """The criterion's second argument; None without a criterion."""
-
-
-def arguments_of(batch: object, *, has_target: bool) -> Arguments:
-    """Return the arguments of model and criterion that a batch contains.
-
-    Args:
-        batch: what the loss is called with.
-        has_target: whether there is a criterion, which takes the batch's last entry.
+def inputs_and_target_of(batch: object) -> Sequence[Any]:
+    """Return what a batch contains for a model and its criterion: the inputs, and the target as the last one.
 
     Raises:
         TypeError: the batch has another form.
     """
-    if has_target:
-        if not isinstance(batch, (tuple, list)) or not batch:
-            raise _wrong_form(batch, "a tuple or list (*inputs, target) with a criterion")
-        return Arguments(tuple(batch[:-1]), {}, batch[-1])
+    if not isinstance(batch, (tuple, list)) or not batch:
+        raise _wrong_form(batch, "a tuple or list (*inputs, target) with a criterion")
+    return batch
+
+
+def arguments_of(batch: object) -> tuple[Args, Kwargs]:
+    """Return the arguments, by position and by name, that a batch contains for a model that returns its loss.
+
+    Raises:
+        TypeError: the batch has another form.
+    """
     if isinstance(batch, (tuple, list)):
-        return Arguments(tuple(batch), {}, None)
+        return tuple(batch), {}
     if isinstance(batch, Mapping) and all(isinstance(name, str) for name in batch):
-        return Arguments((), dict(batch), None)
+        return (), dict(batch)
     if isinstance(batch, Tensor):
-        return Arguments((batch,), {}, None)
+        return (batch,), {}
     raise _wrong_form(batch, "a mapping of keyword arguments, a tuple or list of arguments, or a tensor")
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 from funcamp import _tree
+from funcamp._autograd.differentiate import check_engine
+from funcamp._autograd.graph import leaves_of
 from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_tensors import tensors_of
-from funcamp._autograd.scaled_grad import check_engine, nodes
+from funcamp._autograd.returned import loss_in_front
 from funcamp._check import boolean
-from funcamp._memory import MemoryMark, innermost, memory_of
+from funcamp._memory import innermost, memory_of
 from funcamp._types import Tree
 
 #: Methods that only a module under fully_shard, DDP or FSDP has.
@@ -79,46 +80,47 @@ def check_hooks(model: nn.Module) -> None:
             )
 
 
-def check_call(
-    returned: Tree,
-    own: Mapping[str, Tensor],
-    params: Mapping[str, Tensor],
-    before: Mapping[str, MemoryMark],
-    outside_nodes: Iterable[Node | None],
-) -> None:
-    """Raise ValueError if a call has read other parameters than those it was given, or written one of these.
+class CallCheck:
+    """A check of a call: it reads no other parameters than those it was given, and writes none of these.
 
     Args:
-        returned: what the loss returned: a tensor, or a tuple that begins with one.
         own: the module's own tensors.
         params: the parameters that the loss was given.
-        before: their marks before the call.
-        outside_nodes: the nodes of the graphs with which the loss was called.
+        given: all tensors that the loss was given.
     """
-    for name, value in params.items():
-        if memory_of(value) != before[name]:
-            raise ValueError(
-                f"module_loss: model must not write to its parameters in the forward pass; it wrote to {name!r} or "
-                "another one in the same memory, which a skipped step could not undo: compute with a changed copy, "
-                "or write into the state between steps"
-            )
-    loss = returned[0] if isinstance(returned, tuple) else returned
-    if not isinstance(loss, Tensor):
-        return
-    names = {id(tensor): name for name, tensor in own.items()}
-    passed_ids = {id(innermost(value)) for value in params.values()}
-    for node in nodes(innermost(loss).grad_fn, outside_nodes):
-        # Only the node that accumulates the gradient of a leaf has a variable: the leaf.
-        leaf = getattr(node, "variable", None)
-        if not isinstance(leaf, nn.Parameter) or id(leaf) in passed_ids:
-            continue
-        if id(leaf) in names:
-            raise ValueError(
+
+    def __init__(self, own: Mapping[str, Tensor], params: Mapping[str, Tensor], given: Iterable[Tensor]) -> None:
+        self._own_names = {id(tensor): name for name, tensor in own.items()}
+        self._params = params
+        self._marks_before = {name: memory_of(value) for name, value in params.items()}
+        self._nodes_before = {tensor.grad_fn for tensor in given}
+
+    def after(self, returned: Tree) -> None:
+        """Raise ValueError after the call, which returned this, if it was not so."""
+        for name, value in self._params.items():
+            if memory_of(value) != self._marks_before[name]:
+                raise ValueError(
+                    f"module_loss: model must not write to its parameters in the forward pass; it wrote to {name!r} or "
+                    "another one in the same memory, which a skipped step could not undo: compute with a changed copy, "
+                    "or write into the state between steps"
+                )
+        loss = loss_in_front(returned)
+        if loss is None:
+            return
+        passed_ids = {id(innermost(value)) for value in self._params.values()}
+        for leaf in leaves_of(innermost(loss), self._nodes_before):
+            if isinstance(leaf, nn.Parameter) and id(leaf) not in passed_ids:
+                raise self._error_of(leaf)
+
+    def _error_of(self, leaf: nn.Parameter) -> ValueError:
+        """Return the error for a parameter that the loss depends on and was not given."""
+        if id(leaf) in self._own_names:
+            return ValueError(
                 "module_loss: model's parameters must be read of the model when the loss is called, as "
-                f"model.parameters() in the criterion; got {names[id(leaf)]!r} as a tensor kept from before, whose "
-                "values no step changes: read it in the call, or keep a clone() if it is a constant"
+                f"model.parameters() in the criterion; got {self._own_names[id(leaf)]!r} as a tensor kept from before, "
+                "whose values no step changes: read it in the call, or keep a clone() if it is a constant"
             )
-        raise ValueError(
+        return ValueError(
             "module_loss: criterion must have no trainable parameter, which no step would train, and a forward pass "
             f"must make none; got one, {_tree.describe(leaf)}: make it a part of the model, whose forward takes the "
             "target, or freeze it, requires_grad_(False); what another step trains (a GAN's discriminator) comes in "

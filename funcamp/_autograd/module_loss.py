@@ -18,13 +18,14 @@ import torch
 from torch import Tensor, nn
 
 from funcamp import _tree, _upstream
+from funcamp._autograd.differentiate import Engine
 from funcamp._autograd.left_behind import LeftBehind, TensorSlot
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.module_batch import arguments_of, loss_in
-from funcamp._autograd.module_checks import check_arguments, check_call, check_hooks
+from funcamp._autograd.module_batch import arguments_of, inputs_and_target_of, loss_in
+from funcamp._autograd.module_checks import CallCheck, check_arguments, check_hooks
 from funcamp._autograd.module_tensors import ModuleTensors
-from funcamp._autograd.scaled_grad import Engine, pair
-from funcamp._memory import memory_of, rebind
+from funcamp._autograd.returned import pair
+from funcamp._memory import rebind
 from funcamp._storage.params import clone, expand
 from funcamp._trace.tracing import running
 from funcamp._types import Tree
@@ -37,10 +38,6 @@ _reparametrized: Any = _upstream.find("torch.nn.utils.stateless._reparametrize_m
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
 
-def _accept(returned: Tree) -> None:
-    """Check nothing."""
-
-
 class ModuleLoss(Loss):
     """A module and a criterion as a function of the module's parameters; made by `module_loss`.
 
@@ -49,7 +46,7 @@ class ModuleLoss(Loss):
     """
 
     has_module = True
-    names: dict[str, str]
+    param_shapes: dict[str, torch.Size]
 
     def __init__(
         self,
@@ -64,7 +61,7 @@ class ModuleLoss(Loss):
         self.model = model
         self.criterion = criterion
         self.tensors = ModuleTensors(model)
-        self.names = self.tensors.names
+        self.param_shapes = self.tensors.param_shapes()
         self.uncast_names = self.tensors.uncast_names
         self.has_buffers = bool(self.tensors.buffer_names)
         self._left_behind: LeftBehind | None = None
@@ -107,17 +104,20 @@ class ModuleLoss(Loss):
         values = self.tensors.values_by_name(params, buffer_copies)
         is_traced_by_dynamo = torch.compiler.is_dynamo_compiling()
         with self._lock():
-            check = _accept if is_traced_by_dynamo else self._check_of_call(params, values, batch)
+            check = None if is_traced_by_dynamo else self._check_of_call(params, values, batch)
             with self._holding(values):
                 with region:
-                    returned = self._evaluate(batch)
+                    returned = self.evaluate(batch)
                 loss, aux = pair("module_loss", "criterion", returned) if self.has_aux else (returned, ())
                 if self.has_buffers:
                     after = self.tensors.buffers_after(values)
                     if not is_traced_by_dynamo:  # what the backward pass computes again may write into the module's
                         after = {name: buffer.clone() for name, buffer in after.items()}
                     returned = (loss, (after, aux) if self.has_aux else after)
-                check(returned)
+                if check is not None:
+                    check.after(returned)
+                    if torch.is_grad_enabled() and running() is None:
+                        self._modes_checked.add(self.model.training)
                 yield returned
 
     def _lock(self) -> AbstractContextManager[object]:
@@ -128,58 +128,34 @@ class ModuleLoss(Loss):
 
     @contextlib.contextmanager
     def _holding(self, values: dict[str, Tensor]) -> Iterator[None]:
-        """Context manager: the module has these values by its names."""
+        """Context manager: the module has these values, by its names."""
         if torch.compiler.is_dynamo_compiling():
-            with _reparametrized(self.model, values):
+            with _reparametrized(self.model, dict(values)):
                 yield
             return
         try:
-            with self.tensors.attributes_on(values), _reparametrized(self.model, values):
+            with self.tensors.attributes_on(values), _reparametrized(self.model, dict(values)):
                 yield
         finally:
             for layer in self._recurrent_layers:  # they keep a list of the tensors of their last call
                 layer.__getstate__()  # type: ignore[no-untyped-call]
 
-    def _check_of_call(
-        self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Tree
-    ) -> Callable[[Tree], None]:
-        """Return what checks the result of a call: nothing but in a trace, and once in training and in eval mode."""
+    def _check_of_call(self, params: dict[str, Tensor], values: dict[str, Tensor], batch: Tree) -> CallCheck | None:
+        """Return a check of this call: in a trace, and once in training and in eval mode."""
         is_traced = running() is not None
-        training = self.model.training
-        if training in self._modes_checked and not is_traced:
-            return _accept
+        if self.model.training in self._modes_checked and not is_traced:
+            return None
         if not is_traced:
             self.tensors.check_kinds()
-        marks_before = {name: memory_of(value) for name, value in params.items()}
-        own_tensors = self.tensors.in_module()
-        outside_nodes = {tensor.grad_fn for tensor in _tree.tensors_in((values, batch))}
+        return CallCheck(self.tensors.in_module(), params, _tree.tensors_in((values, batch)))
 
-        def check(returned: Tree) -> None:
-            check_call(returned, own_tensors, params, marks_before, outside_nodes)
-            if torch.is_grad_enabled() and not is_traced:
-                self._modes_checked.add(training)
-
-        return check
-
-    def _evaluate(self, batch: Tree) -> Tree:
-        """Return the loss of a batch, and aux if the criterion returns it."""
-        has_target = self.criterion is not None
-        arguments = arguments_of(batch, has_target=has_target)
-        outputs = self.model(*arguments.positional, **arguments.by_name)
-        return self._criterion_of(outputs, arguments.target) if has_target else loss_in(outputs)
-
-    def _criterion_of(self, outputs: object, target: object) -> Tree:
-        """Return what the criterion returns."""
-        criterion: Any = self.criterion
-        if torch.compiler.is_dynamo_compiling():
-            return criterion(outputs, target)
-        try:
-            return criterion(outputs, target)
-        except NotImplementedError as error:  # of a kernel for floats that got the integers of a target
-            raise TypeError(
-                "module_loss: criterion is called with the model's output and the target, in this order; got "
-                f"{_tree.brief(outputs)} and {_tree.brief(target)}, for which torch says: {error}"
-            ) from error
+    def evaluate(self, batch: Tree) -> Tree:
+        """Return the loss of a batch, and aux if the criterion returns it, by the tensors that are in the module."""
+        if self.criterion is None:
+            positional, by_name = arguments_of(batch)
+            return loss_in(self.model(*positional, **by_name))
+        *inputs, target = inputs_and_target_of(batch)
+        return self.criterion(self.model(*inputs), target)
 
     # What a step asks of a loss.
 
@@ -204,9 +180,9 @@ class ModuleLoss(Loss):
         self.tensors.check_ties()
         check_hooks(self.model)
 
-    def shapes(self) -> dict[str, torch.Size]:
-        """Return the shapes of the module's parameters and buffers, by name."""
-        return self.tensors.shapes()
+    def module_parameters(self) -> dict[str, Tensor]:
+        """Return the module's parameters themselves, frozen ones too, by name."""
+        return dict(self.model.named_parameters())
 
     def python_parts(self) -> dict[str, object]:
         """Return the objects that may keep state besides the loss's arguments, by name."""
@@ -227,7 +203,7 @@ class ModuleLoss(Loss):
         self._left_behind.state_was_made(first_slot, buffers, shares_memory=shares_memory)
 
     def state_moves(self) -> None:
-        """Note that a step moves a state on, also if a program takes it."""
+        """Note that the state is newer than the module from now on; `jit` calls this at every run of a program."""
         if self._left_behind is None:
             return
         if not isinstance(self._left_behind, LeftBehind):  # a copy, which has a function in place of the hook
@@ -274,8 +250,8 @@ class ModuleLoss(Loss):
 
     # The module's memory.
 
-    def own_params(self) -> dict[str, Tensor]:
-        """Return the module's trainable parameters themselves, for a state that replaces their memory.
+    def adopt(self, params: Tree, buffers: dict[str, Tensor]) -> None:
+        """Make the module's trainable parameters and its buffers share the memory of a state's.
 
         Raises:
             TypeError: a parameter or buffer is a tensor subclass of several parts, whose memory cannot be replaced.
@@ -284,22 +260,10 @@ class ModuleLoss(Loss):
         self._check_unchanged()
         self.tensors.check_memory_can_be_shared()
         torch.clear_autocast_cache()  # it contains casts of the previous memory
-        return self.tensors.own_params()
-
-    def share_buffers(self, buffers: dict[str, Tensor]) -> None:
-        """Make the module's buffers share the memory of a state's."""
-        self.tensors.share_buffers(buffers)
-
-    def adopt(self, params: Tree, buffers: dict[str, Tensor]) -> None:
-        """Make the module's trainable parameters and its buffers share the memory of a state's.
-
-        Raises:
-            TypeError, ValueError: as in `own_params`.
-        """
         values = expand(params)
-        for name, parameter in self.own_params().items():
+        for name, parameter in self.tensors.own_params().items():
             rebind(parameter, values[name])
-        self.share_buffers(buffers)
+        self.tensors.share_buffers(buffers)
 
     def state_dict(self, params: Tree, buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the module's own `state_dict` with these values.
@@ -317,7 +281,7 @@ class ModuleLoss(Loss):
             self.tensors.check_kinds()
             if buffers is None:
                 buffers = self.tensors.own_buffers()
-            with self.tensors.replaced(self.tensors.values_by_name(expand(params), buffers)):
+            with self._holding(self.tensors.values_by_name(expand(params), buffers)):
                 entries = self.model.state_dict()
         # Copies; what a module has registered as extra state may be no tensor.
         return {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in entries.items()}
@@ -328,7 +292,7 @@ class ModuleLoss(Loss):
         with self._lock(), self.eval_mode():
             self.tensors.check_kinds()
             values = self.tensors.values_by_name(clone(expand(params)), clone(buffers))
-            with self.tensors.replaced(values):
+            with self._holding(self.tensors.like_own(values)):
                 yield self.model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Size, Tensor, nn
 
@@ -68,18 +68,9 @@ class ModuleTensors:
         tensors = tensors_of(self._model)
         return {stored_name: tensors[stored_name] for stored_name in self.buffer_names.values()}
 
-    def frozen(self) -> dict[str, Tensor]:
-        """Return the frozen parameters that are plain tensors, by name: a quantized one has no memory of its own."""
-        frozen: dict[str, Tensor] = {}
-        for name, (tensor, kind) in _entries_of(self._model).items():
-            is_plain = not tensor.is_quantized and not hasattr(tensor, "__tensor_flatten__")
-            if kind == FROZEN and is_plain:
-                frozen[name] = tensor
-        return frozen
-
-    def shapes(self) -> dict[str, Size]:
-        """Return the shapes of the module's tensors by name."""
-        return {name: tensor.shape for name, tensor in self.in_module().items()}
+    def param_shapes(self) -> dict[str, Size]:
+        """Return the shape of every trainable parameter by its stored name."""
+        return {stored_name: self._trained_shapes[stored_name] for stored_name in self.names.values()}
 
     def values_by_name(self, params: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors for the module by its names, in which a tied one has several.
@@ -116,10 +107,7 @@ class ModuleTensors:
                     f"module_loss: model must keep its buffers; the forward pass deleted {name!r}, set it to None or "
                     "registered it as another kind: assign a tensor of the same kind"
                 )
-            is_assigned = tensors[name] is not passed[name]
-            is_tied = name != stored_name
-            stored_is_assigned = tensors[stored_name] is not passed[stored_name]
-            if is_tied and (is_assigned or stored_is_assigned) and tensors[name] is not tensors[stored_name]:
+            if tensors[name] is not tensors[stored_name]:
                 raise ValueError(
                     f"module_loss: buffers that are one tensor must stay one; got {stored_name!r} and {name!r}, and "
                     "the forward pass assigned another tensor to one of them: register a clone() for the other"
@@ -139,7 +127,7 @@ class ModuleTensors:
             if attributes is own_attributes:
                 continue
             new = {key: item for key, item in own_attributes.items() if key not in attributes}
-            if name in self.names:
+            if name in self.names and not isinstance(values[name], nn.Parameter):
                 new.setdefault(_IS_PARAMETER, True)
             attributes.update(new)
             added.append((attributes, set(new)))
@@ -178,29 +166,17 @@ class ModuleTensors:
                 if id(buffer) in new_buffers_by_id:
                     module._buffers[key] = new_buffers_by_id[id(buffer)]
 
-    @contextlib.contextmanager
-    def replaced(self, values: Mapping[str, Tensor]) -> Iterator[None]:
-        """Context manager: the module has these values in the place of its tensors, which it has again afterwards.
+    def like_own(self, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return values as tensors like the module's own: parameters as parameters, tied ones as one.
 
-        values: by its names. Parameters become parameters, tied ones one.
+        values: by the module's names.
         """
-        replacements: dict[int, Tensor] = {}
-        for name, own in self.in_module().items():
-            if id(own) not in replacements:
-                replacements[id(own)] = _like(own, values[name])
-        replaced: list[tuple[Any, str, Tensor]] = []
-        try:
-            for module in self._model.modules():
-                owners: tuple[Any, ...] = (module._parameters, module._buffers)
-                for owner in owners:
-                    for key, tensor in list(owner.items()):
-                        if id(tensor) in replacements:
-                            replaced.append((owner, key, tensor))
-                            owner[key] = replacements[id(tensor)]
-            yield
-        finally:
-            for owner, key, tensor in replaced:
-                owner[key] = tensor
+        own_tensors = self.in_module()
+        likes: dict[int, Tensor] = {}
+        for name, own in own_tensors.items():
+            if id(own) not in likes:
+                likes[id(own)] = _like(own, values[name])
+        return {name: likes[id(own)] for name, own in own_tensors.items()}
 
     # What must stay as it was.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from torch import Tensor
 
 from funcamp import _tree, _upstream
-from funcamp._check import Fixed, integer, one_batch
+from funcamp._check import Fixed, integer
 from funcamp._jit.arguments import check_batch, check_state
 from funcamp._jit.captured_tensors import CapturedTensors
 from funcamp._jit.donation import arranged
@@ -93,7 +93,7 @@ class JitStep(Fixed):
         """Return the number of programs that are kept: for each batch signature, and values that its Python reads."""
         return len({*map(id, self._executables.values())})
 
-    def __call__(self, state: Tree, batch: Tree, *more: NoReturn) -> tuple[Tree, Tree]:
+    def __call__(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         """Take one step, or `unroll` steps. Compiles as `compile_after` says. No sync.
 
         Threads take turns: each gets the successor of the state that it passed.
@@ -103,7 +103,6 @@ class JitStep(Fixed):
             batch: a pytree; its tensors may have any values, its other leaves are constants of the program. With
                 capture, tensors on the host are copied to the state's device, without waiting if their memory is
                 pinned.
-            *more: nothing; a batch is one argument.
 
         Raises:
             TypeError: a leaf of state is not a tensor; step does not return a pair; a constant of the batch is not
@@ -119,8 +118,6 @@ class JitStep(Fixed):
                 f"jit: {self!r} must not be called inside another jit or a transform of "
                 "torch.func (vmap, grad): use the function it was made of there, and jit the result"
             )
-        if more:
-            one_batch("jit", batch, *more)
         with self._turn:
             return self._call(state, batch)
 

@@ -24,7 +24,7 @@ def _between(name: str, value: object, least: float, most: float, requirement: s
     """Return a number from least to most."""
     number = real(_CALL, name, value)
     if not least <= number <= most:
-        raise ValueError(f"ScalerConfig: {name} must be {requirement}; got {value}")
+        raise ValueError(f"{_CALL}: {name} must be {requirement}; got {value}")
     return number
 
 
@@ -52,7 +52,7 @@ class ScalerConfig:
 
     Example:
         >>> ScalerConfig(init_scale=2.0**10, min_scale=1.0)  # doctest: +ELLIPSIS
-        ScalerConfig(init_scale=1024.0, ..., min_scale=1.0, ..., rule=Dynamic())
+        ScalerConfig(init_scale=1024.0, ..., min_scale=1.0, ..., rule=Torch())
 
     References:
         Names and defaults: torch/amp/grad_scaler.py, PyTorch 2.13.
@@ -81,10 +81,10 @@ class ScalerConfig:
         lowest = 0.0 if min_scale is None else min_scale
         highest = math.inf if max_scale is None else max_scale
         if lowest > highest:
-            raise ValueError(f"ScalerConfig: min_scale must not be above max_scale; got {min_scale} and {max_scale}")
+            raise ValueError(f"{_CALL}: min_scale must not be above max_scale; got {min_scale} and {max_scale}")
         if not lowest <= checked["init_scale"] <= highest:
             raise ValueError(
-                f"ScalerConfig: init_scale must be within [min_scale, max_scale]; "
+                f"{_CALL}: init_scale must be within [min_scale, max_scale]; "
                 f"got {checked['init_scale']} with min_scale {min_scale} and max_scale {max_scale}"
             )
         # The numbers as floats and ints: a frozen dataclass is set only this way.
@@ -93,7 +93,7 @@ class ScalerConfig:
         self.rule.check(self)
         if not type(self.rule).__module__.startswith("funcamp."):
             _check_fields(self.rule)
-            _check_outcome(self)  # not in a trace, if it can be avoided
+            _check_outcome(self)  # those of this package have tests; a configuration may be made in a trace
 
     @property
     def has_bounds(self) -> bool:

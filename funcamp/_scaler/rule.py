@@ -89,7 +89,7 @@ class Rule(ABC):
             )
 
 
-class Dynamic(Rule):
+class Torch(Rule):
     """The rule of torch, which `update` describes."""
 
     def outcome(self, state: ScalerState, config: ScalerConfig) -> Outcome:
@@ -110,7 +110,7 @@ class Dynamic(Rule):
         )
 
 
-TORCH_RULE = Dynamic()
+TORCH_RULE = Torch()
 
 
 class Static(Rule):

@@ -49,18 +49,18 @@ def scale(state: ScalerState, outputs: Tree) -> Tree:
     for index, leaf in enumerate(flat):
         if leaf is not None:
             _tree.check_device("scale", "outputs", outputs, index, leaf, state.scale.device)
-    return _tree.unflatten(scaled(state, flat), spec)
+    return _tree.unflatten(scaled_leaves(state, flat), spec)
 
 
-def scaled(state: ScalerState, flat: list[Tensor | None]) -> list[Tensor | None]:
+def scaled_leaves(state: ScalerState, flat: list[Tensor | None]) -> list[Tensor | None]:
     """Multiply tensors by the scale. `funcamp.report` finds every scaled loss by this function's name."""
-    scaled_leaves: list[Tensor | None] = []
+    products: list[Tensor | None] = []
     for leaf in flat:
         if leaf is None:
-            scaled_leaves.append(None)
+            products.append(None)
         else:
-            scaled_leaves.append(_product(leaf, state.scale.to(leaf.device, non_blocking=True)))
-    return scaled_leaves
+            products.append(_product(leaf, state.scale.to(leaf.device, non_blocking=True)))
+    return products
 
 
 def _product(leaf: Tensor, scale: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def unscale(state: ScalerState, tree: Tree) -> Tree:
     state = check_state("unscale", state)
     flat, spec = _tree.gradients("unscale", "tree", tree, state.scale.device)
     inv_scale = reciprocal(state.scale)
-    return _tree.map_leaves(lambda leaf: unscaled(leaf, inv_scale), flat, spec)
+    return _tree.map_leaves(lambda leaf: unscaled_leaf(leaf, inv_scale), flat, spec)
 
 
 def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None = None) -> tuple[Tree, ScalerState]:
@@ -143,7 +143,7 @@ def unscale_and_check(state: ScalerState, grads: Tree, *, reduce: Reduce | None 
             f"unscale_and_check: grads must hold a gradient; got None for all of its {len(flat)} leaves: call "
             "backward() before, or leave the step out"
         )
-    unscaled_grads = [None if grad is None else unscaled(sum_partials(grad), inv_scale) for grad in flat]
+    unscaled_grads = [None if grad is None else unscaled_leaf(sum_partials(grad), inv_scale) for grad in flat]
     is_found = state.found_inf != 0
     finite_flags = [_is_finite(grad).to(is_found.device) for grad in unscaled_grads if grad is not None]
     if finite_flags:
@@ -232,7 +232,7 @@ def leaf_names(tree: Tree) -> tuple[str, ...]:
     return tuple(name for name, leaf in zip(_tree.names(tree), flat) if leaf is not None)
 
 
-def unscaled(leaf: Tensor, inv_scale: Tensor) -> Tensor:
+def unscaled_leaf(leaf: Tensor, inv_scale: Tensor) -> Tensor:
     """Multiply a gradient by inv_scale, in float32 or wider."""
     inv_scale = inv_scale.to(leaf.device, non_blocking=True)
     if leaf.layout == torch.sparse_coo:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -57,24 +59,42 @@ def update(
     if new_scale is not None:
         scale = _bounded(_new_scale(state, new_scale), config)
         return replace(state, scale=scale, found_inf=torch.zeros_like(state.found_inf))
-    return moved(state, *decided(state, config))
+    return decide(state, config).next_state()
 
 
-def decided(state: ScalerState, config: ScalerConfig) -> tuple[Outcome, Tensor]:
-    """Return what the rule decides, and the next scale: the rule's, within the configuration's bounds."""
+class Decision(NamedTuple):
+    """What the rule decides after a step, and the next scale, within the configuration's bounds."""
+
+    state: ScalerState
+    """The state with the flag of the step."""
+    outcome: Outcome
+    scale: Tensor
+
+    def next_state(self) -> ScalerState:
+        """Return the state after the update; the counters are ignored by a state without."""
+        return replace(
+            self.state,
+            scale=self.scale,
+            growth_tracker=self.outcome.growth_tracker,
+            found_inf=torch.zeros_like(self.state.found_inf),
+            counters=self.outcome.counters,
+        )
+
+    def exhausted(self) -> Tensor:
+        """Return whether the rule lowers the scale and it cannot fall."""
+        cannot_fall = ~(self.scale < self.state.scale) | (self.scale == 0)
+        return self.outcome.backs_off & cannot_fall
+
+    def saturated(self) -> Tensor:
+        """Return whether the rule raises the scale and it cannot grow."""
+        cannot_grow = ~(self.scale > self.state.scale) | torch.isinf(self.scale)
+        return self.outcome.grows & cannot_grow
+
+
+def decide(state: ScalerState, config: ScalerConfig) -> Decision:
+    """Return the decision of the configuration's rule, called once in a step."""
     outcome = config.rule.outcome(state, config)
-    return outcome, _bounded(outcome.scale, config)
-
-
-def moved(state: ScalerState, outcome: Outcome, next_scale: Tensor) -> ScalerState:
-    """Return the state after an update; the counters are ignored by a state without."""
-    return replace(
-        state,
-        scale=next_scale,
-        growth_tracker=outcome.growth_tracker,
-        found_inf=torch.zeros_like(state.found_inf),
-        counters=outcome.counters,
-    )
+    return Decision(state, outcome, _bounded(outcome.scale, config))
 
 
 def _bounded(scale: Tensor, config: ScalerConfig) -> Tensor:
@@ -125,12 +145,7 @@ def exhausted(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
         DeepSpeed and fairseq raise here: deepspeed/runtime/fp16/loss_scaler.py, fairseq/optim/dynamic_loss_scaler.py.
     """
     state, config = check_state_and_config("exhausted", state, config)
-    return cannot_fall(state, *decided(state, config))
-
-
-def cannot_fall(state: ScalerState, outcome: Outcome, next_scale: Tensor) -> Tensor:
-    """Return whether the scale falls by the rule and cannot."""
-    return outcome.backs_off & (~(next_scale < state.scale) | (next_scale == 0))
+    return decide(state, config).exhausted()
 
 
 def saturated(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tensor:
@@ -158,12 +173,7 @@ def saturated(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tens
         `_amp_update_scale_` keeps a scale that would be infinite: native/cuda/AmpKernels.cu, PyTorch 2.13.
     """
     state, config = check_state_and_config("saturated", state, config)
-    return cannot_grow(state, *decided(state, config))
-
-
-def cannot_grow(state: ScalerState, outcome: Outcome, next_scale: Tensor) -> Tensor:
-    """Return whether the scale grows by the rule and cannot."""
-    return outcome.grows & (~(next_scale > state.scale) | torch.isinf(next_scale))
+    return decide(state, config).saturated()
 
 
 def merge(*states: ScalerState) -> ScalerState:

@@ -13,7 +13,7 @@ from funcamp._autograd.loss import Loss
 from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._check import boolean
 from funcamp._scaler.first_state import init
-from funcamp._step.options import described
+from funcamp._step.options import lines_to_agree_on
 from funcamp._step.parallel import Parallel
 from funcamp._step.state import TrainState
 from funcamp._storage.inputs import check_params, lay_out
@@ -33,7 +33,7 @@ def first_state(
     """Return the state of `TrainStep.init`."""
     call = "init"
     loss_fn = step.loss_fn
-    options = step._options
+    options = step.options
     parallel = options.parallel
     if isinstance(params, (torch.nn.Module, Iterator)):
         raise TypeError(
@@ -45,34 +45,34 @@ def first_state(
 
     # The parameters and buffers to begin with: the caller's, or the module's.
     is_modules_own = params is None
-    if consumed is not None:
-        params = consumed.own_params()
-    elif params is None:
-        params = loss_fn.params()
     if buffers is None:
         buffers = loss_fn.buffers()
     _check_buffers(loss_fn, buffers)
-    parallel.agree(described(loss_fn, step.optimizer, step.config, options, flat))
+    parallel.agree(lines_to_agree_on(loss_fn, step.optimizer, step.config, options, flat))
 
     # Stored as the state has them, with the first rank's values.
     with torch.no_grad():  # params may require grad
         stored = lay_out(
-            call, params, loss_fn, group or step._group, flat=flat, buckets=parallel.buckets, consume=consume
+            call,
+            loss_fn.params() if is_modules_own else params,
+            group or step.group,
+            uncast_names=loss_fn.uncast_names,
+            flat=flat,
+            buckets=parallel.buckets,
         )
-        check_params(call, stored, loss_fn)
+        check_params(call, stored, loss_fn.param_shapes)
         buffers = clone(buffers)
         if consumed is not None:
-            consumed.share_buffers(buffers)
+            consumed.adopt(stored, buffers)
         parallel.broadcast_first(stored)
         parallel.broadcast_first(buffers)
-        if isinstance(loss_fn, ModuleLoss):
-            parallel.broadcast_first(loss_fn.tensors.frozen())
+        parallel.broadcast_first(_frozen(loss_fn))
         stored = parallel.own_part(stored)
     device = next((group.device for group in stored.groups if group is not None), None)
     if device is None:
         raise ValueError(
-            f"init: params must hold a tensor; got {_tree.brief(params)} (a module's frozen parameters are not among "
-            "them)"
+            f"init: params must hold a tensor; got {_tree.brief(stored.tree())} (a module's frozen parameters are not "
+            "among them)"
         )
     if is_modules_own:
         loss_fn.state_was_made(shares_memory=consumed is not None)
@@ -82,10 +82,20 @@ def first_state(
         skipped=count.clone(),
         consecutive_skips=count.clone(),
         params=stored,
-        opt_state=step._transforms.init(stored),
+        opt_state=step.chain.init(stored),
         scaler=init(step.config, device=device),
         buffers=buffers,
     )
+
+
+def _frozen(loss_fn: Loss) -> dict[str, Tensor]:
+    """Return the frozen parameters that are plain tensors, by name: a quantized one has no memory of its own."""
+    frozen: dict[str, Tensor] = {}
+    for name, parameter in loss_fn.module_parameters().items():
+        is_plain = not parameter.is_quantized and not hasattr(parameter, "__tensor_flatten__")
+        if is_plain and not parameter.requires_grad:
+            frozen[name] = parameter
+    return frozen
 
 
 def _check_buffers(loss_fn: Loss, buffers: object) -> None:
@@ -129,9 +139,9 @@ def consumed_loss(call: str, step: TrainStep, params: Tree, buffers: object, con
             f"{call}: consume must be False if params or buffers are given, as it takes the module's own; got "
             f"True and {name}={_tree.brief(value)}"
         )
-    if step._options.parallel.shard:
+    if step.options.parallel.shard:
         raise ValueError(
-            f"{call}: consume must be False with {step._options.parallel!r}, because a parameter of the module "
+            f"{call}: consume must be False with {step.options.parallel!r}, because a parameter of the module "
             'cannot be a view of a part; got True. model.to("meta") after init frees the memory of a module without '
             "frozen parameters, which a step reads"
         )

@@ -20,7 +20,7 @@ from funcamp._scaler.config import ScalerConfig, check_config
 from funcamp._step.options import Options
 from funcamp._step.parallel import Parallel
 from funcamp._step.step import TrainStep
-from funcamp._storage.policy import Policy, check_policy
+from funcamp._storage.policy import check_policy
 from funcamp._types import Tree
 
 _log = logging.getLogger("funcamp")
@@ -31,7 +31,7 @@ def make_train_step(
     optimizer: Any,
     config: ScalerConfig = ScalerConfig(),
     *,
-    policy: Policy | str | torch.dtype | None = None,
+    policy: str | torch.dtype | None = None,
     max_norm: float | Tensor | None = None,
     max_value: float | Tensor | None = None,
     accumulate: int = 1,
@@ -57,8 +57,9 @@ def make_train_step(
             GradScaler does; float16 needs it, and whether a loss of yours uses float16 is not known here. If nothing
             does (bfloat16, float32), `presets.disabled()` has the constant scale 1; a line of the log at level INFO
             reports it when a step is built with the default and without a float16 policy.
-        policy: a dtype, its name ("float16", "bfloat16", "float32") or a `Policy`: the loss runs under autocast.
-            None: the loss gets the parameters as they are and may use autocast itself.
+        policy: a dtype, torch.float16 or torch.bfloat16, or its name: the loss runs under torch.autocast, which casts
+            activations and float32 weights at their use: those of linear layers, convolutions and products, not those
+            of embeddings and norms. None and float32: no autocast; the loss may use it itself.
         max_norm: clip gradients to this global 2-norm; a positive number or a tensor of shape ().
         max_value: clamp gradients to this magnitude; not with max_norm.
         accumulate: number of micro-batches in a step. Their gradients of loss / count are summed in the parameters'
@@ -103,7 +104,7 @@ def make_train_step(
     check_nothing_is_clipped_last(call, optimizer)
     check_averages_are_found(call, optimizer)
     config = check_config(call, config)
-    policy = check_policy(call, policy)
+    dtype = check_policy(call, policy)
     _check_clipping(call, max_norm, max_value)
     if ema_decay is not None:
         check_decay(call, "ema_decay", ema_decay)
@@ -119,7 +120,7 @@ def make_train_step(
             f"{len(group_functions)} different ones: give all of them the same group="
         )
     options = Options(
-        policy=policy,
+        policy=dtype,
         max_norm=max_norm,
         max_value=max_value,
         accumulate=integer(call, "accumulate", accumulate, 1),
@@ -130,7 +131,7 @@ def make_train_step(
     )
     if options.observe and options.parallel.shard:
         raise ValueError(f"{call}: observe must not be given with {parallel!r}; got {_tree.brief(options.observe)}")
-    _report_scale(config, policy)
+    _report_scale(config, dtype)
     described_loss = loss_fn if isinstance(loss_fn, Loss) else loss(loss_fn)
     return TrainStep(described_loss, optimizer, config, options)
 
@@ -144,13 +145,13 @@ def _check_clipping(call: str, max_norm: object, max_value: object) -> None:
         raise ValueError(f"{call}: max_norm and max_value must not both be given; got {max_norm} and {max_value}")
 
 
-def _report_scale(config: ScalerConfig, policy: Policy) -> None:
+def _report_scale(config: ScalerConfig, policy: torch.dtype) -> None:
     """Log that the loss is scaled, if the configuration is the default and the policy does not need it.
 
     Not an error, nor another default: the loss may use float16 itself, and a step has the scales of torch's GradScaler.
     """
     is_chosen = config != ScalerConfig()
-    if policy.compute_dtype == torch.float16 or is_chosen or torch.compiler.is_dynamo_compiling():
+    if policy == torch.float16 or is_chosen or torch.compiler.is_dynamo_compiling():
         return
     _log.info(
         "make_train_step: the default config scales the loss, from %g on, and the policy computes nothing in float16; "

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from funcamp._autograd.loss import Loss
@@ -13,16 +14,16 @@ from funcamp._optim.average import average
 from funcamp._optim.chain import Chain, chain
 from funcamp._optim.clip import clip_by_norm, clip_by_value
 from funcamp._scaler.config import ScalerConfig
-from funcamp._step.accumulate import Weight
 from funcamp._step.parallel import Parallel
-from funcamp._storage.policy import Policy
+from funcamp._step.shares import Weight
 from funcamp._types import Tree
 
 
 class Options(NamedTuple):
     """The arguments of `make_train_step`, checked."""
 
-    policy: Policy
+    policy: torch.dtype
+    """The dtype of autocast around the loss; float32 for none."""
     max_norm: float | Tensor | None
     max_value: float | Tensor | None
     accumulate: int
@@ -32,7 +33,7 @@ class Options(NamedTuple):
     observe: Mapping[str, Callable[[Tree], Tree]]
 
 
-def transforms_of(optimizer: object, options: Options) -> Chain:
+def chain_of(optimizer: object, options: Options) -> Chain:
     """Return the chain of an optimizer and of what clips before it and averages after it."""
     parts = [optimizer]
     if options.max_norm is not None:
@@ -44,7 +45,9 @@ def transforms_of(optimizer: object, options: Options) -> Chain:
     return chain(*parts)
 
 
-def described(loss_fn: Loss, optimizer: object, config: ScalerConfig, options: Options, flat: bool) -> list[str]:
+def lines_to_agree_on(
+    loss_fn: Loss, optimizer: object, config: ScalerConfig, options: Options, flat: bool
+) -> list[str]:
     """Return lines that describe how the state changes, equal in processes with equal options."""
     values: dict[str, object] = {f"{name} of ScalerConfig": value for name, value in vars(config).items()}
     values["optimizer"] = optimizer

@@ -1,6 +1,6 @@
 """Communication in a step: none on one process, which is what this class does; `distributed.DataParallel` overrides it.
 
-share_r = w_r / sum over ranks of w        the weight of a rank's batch (`accumulate.py`); 1 / ranks without weights
+share_r = w_r / sum over ranks of w        the weight of a rank's batch (`shares.py`); 1 / ranks without weights
 grads   = sum over ranks of d(scale * share_r * loss_r) / d(params)
 """
 
@@ -12,7 +12,8 @@ from torch import Tensor
 
 from funcamp import _tree
 from funcamp._dtensor import sum_partials
-from funcamp._step.accumulate import Result, Share
+from funcamp._step.accumulate import Result
+from funcamp._step.shares import Share
 from funcamp._step.state import TrainState
 from funcamp._storage.params import Params
 from funcamp._types import Tree
@@ -37,7 +38,7 @@ class Parallel:
                 f"{params!r}"
             )
 
-    def agree(self, described: list[str]) -> None:
+    def agree(self, lines: list[str]) -> None:
         """Raise ValueError on all ranks if a rank's step differs from the first rank's; may read the host."""
 
     def broadcast_first(self, tree: Tree) -> None:

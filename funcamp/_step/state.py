@@ -117,9 +117,14 @@ def _entries(name: str, value: Tree) -> Iterator[tuple[str, Tree]]:
 
 
 def check_train_state(call: str, name: str, value: object) -> TrainState:
-    """Return the value if it is a state; raise TypeError otherwise."""
+    """Return the value if it is a state with stored parameters; raise TypeError otherwise."""
     if not isinstance(value, TrainState):
         raise TypeError(f"{call}: {name} must be a TrainState, as init makes it; got {_tree.brief(value)}")
+    if not isinstance(value.params, Params):
+        raise TypeError(
+            f"{call}: {name}.params must be Params, as init makes them; got {_tree.brief(value.params)}: store a tree "
+            "like those of before, params=state.params.ravel(tree)"
+        )
     return value
 
 

@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.scaled_grad import loss_and_aux
+from funcamp._autograd.returned import loss_and_aux
 from funcamp._check import Fixed, boolean, one_batch
-from funcamp._optim.chain import group_functions_in, single_parts_in
+from funcamp._optim.chain import Chain, group_functions_in, single_parts_in
 from funcamp._optim.part import Update
 from funcamp._scaler.config import ScalerConfig
 from funcamp._scaler.skip_step import old_where
-from funcamp._scaler.update import cannot_fall, cannot_grow, decided, moved
-from funcamp._step.accumulate import accumulate, micro_batches, shares_of
-from funcamp._step.check import flag_and_norm, unscaled_gradients
-from funcamp._step.differentiate import arguments_of, differentiator
-from funcamp._step.first_state import consumed_loss, first_state
-from funcamp._step.options import Options, transforms_of
+from funcamp._scaler.update import decide
+from funcamp._step.accumulate import accumulate, micro_batches
+from funcamp._step.first_state import Group, consumed_loss, first_state
+from funcamp._step.flag_and_norm import flag_and_norm, unscaled_gradients
+from funcamp._step.micro_batch import result_function
+from funcamp._step.options import Options, chain_of
+from funcamp._step.shares import shares_of
 from funcamp._step.state import Metrics, TrainState, check_train_state
 from funcamp._step.state_dict import export, gather, restore
 from funcamp._step.torch_state import from_torch, to_torch
 from funcamp._storage.inputs import check_params
-from funcamp._storage.params import Params, clone, expand, matrix_or_vector, stored
+from funcamp._storage.params import Params, clone, expand, matrix_or_vector
 from funcamp._storage.policy import autocast_of
 from funcamp._trace.tracing import compiling
-from funcamp._types import StateDict, Tree
+from funcamp._types import StateDict, Tree, name_of
 
 
 def _is_in_autocast(state: TrainState) -> bool:
@@ -60,40 +61,43 @@ class TrainStep(Fixed):
     loss_fn: Loss
     optimizer: Any
     config: ScalerConfig
+    options: Options
+    chain: Chain
+    group: Group
     _instead = "Call make_train_step with another {name}: the new step continues from the same state"
 
     def __init__(self, loss_fn: Loss, optimizer: object, config: ScalerConfig, options: Options) -> None:
         self.loss_fn = loss_fn
         self.optimizer = optimizer
         self.config = config
-        self._options = options
+        self.options = options
         self._last_checked: object = None
         """The layout and the dtypes of the parameters that were checked last."""
+        #: The optimizer, with what clips before it and averages after it.
+        self.chain = chain_of(optimizer, options)
         #: Gives parameters the labels of their groups, unless `init` gets another function. The optimizer has at most
         #: one (`make_train_step`).
-        self._group = next(iter(group_functions_in(optimizer)), matrix_or_vector)
-        self._transforms = transforms_of(optimizer, options)
+        self.group = next(iter(group_functions_in(optimizer)), matrix_or_vector)
 
     def python_parts(self) -> dict[str, object]:
         """Return the objects whose Python the step runs, by name: `jit` looks there for state besides its own."""
         parts = self.loss_fn.python_parts()
-        if self._options.weight is not None:
-            parts["weight"] = self._options.weight
-        parts |= {f"observe[{name!r}]": function for name, function in self._options.observe.items()}
-        parts |= {f"optimizer[{index}]": part for index, part in enumerate(single_parts_in(self._transforms))}
+        if self.options.weight is not None:
+            parts["weight"] = self.options.weight
+        parts |= {f"observe[{name!r}]": function for name, function in self.options.observe.items()}
+        parts |= {f"optimizer[{index}]": part for index, part in enumerate(single_parts_in(self.chain))}
         return parts | {"rule": self.config.rule}
 
     def __repr__(self) -> str:
-        return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={self._options.policy})"
+        return f"make_train_step({self.loss_fn!r}, {self.optimizer!r}, policy={name_of(self.options.policy)})"
 
-    def __call__(self, state: TrainState, batch: Tree, *more: NoReturn) -> tuple[TrainState, Metrics]:
+    def __call__(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
         """Take one step. Pure; safe under torch.compile(fullgraph=True); no sync.
 
         Args:
             state: from `init` or the last call.
             batch: a pytree, passed to the loss. With accumulate > 1 the first dimension of every tensor is the
                 micro-batches: accumulate of them, or fewer in a last, partial window.
-            *more: nothing; a batch is one argument.
 
         Raises:
             TypeError: state is not a `TrainState`; the loss is not a floating-point tensor, or returns something else
@@ -101,7 +105,7 @@ class TrainStep(Fixed):
             ValueError: the loss or a weight has a shape other than (); a weight is a negative number, or one
                 that is not finite; the number of micro-batches is 0, above accumulate, or differs between tensors.
         """
-        state = self.check_call("step", state, batch, *more)
+        state = self.check_call("step", state, batch)
         if not torch.compiler.is_dynamo_compiling():
             self.loss_fn.begin_step()
         with self._precision_of_policy(state):
@@ -118,7 +122,7 @@ class TrainStep(Fixed):
             batch: one batch, as the user passed it.
         """
         loss_fn = self.loss_fn
-        options = self._options
+        options = self.options
         parallel = options.parallel
         device = state.scaler.scale.device
         batch = _tree.plain(batch)
@@ -130,11 +134,11 @@ class TrainStep(Fixed):
         # The scaled gradients, the loss, its buffers and the records of the tape.
         pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
         shares = shares_of(options.weight, pieces, parallel.size, parallel.sum_of_weights, device)
-        differentiate_loss = differentiator(self, state, params_of_loss, tape, shares)
+        result_of = result_function(self, state, params_of_loss, tape, shares)
         if options.accumulate == 1:
-            result = differentiate_loss(state.buffers, batch, None)
+            result = result_of(state.buffers, batch, None)
         else:
-            result = accumulate(differentiate_loss, params_of_loss, state.buffers, tape, pieces, shares)
+            result = accumulate(result_of, params_of_loss, state.buffers, tape, pieces, shares)
 
         # The sum over ranks; the flag and the norm by one reading of the gradients. An overflow of one rank reaches the
         # others in the sum of the gradients; with DTensors in that of the flags over their mesh.
@@ -144,7 +148,7 @@ class TrainStep(Fixed):
 
         # Clipping, the optimizer and the average.
         gradients = unscaled_gradients(state.scaler, result.gradients)
-        changed, opt_state = self._transforms.transform(Update(state.params, gradients, norm), state.opt_state)
+        changed, opt_state = self.chain.transform(Update(state.params, gradients, norm), state.opt_state)
 
         # The only skip.
         skips = scaler.found_inf != 0
@@ -163,14 +167,14 @@ class TrainStep(Fixed):
         is_skipped = skips.long()
         calls = state.step + 1
         skipped = state.skipped + is_skipped
-        decision = decided(scaler, self.config)
+        decision = decide(scaler, self.config)
         after = TrainState(
             step=calls,
             skipped=skipped,
             consecutive_skips=(state.consecutive_skips + 1) * is_skipped,
             params=params,
             opt_state=opt_state,
-            scaler=moved(scaler, *decision),
+            scaler=decision.next_state(),
             buffers=buffers,
         )
         # Copies of what is in a state: the next step may be donated the state, and would overwrite these.
@@ -178,10 +182,10 @@ class TrainStep(Fixed):
             loss=result.loss,
             grad_norm=norm.float(),
             scale=state.scaler.scale.clone(),
-            lr=self._transforms.learning_rate(state.opt_state),
+            lr=self.chain.learning_rate(state.opt_state),
             found_inf=scaler.found_inf,
-            exhausted=cannot_fall(scaler, *decision).float(),
-            saturated=cannot_grow(scaler, *decision).float(),
+            exhausted=decision.exhausted().float(),
+            saturated=decision.saturated().float(),
             applied=calls - skipped,
             skipped=skipped.clone(),
             consecutive_skips=after.consecutive_skips.clone(),
@@ -197,7 +201,7 @@ class TrainStep(Fixed):
         Without a policy the region applies. With one, a second cast would be added to the policy's, and the backward
         pass and the optimizer would run under autocast.
         """
-        if self._options.policy.compute_dtype != torch.float32 and _is_in_autocast(state):
+        if self.options.policy != torch.float32 and _is_in_autocast(state):
             return torch.autocast(state.scaler.scale.device.type, enabled=False)
         return contextlib.nullcontext()
 
@@ -225,21 +229,11 @@ class TrainStep(Fixed):
                 the number of tensors; False stores each tensor by itself.
             group: the groups of flat storage, as in `ravel`; by default those of the optimizer, or matrices and
                 vectors.
-            consume: let the module share the state's memory, so that each value is in memory once. The module's
-                trainable parameters and its buffers become views of the state's tensors. Their previous memory is
-                freed, one tensor after the other, and their gradients are dropped. Frozen parameters stay in the module
-                and are not in the state. The parameters remain the same objects, with the same ties. Whether the
-                module follows depends on the step: under `jit`, which donates, a step writes into this memory, and the
-                module has the values of the last one. Eager steps and `jit(donate=False)` make new tensors: the module
-                stays behind, warns at its first evaluation, and keeps this state's memory alive. Writes into the module
-                (`load_state_dict`, a torch.optim optimizer, a forward pass in training mode with BatchNorm) change
-                this state, and the next step uses them.
-                `model.load_state_dict(loss_fn.state_dict(...))` works as before. If the module gets other tensors or
-                other memory, the sharing ends without an error: `Module.to` with another dtype or device,
-                `load_state_dict(assign=True)`. The module then has separate values that no step changes. A donated step
-                counts as an in-place write: `backward` of an earlier loss of the module raises, as after
-                `optimizer.step()`. In flat storage, a write into one parameter of a group also counts for a loss that
-                reads another parameter of the group; with flat=False they count separately.
+            consume: let the module share the state's memory, so that each value is in memory once when the state is
+                made: its trainable parameters and its buffers become views of the state's tensors, and remain the same
+                objects. Writes into the module change this state, until the first eager step or until the module gets
+                other memory (`Module.to`, `load_state_dict(assign=True)`). When the module follows the steps:
+                docs/step.md, "Where the parameters are".
 
         Raises:
             TypeError: params is missing; a leaf is an integer tensor, a sparse tensor or not a tensor; buffers is not a
@@ -262,7 +256,7 @@ class TrainStep(Fixed):
         """
         return first_state(self, params, buffers, flat=flat, group=group, consume=consume)
 
-    def loss(self, state: TrainState, batch: Tree, *more: NoReturn, training: bool = False) -> Tensor:
+    def loss(self, state: TrainState, batch: Tree, *, training: bool = False) -> Tensor:
         """Return the loss of a batch without a gradient, without dropout and without writing anything.
 
         For validation. Evaluates one batch without micro-batches, in the precision of the step. A loss of `module_loss`
@@ -276,7 +270,6 @@ class TrainStep(Fixed):
         Args:
             state: from `init` or a step.
             batch: as for the step, but one micro-batch.
-            *more: nothing; a batch is one argument.
             training: keep the module's training flags: the loss as the step computes it, with dropout.
 
         Returns:
@@ -292,13 +285,13 @@ class TrainStep(Fixed):
             >>> step.loss(step.init({"w": torch.ones(2)}), torch.tensor([1.0, 2.0]))
             tensor(3.)
         """
-        state = self.check_call("loss", state, batch, *more)
+        state = self.check_call("loss", state, batch)
         keeps_training_flags = boolean("loss", "training", training)
         mode = contextlib.nullcontext() if keeps_training_flags else self.loss_fn.eval_mode()
         with torch.no_grad(), mode, self._precision_of_policy(state):
             params = self._params_of_loss("loss", state.params).tree()
             taps = self.loss_fn.tape(state.scaler.scale.device)
-            arguments = arguments_of(self.loss_fn, params, taps, state.buffers, state.scaler, _tree.plain(batch))
+            arguments = self.loss_fn.arguments(params, taps, state.buffers, state.scaler, _tree.plain(batch))
             with self.autocast(state):
                 returned = self.loss_fn(*arguments)
         returns_pair = self.loss_fn.has_buffers or self.loss_fn.has_aux
@@ -339,22 +332,20 @@ class TrainStep(Fixed):
         state = gather("evaluating", self._checked("evaluating", state))
         params = state.ema
         if not (boolean("evaluating", "average", average) and isinstance(params, Params)):
-            params = self._transforms.evaluation_params(state.params, state.opt_state)
+            params = self.chain.evaluation_params(state.params, state.opt_state)
         with torch.no_grad(), self.loss_fn.with_values(params, state.buffers) as model:
             yield model
 
-    def check_call(self, call: str, state: object, batch: Tree, *more: object) -> TrainState:
+    def check_call(self, call: str, state: object, batch: Tree) -> TrainState:
         """Return the state; raise if a call did not get a state and one batch."""
         checked = self._checked(call, state)
-        one_batch(call, batch, *more)
+        one_batch(call, batch)
         return checked
 
     def _checked(self, call: str, state: object) -> TrainState:
-        """Return a state whose parameters are stored as this step has them; a user may have put a plain tree there."""
+        """Return the state; raise if it is none, or if its parameters are not stored as this step has them."""
         checked = check_train_state(call, "state", state)
-        if not isinstance(checked.params, Params):
-            checked = checked._replace(params=stored(call, checked.params, self._group))
-        self._options.parallel.check(call, checked.params)
+        self.options.parallel.check(call, checked.params)
         return checked
 
     def _params_of_loss(self, call: str, params: Params) -> Params:
@@ -367,7 +358,7 @@ class TrainStep(Fixed):
         about = params.layout, [None if group is None else group.dtype for group in params.groups]
         # torch.compile would guard what is known, and compile anew for it.
         if torch.compiler.is_dynamo_compiling() or self._last_checked != about:
-            check_params(call, full_params, self.loss_fn)
+            check_params(call, full_params, self.loss_fn.param_shapes)
             if not compiling():
                 self._last_checked = about
         return full_params
@@ -413,7 +404,7 @@ class TrainStep(Fixed):
             torch.bfloat16
         """
         check_train_state("autocast", "state", state)
-        return autocast_of(self._options.policy, state.scaler.scale.device.type)
+        return autocast_of(self.options.policy, state.scaler.scale.device.type)
 
     def state_dict(self, state: TrainState) -> dict[str, Tensor]:
         """Return every tensor of a state by a dotted name, for torch.save.
@@ -456,7 +447,7 @@ class TrainStep(Fixed):
             {'w': tensor([1., 1.])}
         """
         call = "load_state_dict"
-        return self._adopted(call, restore(call, saved, like, self._options.parallel), consume)
+        return self._adopted(call, restore(call, saved, like, self.options.parallel), consume)
 
     @torch.inference_mode(False)  # as `init`
     def _adopted(self, call: str, state: TrainState, consume: bool) -> TrainState:

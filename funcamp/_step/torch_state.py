@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._autograd.module_loss import ModuleLoss
 from funcamp._optim.arguments import torch_optimizer
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.chain import only_optimizer_of
@@ -73,9 +72,7 @@ def groups_of(call: str, step: TrainStep, state: TrainState) -> list[TorchGroup]
     Raises:
         TypeError: an optimizer was not made by `stateless`.
     """
-    labels: dict[str, str] = {}
-    if isinstance(step.loss_fn, ModuleLoss):
-        labels |= {name: step._group(name, value) for name, value in step.loss_fn.model.named_parameters()}
+    labels = {name: step.group(name, value) for name, value in step.loss_fn.module_parameters().items()}
     labels |= state.params.layout.label_of()  # of the function with which the state was made
     optimizer = only_optimizer_of(step.optimizer)
     optimizers = optimizer.optimizers if isinstance(optimizer, GroupedOptimizer) else {None: optimizer}
@@ -132,12 +129,8 @@ def to_torch(step: TrainStep, state: TrainState) -> StateDict:
     optimizers: dict[str | None, StateDict] = {}
     for label, groups in _torch_optimizers(call, step, state).items():
         optimizers[label] = _optimizer_state_dict(groups, saved)
-    if isinstance(step.loss_fn, ModuleLoss):
-        model = step.loss_fn.state_dict(state.params, state.buffers)
-    else:
-        model = state.params.state_dict()
     return {
-        "model": model,
+        "model": step.loss_fn.state_dict(state.params, state.buffers),
         "optimizer": optimizers.get(None, optimizers),
         "scaler": to_state_dict(state.scaler, step.config),
     }
@@ -190,7 +183,7 @@ def from_torch(
         for label, groups in groups_by_label.items():
             _read_optimizer(call, state_dicts[label], groups, saved)
         _read_counts(call, [group for groups in groups_by_label.values() for group in groups], steps, saved)
-    return restore(call, saved, like, step._options.parallel)
+    return restore(call, saved, like, step.options.parallel)
 
 
 def _read_optimizer(call: str, state_dict: StateDict, groups: Sequence[TorchGroup], saved: dict[str, Tensor]) -> None:
@@ -203,19 +196,19 @@ def _read_optimizer(call: str, state_dict: StateDict, groups: Sequence[TorchGrou
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
         got = _tree.brief(state_dict)
         raise TypeError(f"{call}: optimizer must be the state_dict() of a torch.optim.Optimizer; got {got}")
-    places = _places_by_name(call, state_dict, groups, saved)
+    numbers_and_groups = _numbers_and_groups(call, state_dict, groups, saved)
     for group in groups:
         for name in group.names:
             if f"params.{name}" in saved:  # frozen ones are in the module
-                number, saved_group = places[name]
+                number, saved_group = numbers_and_groups[name]
                 _check_hyperparameters(call, group.optimizer, saved_group, name)
                 _write_entries(call, group, name, state_dict["state"].get(number, {}), saved)
 
 
-def _places_by_name(
+def _numbers_and_groups(
     call: str, state_dict: StateDict, groups: Sequence[TorchGroup], saved: Mapping[str, Tensor]
 ) -> dict[str, tuple[int, StateDict]]:
-    """Return the number of each parameter in a torch optimizer, and its group there.
+    """Return the number of each parameter in a torch optimizer, and its group there, by name.
 
     The order is that of the names that torch saved, of an optimizer created with `named_parameters()`; else the
     module's, with or without its frozen parameters.
@@ -223,10 +216,10 @@ def _places_by_name(
     Raises:
         ValueError: a parameter is missing, or without names the order is not known.
     """
-    places: list[tuple[int, StateDict]] = []
+    saved_params: list[tuple[int, StateDict]] = []
     saved_names: list[str] = []
     for saved_group in state_dict["param_groups"]:
-        places += [(number, saved_group) for number in saved_group["params"]]
+        saved_params += [(number, saved_group) for number in saved_group["params"]]
         saved_names += saved_group.get("param_names", ())
     group_count = len(state_dict["param_groups"])
     own_names = [name for group in groups for name in group.names]
@@ -235,12 +228,12 @@ def _places_by_name(
     if not saved_names and group_count == len(groups):  # several groups have another order
         orders = [own_names, trained_names]
     for names in orders:
-        if len(names) == len(places) and set(trained_names) <= set(names):
-            return dict(zip(names, places))
+        if len(names) == len(saved_params) and set(trained_names) <= set(names):
+            return dict(zip(names, saved_params))
     raise ValueError(
-        f"{call}: optimizer must have the step's parameters; it has {len(places)} in {group_count} groups, the step "
-        f"{len(own_names)} in {len(groups)}, and its param_names are ({_tree.listed(saved_names)}): if they are the "
-        "same in another order, write their names into it, group['param_names'] = [...] for each group of "
+        f"{call}: optimizer must have the step's parameters; it has {len(saved_params)} in {group_count} groups, the "
+        f"step {len(own_names)} in {len(groups)}, and its param_names are ({_tree.listed(saved_names)}): if they are "
+        "the same in another order, write their names into it, group['param_names'] = [...] for each group of "
         "optimizer['param_groups']"
     )
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -23,7 +24,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._memory import identity, rebind
+from funcamp._memory import identity
 from funcamp._types import Tree
 
 #: The number of elements at a multiple of which a matrix starts; a vector at half of it.
@@ -69,56 +70,21 @@ class Layout:
     def __reduce__(self) -> tuple[object, ...]:
         # A pickled TreeSpec depends on torch's version, so the structure is saved as a tree of numbers of slots.
         slot_numbers = self.tree(range(len(self.slots)))
-        return _restore, (
-            slot_numbers,
-            self.slots,
-            self.labels,
-            self.padded_sizes,
-            self.row_lengths,
-            self.buckets,
-            self.flat,
-        )
+        _spec, _leaves, *content = vars(self).values()
+        return _restore, (slot_numbers, *content)
 
     def views(self, groups: Groups) -> list[Tensor | None]:
         """Return a view per slot; None if its group is None, the group itself if its shape is ()."""
         if not self.flat:
             return [groups[slot.group] for slot in self.slots]
-        self._refuse_batch_dimension(groups)
-        slots_of_group: list[list[int]] = [[] for _ in groups]
-        for number, slot in enumerate(self.slots):
-            slots_of_group[slot.group].append(number)
-        views: list[Tensor | None] = [None] * len(self.slots)
-        for group, sizes, numbers in zip(groups, self.padded_sizes, slots_of_group):
-            if group is None:
+        parts_by_group: list[Sequence[Tensor | None]] = []
+        for group, padded_sizes in zip(groups, self.padded_sizes):
+            if group is None or not group.dim():
+                parts_by_group.append([group] * len(padded_sizes))
                 continue
-            for number, view in zip(numbers, self._views_in_group(group, sizes, numbers)):
-                views[number] = view
-        return views
-
-    def _refuse_batch_dimension(self, groups: Groups) -> None:
-        """Raise ValueError if a group is of several trees, as the result of a vmap is."""
-        for group, row_length in zip(groups, self.row_lengths):
-            most_dimensions = 1 if row_length is None else 2
-            if group is not None and group.dim() > most_dimensions:
-                raise ValueError(
-                    f"tree: groups must have no batch dimension; got {tuple(group.shape)}: take the tree under vmap, "
-                    "vmap(lambda params: params.tree())(params)"
-                )
-
-    def _views_in_group(self, group: Tensor, padded_sizes: tuple[int, ...], numbers: list[int]) -> list[Tensor]:
-        """Return the views of some slots of one group of flat storage; one number per group is the view of each."""
-        if not group.dim():
-            return [group] * len(numbers)
-        parts = torch.split(group, list(padded_sizes))
-        views: list[Tensor] = []
-        for number in numbers:
-            slot = self.slots[number]
-            part = parts[slot.place]
-            count = math.prod(slot.shape)
-            if count != padded_sizes[slot.place]:  # the rest is padding
-                part = part[:count]
-            views.append(part.view(slot.shape))
-        return views
+            _refuse_batch_dimension(group)
+            parts_by_group.append(torch.split(group, list(padded_sizes)))
+        return [_view(parts_by_group[slot.group][slot.place], slot.shape) for slot in self.slots]
 
     def join(self, values: Sequence[Tensor | None]) -> Groups:
         """Return one tensor per group from one per slot, in one dtype; None for a group without values."""
@@ -137,28 +103,6 @@ class Layout:
                 pieces.append(value.new_zeros(padding))
         return tuple(torch.cat(pieces).reshape(-1) if pieces else None for pieces in pieces_by_group)
 
-    def take(self, tensors: Sequence[Tensor]) -> Groups:
-        """Make groups as `join` does, but turn each tensor into a view of its group, one by one."""
-        if not self.flat:
-            copies: list[Tensor] = []
-            for tensor in tensors:
-                copy = tensor.detach().clone()
-                rebind(tensor, copy)
-                copies.append(copy)
-            return tuple(copies)
-        groups: list[Tensor] = []
-        for number, padded_sizes in enumerate(self.padded_sizes):
-            members = [tensor for slot, tensor in zip(self.slots, tensors) if slot.group == number]
-            group = members[0].detach().new_empty(sum(padded_sizes))
-            groups.append(group)
-            for tensor, piece in zip(members, torch.split(group, list(padded_sizes))):
-                size = tensor.numel()
-                piece[size:].zero_()
-                view = piece[:size].view(tensor.shape)
-                view.copy_(tensor)
-                rebind(tensor, view)
-        return tuple(groups)
-
     def last_first(self) -> list[int]:
         """Return the groups' numbers from the end of the tree: the order in which gradients complete."""
         return sorted(range(len(self.buckets)), key=lambda number: -self.buckets[number])
@@ -172,6 +116,25 @@ class Layout:
         tree = self.tree([self.labels[slot.group] for slot in self.slots])
         names = _tree.names(tree)
         return {name: label for name, label in zip(names, _tree.leaves(tree)) if label is not None}
+
+
+def _refuse_batch_dimension(group: Tensor) -> None:
+    """Raise ValueError if a group is of several trees, as the result of a vmap is."""
+    if group.dim() > 1:
+        raise ValueError(
+            f"tree: groups must have no batch dimension; got {tuple(group.shape)}: take the tree under vmap, "
+            "vmap(lambda params: params.tree())(params)"
+        )
+
+
+def _view(part: Tensor | None, shape: tuple[int, ...]) -> Tensor | None:
+    """Return a part of a group in its shape and without padding; None, and one number for a group, as they are."""
+    if part is None or not part.dim():
+        return part
+    count = math.prod(shape)
+    if count != part.shape[0]:  # the rest is padding
+        part = part[:count]
+    return part.view(shape)
 
 
 #: Every layout by its content.
@@ -196,8 +159,8 @@ class GroupKey(NamedTuple):
     label: str
     dtype: torch.dtype
     device: torch.device
-    apart: str
-    """What the caller's `apart` returned, as text."""
+    is_uncast: bool
+    """Whether autocast does not cast the tensor."""
     bucket: int
 
 
@@ -205,21 +168,21 @@ def arrange(
     call: str,
     params: Tree,
     group: Callable[[str, Tensor], str],
-    apart: Callable[[str, Tensor], object] = lambda *_: None,
+    uncast_names: AbstractSet[str] = frozenset(),
     buckets: int = 1,
     *,
     flat: bool = True,
 ) -> tuple[Layout, list[Tensor]]:
     """Return the layout of a tree and its tensors, one per slot.
 
-    Flat: one group per label, dtype, device, value of apart and bucket, and per row length of matrices; buckets are
-    consecutive parts of the tree. Else: one group per tensor.
+    Flat: one group per label, dtype, device and bucket, and per row length of matrices, and others for what autocast
+    does not cast; buckets are consecutive parts of the tree. Else: one group per tensor.
 
     Args:
         call: the public function, for errors.
         params: a pytree of tensors; None passes through.
         group: returns the label of a leaf, given its name and the leaf. Names of one tensor must have one label.
-        apart: returns, for the same arguments, a value that tensors of one group share.
+        uncast_names: the leaves that autocast does not cast.
         buckets: the number of buckets.
         flat: whether a group is a one-dimensional tensor.
 
@@ -245,52 +208,50 @@ def arrange(
         slot_of_leaf.append(number)
         is_new = number == len(tensors)
         if is_new:
-            bucket = size_before * buckets // max(size_of_all, 1)
+            bucket = size_before * buckets // max(size_of_all, 1) if flat else 0
             tensors.append(leaf)
-            keys.append(GroupKey(label, leaf.dtype, leaf.device, str(apart(name, leaf)), bucket))
+            keys.append(GroupKey(label, leaf.dtype, leaf.device, name in uncast_names, bucket))
             size_before += leaf.numel()
         elif keys[number].label != label:
             raise ValueError(
                 f"{call}: group must return the same for every name of a tensor; got {keys[number].label!r} and "
                 f"{label!r} for {name!r}"
             )
-    if flat:
-        return _flat_layout(spec, slot_of_leaf, tensors, keys, _MAX_ROW_LENGTHS * buckets), tensors
-    return _layout_by_tensor(spec, slot_of_leaf, tensors, [key.label for key in keys]), tensors
+    row_lengths = _row_lengths(keys, tensors, _MAX_ROW_LENGTHS * buckets if flat else 0)
+    return _layout(spec, slot_of_leaf, tensors, keys, row_lengths, flat=flat), tensors
 
 
-def _flat_layout(
+def _layout(
     spec: _tree.TreeSpec,
     slot_of_leaf: list[int | None],
     tensors: list[Tensor],
     keys: list[GroupKey],
-    max_row_lengths: int,
+    row_lengths: list[int | None],
+    *,
+    flat: bool,
 ) -> Layout:
-    """Return the layout in which the tensors of one key, and of one row length, are a group."""
-    full_keys = list(zip(keys, _row_lengths(keys, tensors, max_row_lengths)))
-    group_numbers: dict[tuple[GroupKey, int | None], int] = {}
-    padded_sizes: list[list[int]] = []
+    """Return the layout in which the tensors of one key, and of one row length, are a group; else each is one."""
+    group_numbers: dict[object, int] = {}
+    members: list[list[int]] = []
     slots: list[Slot] = []
-    for full_key, tensor in zip(full_keys, tensors):
-        group_number = group_numbers.setdefault(full_key, len(group_numbers))
-        if group_number == len(padded_sizes):
-            padded_sizes.append([])
-        sizes_in_group = padded_sizes[group_number]
-        slots.append(Slot(group_number, len(sizes_in_group), tuple(tensor.shape)))
-        sizes_in_group.append(_padded_size(tensor))
-    group_keys = [key for key, _ in group_numbers]
-    row_lengths = [row_length for _, row_length in group_numbers]
-    labels = [key.label for key in group_keys]
-    buckets = [key.bucket for key in group_keys]
+    for number, tensor in enumerate(tensors):
+        shared = (keys[number], row_lengths[number]) if flat else number
+        group_number = group_numbers.setdefault(shared, len(members))
+        if group_number == len(members):
+            members.append([])
+        slots.append(Slot(group_number, len(members[group_number]), tuple(tensor.shape)))
+        members[group_number].append(number)
+    sizes = [_padded_size(tensor) if flat else tensor.numel() for tensor in tensors]
+    first_members = [numbers[0] for numbers in members]
     layout = Layout(
         spec,
         tuple(slot_of_leaf),
         tuple(slots),
-        tuple(labels),
-        tuple(map(tuple, padded_sizes)),
-        tuple(row_lengths),
-        tuple(buckets),
-        flat=True,
+        labels=tuple([keys[first].label for first in first_members]),
+        padded_sizes=tuple([tuple([sizes[number] for number in numbers]) for numbers in members]),
+        row_lengths=tuple([row_lengths[first] for first in first_members]),
+        buckets=tuple([keys[first].bucket for first in first_members]),
+        flat=flat,
     )
     return _interned(layout)
 
@@ -300,26 +261,6 @@ def _padded_size(tensor: Tensor) -> int:
     alignment = _ALIGNMENT if tensor.dim() > 1 else _ALIGNMENT // 2
     units = -(-tensor.numel() // alignment)  # rounded up
     return units * alignment
-
-
-def _layout_by_tensor(
-    spec: _tree.TreeSpec, slot_of_leaf: list[int | None], tensors: list[Tensor], labels: list[str]
-) -> Layout:
-    """Return the layout in which every tensor is a separate group."""
-    slots = [Slot(number, 0, tuple(tensor.shape)) for number, tensor in enumerate(tensors)]
-    sizes = [(tensor.numel(),) for tensor in tensors]
-    count = len(tensors)
-    layout = Layout(
-        spec,
-        tuple(slot_of_leaf),
-        tuple(slots),
-        tuple(labels),
-        tuple(sizes),
-        row_lengths=(None,) * count,
-        buckets=(0,) * count,
-        flat=False,
-    )
-    return _interned(layout)
 
 
 def _row_lengths(keys: list[GroupKey], tensors: list[Tensor], max_row_lengths: int) -> list[int | None]:

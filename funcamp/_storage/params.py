@@ -186,12 +186,6 @@ def collapse(like: Tree, tree: Tree) -> Tree:
     return _tree.map_nodes(Params, lambda node, part: node.ravel(part), like, tree)
 
 
-def stored(call: str, params: Tree, group: Callable[[str, Tensor], str]) -> Params:
-    """Return a plain tree as Params, tensor by tensor, without a copy."""
-    layout, tensors = arrange(call, params, group, flat=False)
-    return Params(layout.join(tensors), layout)
-
-
 def matrix_or_vector(name: str, leaf: Tensor) -> str:  # noqa: ARG001  what `group` is called with
     """Return "matrix" for a tensor of two or more dimensions, otherwise "vector".
 

@@ -8,7 +8,6 @@ they reach the float32 weight. This is the only place that decides a dtype, and 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
 
 import torch
 
@@ -22,61 +21,28 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class Policy:
-    """The precision in which the loss of a step computes.
-
-    The loss gets the parameters themselves, in their own dtype, and runs under torch.autocast, which casts activations
-    and float32 weights at their use: those of linear layers, convolutions and products, not those of embeddings and
-    norms.
-
-    Args:
-        compute_dtype: torch.float16, torch.bfloat16, or torch.float32 for no autocast.
-
-    Raises:
-        TypeError: compute_dtype is not a torch.dtype.
-        ValueError: compute_dtype is another dtype.
-
-    Example:
-        >>> str(Policy(torch.bfloat16))
-        'bfloat16'
-    """
-
-    compute_dtype: torch.dtype = torch.float16
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.compute_dtype, torch.dtype):
-            raise TypeError(f"Policy: compute_dtype must be a torch.dtype; got {self.compute_dtype!r}")
-        if self.compute_dtype not in _DTYPES.values():
-            raise ValueError(f"Policy: compute_dtype must be one of {', '.join(_DTYPES)}; got {self.compute_dtype}")
-
-    def __str__(self) -> str:
-        return name_of(self.compute_dtype)
-
-
-def check_policy(call: str, policy: object) -> Policy:
-    """Return the policy, created from the name of a dtype, a dtype or None if needed.
+def check_policy(call: str, policy: object) -> torch.dtype:
+    """Return the dtype of a policy, given as a dtype or by its name; float32, without autocast, for None.
 
     Raises:
         TypeError: policy is anything else.
-        ValueError: policy is a text that is not the name of one of the three dtypes, or another dtype.
+        ValueError: policy is another dtype, or not the name of one of the three.
     """
-    if isinstance(policy, str):
-        if policy not in _DTYPES:
-            raise ValueError(f"{call}: policy must be one of {', '.join(_DTYPES)}; got {policy!r}")
-        return Policy(_DTYPES[policy])
-    if policy is None or isinstance(policy, torch.dtype):
-        return Policy(policy or torch.float32)
-    if not isinstance(policy, Policy):
-        raise TypeError(f"{call}: policy must be a Policy, a string, a torch.dtype or None; got {policy!r}")
-    return policy
+    if policy is None:
+        return torch.float32
+    name = name_of(policy) if isinstance(policy, torch.dtype) else policy
+    if not isinstance(name, str):
+        raise TypeError(f"{call}: policy must be a string, a torch.dtype or None; got {policy!r}")
+    if name not in _DTYPES:
+        raise ValueError(f"{call}: policy must be one of {', '.join(_DTYPES)}; got {policy!r}")
+    return _DTYPES[name]
 
 
-def autocast_of(policy: Policy, device_type: str) -> contextlib.AbstractContextManager[object]:
+def autocast_of(policy: torch.dtype, device_type: str) -> contextlib.AbstractContextManager[object]:
     """Return the region in which a loss computes, also inside of a caller's; none for a policy without a low dtype."""
-    if policy.compute_dtype == torch.float32 or device_type == "meta":  # autocast does not know the meta device
+    if policy == torch.float32 or device_type == "meta":  # autocast does not know the meta device
         return contextlib.nullcontext()
-    region = torch.autocast(device_type, policy.compute_dtype)
+    region = torch.autocast(device_type, policy)
     # Dynamo does not trace the switch of these kernels.
     if device_type == "cpu" and not torch.compiler.is_dynamo_compiling():
         return without_encoder_kernels(region)

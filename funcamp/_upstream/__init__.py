@@ -27,7 +27,7 @@ if _numbers := re.match(r"(\d+)\.(\d+)", str(torch.__version__)):
 # Defects that some supported versions have: True if the installed torch is one of them. The comment names the file with
 # the workaround, below funcamp, and torch's issue if there is one. A defect that all of them have needs no name here.
 
-#: Dynamo does not trace `requires_grad_` of a tensor that it created: `_autograd/scaled_grad.py`.
+#: Dynamo does not trace `requires_grad_` of a tensor that it created: `_autograd/differentiate.py`.
 NO_LEAVES = VERSION < (2, 12)
 #: Inductor loses the order of a write after a read when it fuses loops of different ranges:
 #: `_upstream/bugs.py`, `_cpu/convolutions.py`.

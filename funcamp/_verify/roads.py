@@ -83,7 +83,7 @@ class Training(NamedTuple):
             resumed_at: save the state before the step of this number, and go on from what was saved.
         """
         state = clone(self.state)
-        disturbance = {} if seed is None else _disturb(state.params, self.step._options.policy.compute_dtype, seed)
+        disturbance = {} if seed is None else _disturb(state.params, self.step.options.policy, seed)
         rows: list[Row] = []
         for numbers in range(resumed_at), range(resumed_at, len(self.batches)):
             with self.contents.entered():  # a new process begins with a new module

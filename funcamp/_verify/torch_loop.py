@@ -37,7 +37,7 @@ class TorchLoop:
     """
 
     def __init__(self, step: TrainStep, state: TrainState, unused: set[str]) -> None:
-        loss_fn, parallel = step.loss_fn, step._options.parallel
+        loss_fn, parallel = step.loss_fn, step.options.parallel
         if not isinstance(loss_fn, ModuleLoss):
             raise NotImplementedError("the loss is not of module_loss")
         if parallel.size > 1 or parallel.shard:
@@ -45,7 +45,7 @@ class TorchLoop:
         if isinstance(step.optimizer, Chain):
             raise NotImplementedError("the optimizer is a chain")
         self._loss_fn = loss_fn
-        self._options = step._options
+        self._options = step.options
         self._applied = state.step - state.skipped
         self._unused = unused
 
@@ -100,14 +100,14 @@ class TorchLoop:
 
     def _backward(self, batch: Tree, scaler: torch.amp.GradScaler) -> Tensor:
         """Add up the scaled gradients of all micro-batches; return the mean of their losses."""
-        loss_fn, options, dtype = self._loss_fn, self._options, self._options.policy.compute_dtype
+        loss_fn, options, dtype = self._loss_fn, self._options, self._options.policy
         pieces = micro_batches(batch, options.accumulate) if options.accumulate > 1 else [batch]
         weights = [1.0 if options.weight is None else float(options.weight(piece)) for piece in pieces]
         total = sum(weights) or math.nan  # as in the step, which skips if all weights are 0
         mean_loss: Any = 0.0
         for piece, weight in zip(pieces, weights):
             with torch.autocast(self._applied.device.type, dtype, enabled=dtype != torch.float32):
-                returned: Any = loss_fn._evaluate(piece)
+                returned: Any = loss_fn.evaluate(piece)
             loss = returned[0] if loss_fn.has_aux else returned
             share = loss * (weight / total)
             after_forward = clone(loss_fn.buffers())

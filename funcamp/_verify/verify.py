@@ -118,7 +118,7 @@ def verify(
             else:
                 scale = float(state.scaler.scale)
             scales = {0: scale}
-            if plain_step._options.policy.compute_dtype == torch.float16:
+            if plain_step.options.policy == torch.float16:
                 scales |= {_OVERFLOW: _OVERFLOWS, _OVERFLOW + 1: scale}
             return _compare(Training(plain_step, state, chosen, scales, contents), compiled)
 

@@ -11,8 +11,9 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._check import boolean, integer
 from funcamp._dtensor import as_dtensor_like, is_distributed, local, sum_partials
-from funcamp._step.accumulate import Result, Share, weighed
+from funcamp._step.accumulate import Result
 from funcamp._step.parallel import Parallel
+from funcamp._step.shares import Share, weighed
 from funcamp._step.state import TrainState
 from funcamp._storage.params import Params, expand
 from funcamp._types import Tree
@@ -146,11 +147,11 @@ class DataParallel(Parallel):
         names = [str(process_group.group_name) for process_group in group.device_mesh.get_all_groups()]
         return names == [ranks.name for ranks in self.dims]
 
-    def agree(self, described: list[str]) -> None:
+    def agree(self, lines: list[str]) -> None:
         """Raise ValueError on all ranks if a rank's step differs from the first rank's; reads the host."""
         names = ("shard", "dtype", "buckets", "mean_buffers")
         options = [f"{name} of DataParallel is {getattr(self, name)}" for name in names]
-        check_alike("the optimizer and every constant must be the same on all ranks", described + options, self.dims)
+        check_alike("the optimizer and every constant must be the same on all ranks", lines + options, self.dims)
 
     def broadcast_first(self, tree: Tree) -> None:
         """Write the first rank's values into tensors that have the same names on all ranks."""

@@ -109,7 +109,7 @@ def _operated(step: Any, state: Any, batch: Any, operation: str | None) -> Any:
     if operation == "pickle":
         return pickle.loads(pickle.dumps(state))
     if operation == "evaluate":
-        step.loss(state, tuple(leaf[0] for leaf in batch) if step._options.accumulate > 1 else batch)
+        step.loss(state, tuple(leaf[0] for leaf in batch) if step.options.accumulate > 1 else batch)
     if operation == "compute_params":
         step.compute_params(state)
     if operation == "forget the state's flag":

@@ -171,7 +171,7 @@ def test_every_rule_of_the_package_is_compared_with_its_library() -> None:
 
     ours = {kind for kind in below(rules.Rule) if kind.__module__.startswith("funcamp.")}
     compared = {type(getattr(presets, library)().rule) for library in LIBRARIES}
-    assert {kind.__name__ for kind in ours - compared} == {"Rule", "HysteresisRule", "Dynamic", "Static"}
+    assert {kind.__name__ for kind in ours - compared} == {"Rule", "HysteresisRule", "Torch", "Static"}
 
 
 def test_apex_takes_a_minimum_of_0_for_none() -> None:

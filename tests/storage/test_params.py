@@ -155,8 +155,6 @@ def test_tensor_by_tensor_is_flat_storage_with_other_groups(policy: str | None) 
         flat, _ = step(flat, torch.ones(()))
     assert single.params["w"] is single.params["tied"]
     assert_same(step.state_dict(single), step.state_dict(flat))
-    as_tree = single._replace(params=single.params.tree())
-    assert_same(step(as_tree, torch.ones(())), step(single, torch.ones(())))
     assert_same(step.load_state_dict(step.state_dict(flat), like=step.init(params, flat=False)), single)
     assert_same(pickle.loads(pickle.dumps(single)), single)
     assert_same(step.init(flat.params).params, flat.params)  # taken apart and stored anew

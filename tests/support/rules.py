@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from funcamp._scaler.rule import Dynamic, Rule, Static
+from funcamp._scaler.rule import Rule, Static, Torch
 from funcamp.rules.apex import Apex, ApexHysteresis
 from funcamp.rules.deepspeed import DeepSpeed
 from funcamp.rules.fairseq import Fairseq
@@ -13,7 +13,7 @@ from funcamp.rules.paddle import Paddle, PaddleDygraph
 from funcamp.rules.tensorflow import TensorFlow
 
 RULES: dict[str, Rule] = {
-    "dynamic": Dynamic(),
+    "torch": Torch(),
     "static": Static(),
     "apex": Apex(),
     "apex_hysteresis": ApexHysteresis(),

@@ -79,8 +79,7 @@ def test_the_list_of_private_names_is_what_the_library_asks_for() -> None:
 #: Files that use private names without `find`: workarounds of versions that have the name, and the compiler's parts.
 #: The report has names of its own, in `report/torch_names.py`, which raise when it is imported.
 DIRECT = {
-    "_autograd/checkpointing.py",
-    "_autograd/scaled_grad.py",
+    "_autograd/differentiate.py",
     "distributed/collectives.py",
     "_cpu/headers.py",
     "_jit/compile.py",

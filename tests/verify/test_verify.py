@@ -294,7 +294,7 @@ def test_nothing_of_the_users_changes(raises: bool) -> None:
 @pytest.fixture
 def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Switch off everything that refuses or mends what a module keeps outside of the state."""
-    monkeypatch.setattr(ModuleLoss, "_check_of_call", lambda *_: lambda returned: None)
+    monkeypatch.setattr(ModuleLoss, "_check_of_call", lambda *_: None)
     for module in (module_checks, module_loss):
         monkeypatch.setattr(module, "check_hooks", lambda model: None)
     monkeypatch.setattr(ModuleTensors, "attributes_on", lambda self, values: contextlib.nullcontext())

@@ -18,7 +18,7 @@ def scaling_calls() -> Iterator[tuple[Any, str, Callable[[Any], object]]]:
             yield scaler_class, "scale", lambda scaler: scaler._scale if scaler.is_enabled() else None
     scale = sys.modules.get("funcamp._scaler.scale")
     if scale is not None:
-        yield scale, "scaled", lambda state: state.scale
+        yield scale, "scaled_leaves", lambda state: state.scale
 
 
 def step_calls() -> Iterator[tuple[Any, str, Callable[..., Any]]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._dtensor import any_in_meshes, group_by_mesh_dims, local, total
 from funcamp._optim.arithmetic import computed_once
-from funcamp._scaler.scale import unscaled
+from funcamp._scaler.scale import unscaled_leaf
 from funcamp._scaler.state import ScalerState, reciprocal, replace, widen
 from funcamp._trace.tracing import compiling
 from funcamp._types import Tree
@@ -63,7 +63,7 @@ def flag_and_norm(state: ScalerState, grads: Tree) -> tuple[ScalerState, Tensor]
         sums: dict[torch.dtype, list[Tensor]] = {}
         for leaf in members:
             for part in _parts(local(leaf)):  # of DTensors this rank's
-                value = unscaled(part, inv_scale)
+                value = unscaled_leaf(part, inv_scale)
                 if value.is_complex():
                     value = torch.view_as_real(value)
                 sums.setdefault(value.dtype, []).extend(_square_and_check(value))
@@ -108,4 +108,4 @@ def _sum(squares: Tensor) -> Tensor:
 def unscaled_gradients(state: ScalerState, grads: Tree) -> Tree:
     """Return unscaled gradients; compiled, they are computed in the optimizer's loop."""
     inv_scale = computed_once(reciprocal(state.scale))
-    return _tree.map_leaves(lambda leaf: unscaled(leaf, inv_scale), *_tree.flatten(grads))
+    return _tree.map_leaves(lambda leaf: unscaled_leaf(leaf, inv_scale), *_tree.flatten(grads))

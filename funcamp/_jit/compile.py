@@ -17,9 +17,9 @@ from funcamp._jit.cache_name import cache_name
 from funcamp._jit.compiled_program import Code, CompiledProgram, Surroundings
 from funcamp._jit.explain import explain
 from funcamp._jit.one_by_one import one_by_one
-from funcamp._jit.passes import changed
+from funcamp._jit.passes import run_passes
 from funcamp._jit.passes.graph_pass import Unchanged
-from funcamp._jit.passes.program import Flat, Program, Steps, Target
+from funcamp._jit.passes.program import Program, Steps, Target, TensorFunction
 from funcamp._jit.session import deep_recursion
 from funcamp._trace.autocast_regions import without_autocast
 from funcamp._trace.description import written_inputs
@@ -90,7 +90,7 @@ def compile_graph(
     if explained:
         explain(target, without)
     with without_autocast(), torch.no_grad():
-        program = changed(program, without)
+        program = run_passes(program, without)
         program.module.recompile()
         try:
             compiled, code = _compiled(program)
@@ -117,7 +117,7 @@ def compile_graph(
     return CompiledProgram(compiled, surroundings, code)
 
 
-def _compiled(program: Program) -> tuple[Flat, Code | None]:
+def _compiled(program: Program) -> tuple[TensorFunction, Code | None]:
     """Return a function from the inputs of a program to its results, and what Inductor has made of it."""
     backend = program.target.backend
     code: Code | None = None

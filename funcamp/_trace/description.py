@@ -57,10 +57,10 @@ def changed_state(graph: Graph) -> set[int]:
     state = [
         node
         for node, graph_input in zip(nodes.find_nodes(op="placeholder"), graph.inputs)
-        if graph_input.kind == "state"
+        if graph_input.role == "state"
     ]
     results: Any = nodes.output_node().args[0]
-    changed = Aliases(nodes).changed(state, results[: graph.outputs.next_state_count])
+    changed = Aliases(nodes).changed_inputs(state, results[: graph.outputs.next_state_count])
     return {number for number, node in enumerate(state) if node in changed}
 
 

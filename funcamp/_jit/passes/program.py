@@ -11,13 +11,13 @@ from torch import Tensor, fx
 from funcamp._jit.passes.table import Extension, Table
 
 #: A function from the tensors of a program to its results.
-Flat: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
+TensorFunction: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Around(Protocol):
     """What is put around a compiled program: a NamedTuple, because a file of a step contains it."""
 
-    def __call__(self, inner: Flat, /) -> Flat:
+    def __call__(self, inner: TensorFunction, /) -> TensorFunction:
         """Return the function that is called instead."""
 
 

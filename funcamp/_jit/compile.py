@@ -26,6 +26,8 @@ from funcamp._trace.description import written_inputs
 from funcamp._trace.trace import Graph
 
 _log = logging.getLogger("funcamp")
+#: A graph whose Python torch writes when it is first called, not after each change.
+_GraphModule: Any = _upstream.find("torch.fx._lazy_graph_module._LazyGraphModule", fx.GraphModule)
 
 
 def target_of(graph: Graph, backend: str, devices: frozenset[str], *, exact: bool) -> Target:
@@ -75,7 +77,7 @@ def compile_graph(
         explained: whether to print what is done to the program, and why.
     """
     # The passes change the graph, which another program may still be made of: without a pass, or without a compiler.
-    module = fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph))
+    module = _GraphModule(graph.module, copy.deepcopy(graph.module.graph))
     # The parts of a distributed tensor are views along its first dimension only as a whole: its loop is in Python.
     steps_for_passes = None if graph.has_subclasses else steps
     program = Program(

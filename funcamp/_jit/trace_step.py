@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from funcamp import _tree
@@ -53,13 +54,14 @@ def trace_step(
         metric_leaves, metric_spec = _tree.flatten(metrics)
         if options.unroll is not None:
             _check_stackable(metric_leaves)
-        metric_leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in metric_leaves]
-        metrics = _tree.unflatten(metric_leaves, metric_spec)
-        if options.donate:
-            _write_state(state_values, next_leaves)
-            return [], metrics
-        # A leaf of the old state or of the batch is copied: a later donated step writes the new state's memory.
-        return list(map(_copied_like, next_leaves, owned.leaves)), metrics
+        with torch.no_grad():
+            metric_leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for leaf in metric_leaves]
+            metrics = _tree.unflatten(metric_leaves, metric_spec)
+            if options.donate:
+                _write_state(state_values, next_leaves)
+                return [], metrics
+            # A leaf of the old state or of the batch is copied: a later donated step writes the new state's memory.
+            return list(map(_copied_like, next_leaves, owned.leaves)), metrics
 
     try:
         return trace(
@@ -91,7 +93,7 @@ def _tensor_replacer(batch: Tree) -> Callable[[list[Tensor]], Tree]:
 
 def _copied_like(leaf: Tensor, former: Tensor) -> Tensor:
     """Return a copy of a leaf of the next state in the strides of the former one, for which programs are compiled."""
-    copy = leaf.detach().clone()
+    copy = leaf.clone()
     return copy if copy.stride() == former.stride() else copy_with_strides(copy, former.stride())
 
 
@@ -101,7 +103,7 @@ def _write_state(state_values: list[Tensor], next_leaves: list[Tensor]) -> None:
     writes: list[tuple[Tensor, Tensor]] = []
     for former, leaf in zip(state_values, next_leaves):
         if leaf is not former:
-            writes.append((former, leaf.detach().clone()))
+            writes.append((former, leaf.clone()))
     for former, value in writes:
         former.copy_(value)
 

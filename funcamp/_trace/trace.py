@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from funcamp import _tree, _upstream
+from funcamp._trace.aliases import Aliases
 from funcamp._trace.as_compiled import as_compiled
 from funcamp._trace.captured_inputs import captured_as_inputs
 from funcamp._trace.host_values import compute_host_values
@@ -48,6 +49,8 @@ _NEEDED_NAMES = (
 )
 
 _aten = torch.ops.aten
+#: Context manager: torch writes the Python of a graph when it is first called.
+_written_when_called = _upstream.find("torch.fx._lazy_graph_module._use_lazy_graph_module", contextlib.nullcontext)
 
 #: From state and batch to the tensors of the next state, and the metrics.
 Traceable: TypeAlias = Callable[[list[Tensor]], tuple[list[Tensor], Tree]]
@@ -66,6 +69,8 @@ class Graph(NamedTuple):
     """The mode of the examples."""
     captured: list[Tensor]
     """The tensors that it reads besides its arguments."""
+    aliases: Aliases
+    """Which of its nodes share memory, and which write it."""
     wrappers: list[Wrapper | None]
     """The wrappers of its results."""
     outputs: Outputs
@@ -174,6 +179,7 @@ def _trace_once(
         examples=examples,
         mode=fake_mode,
         captured=captured,
+        aliases=Aliases(module.graph),
         wrappers=plain_function.wrappers,
         outputs=plain_function.outputs,
         has_subclasses=any(plain_function.argument_wrappers) or any(plain_function.wrappers),
@@ -326,7 +332,7 @@ def _record_with_casts(fn: Callable[..., list[Tensor]], examples: list[Tensor]) 
         return fn(*tensors)
 
     watch_autocast()
-    with _separate_autocast_cache():
+    with _separate_autocast_cache(), _written_when_called(True):
         # "real" means as they are: the examples are fake already.
         return make_fx(run, tracing_mode="real")(*examples)
 

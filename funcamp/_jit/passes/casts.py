@@ -19,9 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from funcamp._jit.passes.program import Pass, Program
+from funcamp._jit.passes.program import NARROW, Pass, Program
 from funcamp._jit.passes.writes import written_early
-from funcamp._optim.arithmetic import NARROW
 from funcamp._trace.aliases import Aliases
 
 _aten = torch.ops.aten

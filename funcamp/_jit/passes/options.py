@@ -8,8 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp._jit.passes.program import Pass, Program, Target
-from funcamp._optim.arithmetic import NARROW
+from funcamp._jit.passes.program import NARROW, Pass, Program, Target
 
 #: Number of elements of a tensor above which a program is bound by memory and products, not by the number of kernels.
 #: Inductor would join a kernel of 4 million elements and a tiny one, too; that was not measured to gain.

@@ -6,10 +6,13 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor, fx
 
 from funcamp._jit.passes.table import Extension, Table
 
+#: The dtypes to which autocast casts, and which eager operations round to.
+NARROW = (torch.float16, torch.bfloat16)
 #: A function from the tensors of a program to its results.
 TensorFunction: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 

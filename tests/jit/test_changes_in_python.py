@@ -167,19 +167,6 @@ class Trainer:
         return F.mse_loss(out, y) * self.weight()
 
 
-class DropPath(nn.Module):
-    rate = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (1 - self.rate)
-
-
-def rates_of_parts(model: Any, index: int) -> None:
-    for part in model.modules():
-        if isinstance(part, DropPath):
-            part.rate = 0.1 * (index // LATE)
-
-
 def class_attribute() -> Program:
     base = type("Base", (Net,), {"__module__": __name__})
     kind = type("Derived", (base,), {"__module__": __name__})
@@ -367,7 +354,6 @@ FOLLOWED: dict[str, Make] = {
     "a property": held(Config(), lambda held: held.doubled, lambda held: setattr(held, "factor", 2.0)),
     "a class attribute": class_attribute,
     "the rate of a dropout": layers(nn.Dropout(0.0), before=lambda model, i: setattr(model[1], "p", float(i >= LATE))),
-    "the rates of parts": layers(DropPath(), nn.Linear(4, 4), DropPath(), before=rates_of_parts),
     "an object of a closure": object_of_a_closure,
     "a variable of a closure": variable_of_the_criterion,
     "a global": global_of_the_criterion,

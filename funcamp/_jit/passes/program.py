@@ -67,7 +67,7 @@ class Program(NamedTuple):
     """From the tensors of the state, of the batch, and those captured, to the results; not recompiled.
 
     Its graph has operations that write in place. With donation it ends with a `copy_` into each leaf of the state that
-    is new. Every result is a clone (`_jit/executable.py` makes both).
+    is new. Every result is a clone (`_jit/trace_step.py` makes both).
     """
     examples: list[Tensor]
     """Tensors without values like its inputs."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from funcamp._cpu.sources import ENTRY, TAKE_OVER, can_change_sources, source_changed
 from funcamp._jit.compiled_program import in_shared_memory
-from funcamp._jit.passes.program import Flat, Pass, Program
+from funcamp._jit.passes.program import Pass, Program, TensorFunction
 
 #: Number of elements of a tensor from which on a program is large: the C library keeps smaller ones itself.
 LARGE = 2**18
@@ -73,7 +73,7 @@ def in_kept_memory(input_count: int, source: str) -> str:
 class KeptMemory(NamedTuple):
     """Gives a program memory after its inputs."""
 
-    def __call__(self, inner: Flat) -> Flat:
+    def __call__(self, inner: TensorFunction) -> TensorFunction:
         """Return the function of the inputs without the memory."""
         # As long as a program exists, so does the memory of its last call.
         memory: Tensor | None = None

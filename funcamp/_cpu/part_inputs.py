@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from funcamp._jit.passes.program import Flat, Pass, Program
+from funcamp._jit.passes.program import Pass, Program, TensorFunction
 from funcamp._jit.passes.writes import written_early
 from funcamp._trace.aliases import Aliases
 
@@ -50,7 +50,7 @@ class _WithParts(NamedTuple):
 
     flats: list[_Flat]
 
-    def __call__(self, inner: Flat) -> Flat:
+    def __call__(self, inner: TensorFunction) -> TensorFunction:
         """Return the function of the inputs without the parts."""
 
         def run(inputs: list[Tensor]) -> list[Tensor]:

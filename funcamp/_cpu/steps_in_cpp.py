@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from funcamp._cpu.sources import ENTRY, TAKE_OVER, can_change_sources, source_changed
-from funcamp._jit.passes.program import Flat, Pass, Program, Steps
+from funcamp._jit.passes.program import Pass, Program, Steps, TensorFunction
 
 #: Where the entry of a program gives an input a name.
 _INPUT = re.compile(r"auto (\w+) = std::move\(inputs\[(\d+)\]\);")
@@ -182,7 +182,7 @@ class _ResultsChecked(NamedTuple):
     expected_shapes: list[tuple[int, ...]]
     """Of the results of all steps; at least one."""
 
-    def __call__(self, all_steps: Flat) -> Flat:
+    def __call__(self, all_steps: TensorFunction) -> TensorFunction:
         """Return the checked function, given the compiled one of state and batch."""
         is_checked = False
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._check import one_batch
 from funcamp._dtensor import is_distributed
-from funcamp._jit.signature import PLAIN
+from funcamp._trace.tensor_subclass import PLAIN_TENSORS
 from funcamp._types import Tree
 
 #: Types whose objects compare by identity but are constants anyway.
@@ -32,7 +32,7 @@ def _fault(leaf: Tensor) -> str | None:
     """Return what a compiled program needs a tensor to be and this one is not."""
     if is_distributed(leaf):
         return None
-    if type(leaf) not in PLAIN:
+    if type(leaf) not in PLAIN_TENSORS:
         return (
             f"a plain tensor; got a {type(leaf).__name__}: pass the tensors it holds, or its .as_subclass(torch.Tensor)"
         )

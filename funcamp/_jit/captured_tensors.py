@@ -7,14 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
-from funcamp._jit.kinds import Kind, kind_of
+from funcamp._jit.metadata import TensorMetadata, metadata_of
 
 _dtype: Any = Tensor.dtype
 _read_dtype: Callable[[Tensor], object] = _dtype.__get__
 
 
 class CapturedTensors:
-    """The captured tensors of all programs of a step, with their addresses and kinds.
+    """The captured tensors of all programs of a step, with their addresses and metadata.
 
     A program has their shapes, strides and dtypes in its code, but reads their addresses at every call.
     """
@@ -23,7 +23,7 @@ class CapturedTensors:
         self.tensors: list[Tensor] = []
         self.outside_state: list[Tensor] = []
         """Those whose memory no state may have."""
-        self._kinds: list[Kind] = []
+        self._metadata: list[TensorMetadata] = []
         self._note()
 
     def add(self, tensors: Iterable[Tensor], outside_state: Iterable[Tensor]) -> None:
@@ -39,7 +39,7 @@ class CapturedTensors:
             if id(tensor) not in known:
                 known.add(id(tensor))
                 self.tensors.append(tensor)
-                self._kinds.append(kind_of(tensor))
+                self._metadata.append(metadata_of(tensor))
         self._note()
 
     def are_as_before(self) -> bool:
@@ -63,14 +63,14 @@ class CapturedTensors:
         Raises:
             RuntimeError: one differs in more than its address, or in that if it may not move.
         """
-        for tensor, kind, address in zip(self.tensors, self._kinds, self._addresses):
-            now = kind_of(tensor)
+        for tensor, before, address in zip(self.tensors, self._metadata, self._addresses):
+            now = metadata_of(tensor)
             has_moved = tensor.data_ptr() != address
-            if now != kind or (has_moved and not may_move):
+            if now != before or (has_moved and not may_move):
                 place = "" if may_move else ", in the same memory, where a CUDA graph reads"
                 raise RuntimeError(
                     "jit: step must find the tensors that it reads besides its arguments as they were when it was "
-                    f"compiled{place}; got {now} with strides {now.stride} for {kind} with strides {kind.stride} "
+                    f"compiled{place}; got {now} with strides {now.stride} for {before} with strides {before.stride} "
                     "(changed by module.to, .data, set_ or t_): write into it with copy_, make it a leaf of the state "
                     "or of the batch, or make another jit"
                 )

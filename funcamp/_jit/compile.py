@@ -17,15 +17,17 @@ from funcamp._jit.cache_name import cache_name
 from funcamp._jit.compiled_program import Code, CompiledProgram, Surroundings
 from funcamp._jit.explain import explain
 from funcamp._jit.one_by_one import one_by_one
-from funcamp._jit.passes import changed
+from funcamp._jit.passes import run_passes
 from funcamp._jit.passes.graph_pass import Unchanged
-from funcamp._jit.passes.program import Flat, Program, Steps, Target
+from funcamp._jit.passes.program import Program, Steps, Target, TensorFunction
 from funcamp._jit.session import deep_recursion
 from funcamp._trace.autocast_regions import without_autocast
 from funcamp._trace.description import written_inputs
 from funcamp._trace.trace import Graph
 
 _log = logging.getLogger("funcamp")
+#: A graph whose Python torch writes when it is first called, not after each change.
+_GraphModule: Any = _upstream.find("torch.fx._lazy_graph_module._LazyGraphModule", fx.GraphModule)
 
 
 def target_of(graph: Graph, backend: str, devices: frozenset[str], *, exact: bool) -> Target:
@@ -75,7 +77,7 @@ def compile_graph(
         explained: whether to print what is done to the program, and why.
     """
     # The passes change the graph, which another program may still be made of: without a pass, or without a compiler.
-    module = fx.GraphModule(graph.module, copy.deepcopy(graph.module.graph))
+    module = _GraphModule(graph.module, copy.deepcopy(graph.module.graph))
     # The parts of a distributed tensor are views along its first dimension only as a whole: its loop is in Python.
     steps_for_passes = None if graph.has_subclasses else steps
     program = Program(
@@ -90,7 +92,7 @@ def compile_graph(
     if explained:
         explain(target, without)
     with without_autocast(), torch.no_grad():
-        program = changed(program, without)
+        program = run_passes(program, without)
         program.module.recompile()
         try:
             compiled, code = _compiled(program)
@@ -117,7 +119,7 @@ def compile_graph(
     return CompiledProgram(compiled, surroundings, code)
 
 
-def _compiled(program: Program) -> tuple[Flat, Code | None]:
+def _compiled(program: Program) -> tuple[TensorFunction, Code | None]:
     """Return a function from the inputs of a program to its results, and what Inductor has made of it."""
     backend = program.target.backend
     code: Code | None = None

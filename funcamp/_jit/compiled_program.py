@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from funcamp._jit.passes.program import Around, Flat, Steps
+from funcamp._jit.passes.program import Around, Steps, TensorFunction
 from funcamp._jit.unroll import unrolled
 from funcamp._memory import overlaps
 from funcamp._trace.autocast_regions import without_autocast
@@ -34,7 +34,7 @@ class Surroundings(NamedTuple):
     """Those of a call, if their loop is in Python."""
     outputs: Outputs
 
-    def put_around(self, compiled: Flat) -> Flat:
+    def put_around(self, compiled: TensorFunction) -> TensorFunction:
         """Return a function from the arguments to the results of the traced function, which share no memory.
 
         Args:
@@ -50,7 +50,7 @@ class Surroundings(NamedTuple):
             run = _with_wrapped(run, self.wrappers)
         return run if self.steps is None else unrolled(run, self.steps, self.outputs)
 
-    def _with_captured(self, compiled: Flat) -> Flat:
+    def _with_captured(self, compiled: TensorFunction) -> TensorFunction:
         captured_tensors = self.captured
         written = self.written
         # The numbers of the results that need a copy, found at the first call: a program returns the same ones in the
@@ -72,7 +72,7 @@ class Surroundings(NamedTuple):
         return run
 
 
-def _outside_autograd(run: Flat) -> Flat:
+def _outside_autograd(run: TensorFunction) -> TensorFunction:
     def run_as_eager(values: list[Tensor]) -> list[Tensor]:
         # Casts and derivatives are already in the trace. A captured tensor may require gradients: since torch 2.14
         # make_fx records alias instead of detach, which lets it through.
@@ -82,7 +82,7 @@ def _outside_autograd(run: Flat) -> Flat:
     return run_as_eager
 
 
-def _with_wrapped(run: Flat, wrappers: Sequence[Wrapper | None]) -> Flat:
+def _with_wrapped(run: TensorFunction, wrappers: Sequence[Wrapper | None]) -> TensorFunction:
     def run_on_wrapped(values: list[Tensor]) -> list[Tensor]:
         """Take the parts of distributed tensors out, and put the results into such tensors."""
         plain_results = iter(run(unwrap_all(values)))
@@ -132,7 +132,7 @@ class CompiledProgram:
         code: what Inductor has made; None if its operations run one by one.
     """
 
-    def __init__(self, compiled: Flat, surroundings: Surroundings, code: Code | None) -> None:
+    def __init__(self, compiled: TensorFunction, surroundings: Surroundings, code: Code | None) -> None:
         self.surroundings = surroundings
         self.code = code
         self._run = surroundings.put_around(compiled)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from funcamp import _upstream
 from funcamp._dtensor import local
-from funcamp._jit.passes.program import Flat
+from funcamp._jit.passes.program import TensorFunction
 from funcamp._upstream.failed_capture import clear
 
 _WARM_UPS = 3
@@ -104,13 +104,13 @@ def graphs_for(devices: list[torch.device]) -> CudaGraphs | None:
     return CudaGraphs(distinct_devices[0])
 
 
-class Captured:
+class CudaGraphedProgram:
     """The graph of one batch signature, with its static batch and results."""
 
     def __init__(
         self,
         graphs: CudaGraphs,
-        run: Flat,
+        run: TensorFunction,
         state: list[Tensor],
         batch: list[Tensor],
     ) -> None:

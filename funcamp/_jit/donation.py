@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import operator
-from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._dtensor import is_distributed, local
-from funcamp._jit.kinds import Kind, check_like
+from funcamp._dtensor import local
+from funcamp._jit.metadata import TensorMetadata, check_like
+from funcamp._jit.strides import copy_with_strides, dense_strides, is_more_than_memory
 from funcamp._memory import Memory, is_private
 from funcamp._types import Tree
 
@@ -91,7 +90,7 @@ def take_over(
 
     Args:
         state: the state.
-        like: the kinds of the first state, with the strides that programs were compiled for.
+        like: the metadata of the first state, with the strides that programs were compiled for.
         avoid: memory that must not be written.
         copy: whether to copy all of it.
         is_written: whether steps write to it.
@@ -102,18 +101,18 @@ def take_over(
     if like is not None:
         check_like(_NAMES, like, state)
     leaves, spec = _tree.flatten(state)
-    expected_kinds: list[Kind | None] = [None] * len(leaves) if like is None else _tree.leaves(like)
+    expected_metadata: list[TensorMetadata | None] = [None] * len(leaves) if like is None else _tree.leaves(like)
     memory_so_far = Memory()
     own_leaves: list[Tensor | None] = []
-    for leaf, kind in zip(leaves, expected_kinds):
+    for leaf, expected in zip(leaves, expected_metadata):
         if leaf is None:
             own_leaves.append(None)
             continue
-        stride = _dense_strides(leaf) if kind is None else kind.stride
+        stride = dense_strides(leaf) if expected is None else expected.stride
         must_copy = copy or not _is_readable(leaf, stride)
         if not must_copy and is_written:
             must_copy = not is_private(leaf) or memory_so_far.meets(leaf) or avoid.meets(leaf)
-        own_leaf = copy_in_layout(leaf.detach(), stride) if must_copy else leaf
+        own_leaf = copy_with_strides(leaf.detach(), stride) if must_copy else leaf
         memory_so_far.add(own_leaf)
         own_leaves.append(own_leaf)
     # A donated state is returned as the same object.
@@ -121,58 +120,8 @@ def take_over(
     return OwnedState(state if is_same else _tree.unflatten(own_leaves, spec), is_written=is_written)
 
 
-def _dense_strides(leaf: Tensor) -> tuple[int, ...]:
-    """Return the strides for which programs are compiled: a tensor's, made dense, in the order of its dimensions.
-
-    Operations pass the order on, and sums follow it: in another order a sum rounds differently from eager code.
-    """
-    like = torch.empty_strided(leaf.shape, leaf.stride(), device="meta")
-    return torch.empty_like(like).stride()
-
-
-class Layouts(NamedTuple):
-    """The memory layouts of a batch's tensors that a program reads."""
-
-    strides: list[tuple[int, ...]]
-    extents: list[int]
-    """The numbers of bytes from the first to the last."""
-
-    def are_outside(self, batch: list[Tensor], memory: Memory) -> bool:
-        """Return whether tensors in these layouts are outside a memory."""
-        return memory.are_free(map(Tensor.data_ptr, batch), self.extents)
-
-
-def arranged(batch: list[Tensor], layouts: Layouts, memory: Memory) -> list[Tensor]:
-    """Return a batch as a program needs it: in its layouts, outside memory that it writes, without grad."""
-    inputs: list[Tensor] = []
-    for leaf, stride, extent in zip(batch, layouts.strides, layouts.extents):
-        is_outside = memory.is_free(leaf.data_ptr(), extent)
-        if leaf.stride() == stride and is_outside and not _is_more_than_memory(leaf):
-            inputs.append(leaf)
-        else:
-            inputs.append(copy_in_layout(leaf.detach(), stride))
-    return inputs
-
-
-def layouts_for(batch: list[Tensor]) -> Layouts:
-    """Return the layouts to compile for."""
-    return Layouts([*map(_dense_strides, batch)], [leaf.nbytes for leaf in batch])
-
-
 def _is_readable(leaf: Tensor, stride: tuple[int, ...]) -> bool:
     """Return whether a program for these strides may read a tensor as it is."""
     # Kernels of a GPU assume that a tensor begins at a multiple of 16 bytes.
     is_aligned = leaf.device.type == "cpu" or local(leaf).data_ptr() % 16 == 0
-    return is_aligned and leaf.stride() == stride and not leaf.is_inference() and not _is_more_than_memory(leaf)
-
-
-def _is_more_than_memory(leaf: Tensor) -> bool:
-    """Return whether a tensor is more than its numbers in memory: it requires a gradient, or is negated when read."""
-    return leaf.requires_grad or leaf.is_neg() or leaf.is_conj()
-
-
-def copy_in_layout(leaf: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Return a copy with these strides; a contiguous one of a DTensor."""
-    if is_distributed(leaf):
-        return leaf.clone(memory_format=torch.contiguous_format).resolve_conj().resolve_neg()
-    return torch.empty_strided(leaf.shape, stride, dtype=leaf.dtype, device=leaf.device).copy_(leaf)
+    return is_aligned and leaf.stride() == stride and not leaf.is_inference() and not is_more_than_memory(leaf)

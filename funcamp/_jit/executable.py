@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -13,46 +13,31 @@ from funcamp import _tree
 from funcamp._jit.compile import check_compiler, compile_graph, one_by_one_instead, target_of
 from funcamp._jit.compiled_program import CompiledProgram
 from funcamp._jit.constants import constant_key, structure_key
-from funcamp._jit.cuda_graph import Captured
-from funcamp._jit.donation import Layouts, arranged, copy_in_layout, layouts_for
-from funcamp._jit.kinds import check_like
-from funcamp._jit.passes.program import Flat, Steps, Target
+from funcamp._jit.cuda_graph import CudaGraphedProgram
+from funcamp._jit.jit_options import JitOptions
+from funcamp._jit.passes.program import Steps, Target, TensorFunction
 from funcamp._jit.python_values import PythonValues
 from funcamp._jit.session import compile_session
 from funcamp._jit.state_memory import StateMemory
+from funcamp._jit.strides import BatchStrides, strides_for
+from funcamp._jit.trace_step import trace_step
 from funcamp._jit.unroll import check_steps
 from funcamp._trace.description import description_of, written_inputs
 from funcamp._trace.interface import Outputs
-from funcamp._trace.open_shapes import is_open
-from funcamp._trace.trace import Graph, trace
-from funcamp._trace.tracing import HostError
+from funcamp._trace.trace import Graph
 from funcamp._types import Step, Tree
 from funcamp._upstream.advice import advise
 
 _log = logging.getLogger("funcamp")
 
 
-class Options(NamedTuple):
-    """The arguments of `jit`, checked."""
-
-    donate: bool
-    capture: bool
-    unroll: int | None
-    exact: bool
-    backend: str
-    compile_after: int
-    max_signatures: int
-    without: frozenset[str]
-    explain: bool
-
-
 class Executable(NamedTuple):
     """A step that is compiled for one signature."""
 
-    run: Flat
-    """From the state's leaves and the batch's tensors, in these layouts, to the results."""
+    run: TensorFunction
+    """From the state's leaves and the batch's tensors, in these strides, to the results."""
     outputs: Outputs
-    layouts: Layouts
+    strides: BatchStrides
     captured: list[Tensor]
     """The tensors that it reads besides its arguments."""
     outside_state: list[Tensor]
@@ -60,7 +45,7 @@ class Executable(NamedTuple):
     description: Hashable
     """What it computes: an equal one is the same program."""
 
-    def captured_in(self, memory: StateMemory, inputs: list[Tensor]) -> Executable:
+    def as_cuda_graph(self, memory: StateMemory, inputs: list[Tensor]) -> Executable:
         """Return the executable as a CUDA graph on the state, which then stays where it is; itself if it needs none.
 
         Args:
@@ -70,9 +55,9 @@ class Executable(NamedTuple):
         Raises:
             RuntimeError: the capture failed.
         """
-        if memory.graphs is None or isinstance(self.run, Captured):
+        if memory.graphs is None or isinstance(self.run, CudaGraphedProgram):
             return self
-        run = Captured(memory.graphs, self.run, memory.current.leaves, inputs)
+        run = CudaGraphedProgram(memory.graphs, self.run, memory.current.leaves, inputs)
         memory.pin()
         return self._replace(run=run)
 
@@ -81,7 +66,7 @@ class Executable(NamedTuple):
         run = self.run
         if isinstance(run, CompiledLater):
             run.compile()
-        while isinstance(run, (Captured, CompiledLater)):
+        while isinstance(run, (CudaGraphedProgram, CompiledLater)):
             run = run.inner
         return run if isinstance(run, CompiledProgram) else None
 
@@ -96,10 +81,12 @@ class CompiledLater:
         task: what is compiled, for the report.
     """
 
-    def __init__(self, one_by_one: Flat, compile_traced: Callable[[], Flat], calls: int, task: str) -> None:
+    def __init__(
+        self, one_by_one: TensorFunction, compile_traced: Callable[[], TensorFunction], calls: int, task: str
+    ) -> None:
         self.inner = one_by_one
         #: None once they are compiled.
-        self._compile_traced: Callable[[], Flat] | None = compile_traced
+        self._compile_traced: Callable[[], TensorFunction] | None = compile_traced
         self._calls_left = calls
         self._task = f"{task}; it ran one by one for {calls} calls (compile_after)"
 
@@ -121,7 +108,7 @@ class CompiledLater:
 
 def make_executable(
     step: Step,
-    options: Options,
+    options: JitOptions,
     memory: StateMemory,
     batch: Tree,
     values: PythonValues,
@@ -156,18 +143,12 @@ def make_executable(
     if memory.graphs is not None:
         tensors = [tensor.to(owned.leaves[0].device) for tensor in tensors]
     check_compiler(options.backend, owned.leaves + tensors)
-    layouts = layouts_for(tensors)
-    inputs = arranged(tensors, layouts, owned.memory)
+    strides = strides_for(tensors)
+    inputs = strides.as_read(tensors, owned.memory)
 
     # The operations of one step, which may be those of a known program.
-    graph = trace_step(
-        step,
-        options,
-        memory,
-        batch,
-        inputs if options.unroll is None else [tensor[0] for tensor in inputs],
-        values.roots,
-    )
+    of_one_step = inputs if options.unroll is None else [tensor[0] for tensor in inputs]
+    graph = trace_step(step, options, memory, batch, of_one_step, values.roots)
     values.follow_trace(graph.changed_places, graph.captured)
     description = _description_of(graph)
     for executable in known:
@@ -184,7 +165,7 @@ def make_executable(
 
     compile_at_once = compile_at_once or memory.graphs is not None
     run = _compiled(graph, options, memory.current.leaves, task, compile_at_once=compile_at_once)
-    return Executable(run, graph.outputs, layouts, graph.captured, outside_state, description)
+    return Executable(run, graph.outputs, strides, graph.captured, outside_state, description)
 
 
 def _description_of(graph: Graph) -> Hashable:
@@ -198,132 +179,20 @@ def _description_of(graph: Graph) -> Hashable:
         return object()
 
 
-def trace_step(
-    step: Step,
-    options: Options,
-    memory: StateMemory,
-    batch: Tree,
-    tensors: list[Tensor],
-    roots: Mapping[str, object],
-) -> Graph:
-    """Run a step without values, and return its operations.
-
-    Args:
-        step: the step.
-        options: those of `jit`.
-        memory: where the state is.
-        batch: the batch.
-        tensors: its tensors, of one step.
-        roots: the objects that the step's Python reaches, by name.
-
-    Raises:
-        TypeError: the step returns no pair.
-        ValueError: the next state is unlike the state.
-        RuntimeError: the step reads a value on the host, or keeps state in Python that a program cannot.
-        Exception: any error of the step.
-    """
-    owned = memory.current
-    state_count = len(owned.leaves)
-    batch_of = _tensor_replacer(batch)
-
-    def on_tensors(values: list[Tensor]) -> tuple[list[Tensor], Tree]:
-        """Return the leaves of the next state, or none if they are written into the state; and the metrics."""
-        state_values = values[:state_count]
-        state = owned.filled(state_values)
-        next_leaves, metrics = _take_step(step, state, batch_of(values[state_count:]), memory.kinds)
-        metric_leaves, metric_spec = _tree.flatten(metrics)
-        if options.unroll is not None:
-            _check_stackable(metric_leaves)
-        metric_leaves = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in metric_leaves]
-        metrics = _tree.unflatten(metric_leaves, metric_spec)
-        if options.donate:
-            _write_state(state_values, next_leaves)
-            return [], metrics
-        # A leaf of the old state or of the batch is copied: a later donated step writes the new state's memory.
-        return list(map(_copied_like, next_leaves, owned.leaves)), metrics
-
-    try:
-        return trace(
-            on_tensors,
-            [*owned.leaves, *tensors],
-            {leaf.device.type for leaf in owned.leaves},
-            in_cuda_graph=memory.graphs is not None,
-            roots=roots,
-            state_count=state_count,
-        )
-    except HostError as error:
-        raise RuntimeError(f"jit: step must {error}") from None
-
-
-def _tensor_replacer(batch: Tree) -> Callable[[list[Tensor]], Tree]:
-    """Return a function from tensors to the batch that has them instead of its own tensors."""
-    batch_leaves, batch_spec = _tree.flatten(batch)
-    positions = [index for index, leaf in enumerate(batch_leaves) if isinstance(leaf, Tensor)]
-
-    def batch_of(values: list[Tensor]) -> Tree:
-        leaves = list(batch_leaves)
-        for position, value in zip(positions, values):
-            needs_gradient = batch_leaves[position].requires_grad
-            leaves[position] = value.detach().requires_grad_() if needs_gradient else value
-        return _tree.unflatten(leaves, batch_spec)
-
-    return batch_of
-
-
-def _copied_like(leaf: Tensor, former: Tensor) -> Tensor:
-    """Return a copy of a leaf of the next state in the strides of the former one, for which programs are compiled."""
-    copy = leaf.detach().clone()
-    return copy if copy.stride() == former.stride() else copy_in_layout(copy, former.stride())
-
-
-def _write_state(state_values: list[Tensor], next_leaves: list[Tensor]) -> None:
-    """Write the leaves of the next state into those of the state."""
-    # All values are computed before the first write; a clone of a computed value costs nothing.
-    writes: list[tuple[Tensor, Tensor]] = []
-    for former, leaf in zip(state_values, next_leaves):
-        if leaf is not former:
-            writes.append((former, leaf.detach().clone()))
-    for former, value in writes:
-        former.copy_(value)
-
-
-def _take_step(step: Step, state: Tree, batch: Tree, state_kinds: Tree) -> tuple[list[Tensor], Tree]:
-    """Return the leaves of the next state, and the metrics.
-
-    Raises:
-        TypeError: the step returns no pair.
-        ValueError: the next state is unlike the state.
-    """
-    result = step(state, batch)
-    if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(f"jit: step must return the pair (state, metrics); got {type(result).__name__}")
-    next_state, metrics = result
-    check_like(("state", "the step's new state"), state_kinds, next_state)
-    return [leaf for leaf in _tree.leaves(next_state) if leaf is not None], metrics
-
-
-def _check_stackable(metric_leaves: Sequence[object]) -> None:
-    """Raise HostError if the shape of a metric may differ from step to step."""
-    for leaf in metric_leaves:
-        if is_open(leaf):
-            raise HostError(
-                "return metrics of fixed shapes with unroll, which stacks those of several steps; got "
-                f"{_tree.describe(leaf)}"
-            )
-
-
-def _compiled(graph: Graph, options: Options, leaves: list[Tensor], task: str, *, compile_at_once: bool) -> Flat:
+def _compiled(
+    graph: Graph, options: JitOptions, leaves: list[Tensor], task: str, *, compile_at_once: bool
+) -> TensorFunction:
     """Return a function from the leaves of the state and the batch's tensors to the results."""
     # What is compiled later must not keep this state alive, so no function below refers to `leaves`.
     steps: Steps | None = None
     if options.unroll is not None:
-        batch_tensors = [graph_input for graph_input in graph.inputs if graph_input.kind == "batch"]
+        batch_tensors = [graph_input for graph_input in graph.inputs if graph_input.role == "batch"]
         steps = Steps(options.unroll, len(leaves), len(batch_tensors), options.donate)
     gpus = frozenset(leaf.device for leaf in leaves if leaf.device.type == "cuda")
     devices = frozenset(leaf.device.type for leaf in leaves)
     target = target_of(graph, options.backend, devices, exact=options.exact)
 
-    def compiled_for(target: Target) -> Flat:
+    def compiled_for(target: Target) -> TensorFunction:
         # Inductor draws the operands of the products that it times on a GPU.
         with torch.random.fork_rng(gpus, enabled=bool(gpus)):
             return compile_traced(graph, target, options, steps)
@@ -343,7 +212,7 @@ def _compiled(graph: Graph, options: Options, leaves: list[Tensor], task: str, *
     return CompiledLater(one_by_one, lambda: compiled_for(target), calls, task)
 
 
-def compile_traced(graph: Graph, target: Target, options: Options, steps: Steps | None) -> Flat:
+def compile_traced(graph: Graph, target: Target, options: JitOptions, steps: Steps | None) -> TensorFunction:
     """Compile a traced step, or several in a call.
 
     One with open shapes that Inductor cannot compile runs operation by operation.

@@ -10,6 +10,7 @@ from torch import nn
 from funcamp import _tree
 from funcamp._autograd.loss import Loss
 from funcamp._check import boolean, integer
+from funcamp._jit.jit_options import JitOptions
 
 if TYPE_CHECKING:
     from funcamp._jit.jit_step import JitStep
@@ -90,8 +91,7 @@ def jit(
         >>> state["total"], metrics["mean"]
         (tensor(4.), tensor(1.))
     """
-    from funcamp._jit.executable import Options  # imports torch's compiler, which takes seconds
-    from funcamp._jit.jit_step import JitStep
+    from funcamp._jit.jit_step import JitStep  # imports torch's compiler, which takes seconds
 
     check_step("jit", step)
     for name, flag in (("donate", donate), ("capture", capture), ("exact", exact), ("explain", explain)):
@@ -102,7 +102,7 @@ def jit(
     integer("jit", "max_signatures", max_signatures, 1)
     if not isinstance(backend, str):
         raise TypeError(f"jit: backend must be a string; got {backend!r}")
-    options = Options(
+    options = JitOptions(
         donate=donate,
         capture=capture,
         unroll=unroll,

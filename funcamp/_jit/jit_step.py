@@ -16,9 +16,9 @@ from funcamp import _tree, _upstream
 from funcamp._check import Fixed, integer
 from funcamp._jit.arguments import check_batch, check_state
 from funcamp._jit.captured_tensors import CapturedTensors
-from funcamp._jit.donation import arranged
-from funcamp._jit.executable import Executable, Options, make_executable
+from funcamp._jit.executable import Executable, make_executable
 from funcamp._jit.jit import check_step
+from funcamp._jit.jit_options import JitOptions
 from funcamp._jit.known_calls import KnownCalls
 from funcamp._jit.python_values import PythonValues
 from funcamp._jit.session import compile_session
@@ -53,7 +53,7 @@ class JitStep(Fixed):
 
     _instead = "Call jit with {name}={value!r}"
 
-    def __init__(self, step: Step, options: Options, sharing: Sharing | None = None) -> None:
+    def __init__(self, step: Step, options: JitOptions, sharing: Sharing | None = None) -> None:
         self._step = step
         self._options = options
         self._sharing = Sharing() if sharing is None else sharing
@@ -71,13 +71,13 @@ class JitStep(Fixed):
         """How often the step was traced."""
         self._last: Executable | None = None
         """That of the last call."""
-        self._state_kinds: Tree = None
-        """The kinds of the state's leaves for which programs were compiled in another process."""
+        self._state_metadata: Tree = None
+        """That of the state's leaves for which programs were compiled in another process."""
 
     def __repr__(self) -> str:
         return f"jit({self._step!r})"
 
-    def __reduce__(self) -> tuple[type[JitStep], tuple[Step, Options]]:
+    def __reduce__(self) -> tuple[type[JitStep], tuple[Step, JitOptions]]:
         """Pickle or copy the step, which must be picklable, and the options; a copy compiles again."""
         return JitStep, (self._step, self._options)
 
@@ -128,7 +128,7 @@ class JitStep(Fixed):
         An evaluation returns the state that it got, `(state, metrics)`; its program writes no state. No sync.
 
         Args:
-            step: `(state, batch) -> (state, metrics)`, as for `jit`, on a state of the same kind.
+            step: `(state, batch) -> (state, metrics)`, as for `jit`, on a state like this step's.
             unroll: number of steps in a call. All other options are those of this step.
 
         Raises:
@@ -179,8 +179,8 @@ class JitStep(Fixed):
             number = self._python_values.number()
             executables = {key: executable for key, executable in self._executables.items() if key[-1] == number}
             memory = self._sharing.memory
-            state_kinds = None if memory is None else memory.kinds
-            layer("_step_file.file").write(path, self._options, executables, state_kinds, example_state)
+            state_metadata = None if memory is None else memory.metadata
+            layer("_step_file.file").write(path, self._options, executables, state_metadata, example_state)
 
     def release(self) -> None:
         """Free the programs, CUDA graphs and memory of this step, and of all steps on the same state.
@@ -226,14 +226,14 @@ class JitStep(Fixed):
             executable, inputs, results = self._first_run(key_of(frame, leaves), memory, batch, tensors)
             owned = memory.current  # a new program may have moved it
         else:
-            is_as_noted = known_program is not None and executable.layouts.are_outside(tensors, owned.memory)
-            inputs = tensors if is_as_noted else arranged(tensors, executable.layouts, owned.memory)
+            is_as_noted = known_program is not None and executable.strides.are_outside(tensors, owned.memory)
+            inputs = tensors if is_as_noted else executable.strides.as_read(tensors, owned.memory)
             try:
                 results = executable.run([*owned.leaves, *inputs])
             except RuntimeError as error:
                 advise("jit", error)
                 raise
-        if executable is not self._last:  # a comparison takes less time than an assignment
+        if executable is not self._last:  # every assignment to a `Fixed` object calls Python
             self._last = executable
         # Tensors of a known call are read as they are, so only a call that did so is noted.
         if known_program is None and all(map(operator.is_, inputs, tensors)):
@@ -266,7 +266,7 @@ class JitStep(Fixed):
         check_state(state)
         if memory is None:  # stored by the first run, if that succeeds
             donate, capture = self._options.donate, self._options.capture
-            return StateMemory(state, donate=donate, capture=capture, like=self._state_kinds), tensors
+            return StateMemory(state, donate=donate, capture=capture, like=self._state_metadata), tensors
         if not memory.has(state):
             if memory.graphs is not None:  # the state is copied into their memory
                 tensors = [leaf.detach().clone() if memory.meets(leaf) else leaf for leaf in tensors]
@@ -289,8 +289,8 @@ class JitStep(Fixed):
             with compile_session(task):
                 executable = self._make(key, memory, batch, task)
                 owned = memory.current  # where it is now: it may have been moved
-                inputs = arranged(tensors, executable.layouts, owned.memory)
-                executable = executable.captured_in(memory, inputs)
+                inputs = executable.strides.as_read(tensors, owned.memory)
+                executable = executable.as_cuda_graph(memory, inputs)
                 results = executable.run([*owned.leaves, *inputs])
         except RuntimeError as error:
             advise("jit", error)

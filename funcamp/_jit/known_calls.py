@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from funcamp import _upstream
-from funcamp._jit.signature import PLAIN, Frame
+from funcamp._jit.signature import Frame
+from funcamp._trace.tensor_subclass import PLAIN_TENSORS
 
 if TYPE_CHECKING:
     from funcamp._jit.executable import Executable
@@ -46,7 +47,9 @@ class KnownCalls:
 
     def add(self, frame: Frame, tensors: list[Tensor], executable: Executable) -> None:
         """Note what the tensors of a call are, instead of the former ones of that program."""
-        if not _upstream.usable(_TensorGuards) or not {*map(type, tensors)} <= PLAIN:  # a DTensor has more attributes
+        if (
+            not _upstream.usable(_TensorGuards) or not {*map(type, tensors)} <= PLAIN_TENSORS
+        ):  # a DTensor has more attributes
             return
         guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         others = [known_call for known_call in self._by_frame.get(frame, ()) if known_call[1] is not executable]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 import threading
 from collections.abc import Iterator
@@ -15,8 +14,6 @@ from funcamp._upstream.noise import without_noise
 
 #: make_fx and Inductor's options are of the process, so one thread at a time compiles.
 _lock = threading.Lock()
-#: The number of new objects after which Python looks for garbage meanwhile.
-_SELDOM = 100_000
 #: Recursion limit for Inductor: planning memory recurses deeper with every buffer that is alive at the same time (at 48
 #: blocks of a GPT beyond Python's default of 1,000).
 _DEEP = 20_000
@@ -26,24 +23,13 @@ _DEEP = 20_000
 def compile_session(task: str) -> Iterator[None]:
     """Context manager around tracing and compiling one program.
 
-    It takes turns with other threads, collects garbage rarely, leaves inference mode, and reports that it takes long.
+    It takes turns with other threads, leaves inference mode, and reports that it takes long.
 
     Args:
         task: what is compiled, for the report.
     """
-    with torch.inference_mode(False), _lock, _few_collections(), without_noise(), reported(task):
+    with torch.inference_mode(False), _lock, without_noise(), reported(task):
         yield
-
-
-@contextlib.contextmanager
-def _few_collections() -> Iterator[None]:
-    """Context manager: look for garbage rarely, because Inductor makes millions of objects that live long."""
-    first, *others = gc.get_threshold()
-    gc.set_threshold(max(first, _SELDOM) if first else 0, *others)
-    try:
-        yield
-    finally:
-        gc.set_threshold(first, *others)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 Calls with equal signatures run one program. Not in a signature, because any may change from call to call:
 
 - values, strides and memory of the batch's tensors: they are copied to the layout of the program if need be;
-- the state: all programs of a step have one kind of state (`StateMemory.kinds`), and another one is an error;
+- the state: all are like the first one (`StateMemory.metadata`), and another one is an error;
 - tensors that the step reads besides its arguments: they are read at every call (`CapturedTensors`);
 - grad mode, inference mode and the state of random number generators.
 """
@@ -20,11 +20,10 @@ from funcamp import _tree
 from funcamp._dtensor import is_distributed
 from funcamp._jit.constants import ATOMS, ByIdentity, constant_key, names_key, structure_key
 from funcamp._trace.autocast_regions import autocast_regions
+from funcamp._trace.tensor_subclass import PLAIN_TENSORS
 from funcamp._types import Tree
 
-PLAIN = {Tensor, torch.nn.Parameter}
-"""The classes of tensors without attributes of their own."""
-_LEAVES = PLAIN | ATOMS
+_LEAVES = PLAIN_TENSORS | ATOMS
 #: What a leaf of a batch is compared by: of a tensor everything except its values, strides and memory; of a constant
 #: its class and a description of its value.
 LeafKey: TypeAlias = tuple[Hashable, ...]
@@ -104,7 +103,7 @@ def key_of(frame: Frame, leaves: list[object]) -> Key:
 def leaf_key(leaf: Any) -> LeafKey:
     """Return all of a tensor but its values, strides and memory; else a description: 1, 1.0 and True differ."""
     kind: Any = type(leaf)
-    if kind in PLAIN:
+    if kind in PLAIN_TENSORS:
         return leaf.shape, leaf.dtype, leaf.device, leaf.layout, Tensor, leaf.requires_grad
     if not isinstance(leaf, Tensor):
         return constant_key(leaf)

@@ -13,7 +13,7 @@ from funcamp import _tree
 from funcamp._jit import cuda_graph
 from funcamp._jit.captured_tensors import CapturedTensors
 from funcamp._jit.donation import OwnedState, take_over
-from funcamp._jit.kinds import kinds
+from funcamp._jit.metadata import metadata_in
 from funcamp._memory import Memory
 from funcamp._types import Tree
 
@@ -28,13 +28,13 @@ _pinning = threading.Lock()
 class StateMemory:
     """The memory in which programs read a state and write its successor: donated, or static for CUDA graphs.
 
-    It knows no programs. All steps that share it have a state of one kind, that of the first.
+    It knows no programs. All steps that share it have states like the first one.
 
     Args:
         state: the first state.
         donate: whether programs write the next state into this memory.
         capture: whether programs are captured, on a device that can.
-        like: the kinds of the state's leaves, if programs were compiled before.
+        like: the metadata of the state's leaves, if programs were compiled before.
 
     Raises:
         RuntimeError: the state is on several GPUs and is to be captured.
@@ -46,13 +46,13 @@ class StateMemory:
         """Captures and replays; None without CUDA graphs."""
         self.captured: weakref.WeakSet[CapturedTensors] = weakref.WeakSet()
         """The tensors that programs read besides their arguments."""
-        self.kinds: Tree = like
-        """The kinds of the first state, with the strides that programs are compiled for."""
+        self.metadata: Tree = like
+        """That of the first state's leaves, with the strides that programs are compiled for."""
         self._donate = donate
         self._is_pinned = False
         self.current = self._taken_over(state)
         """The state of the last call, or that was taken for this one."""
-        self.kinds = kinds(self.current.tree)
+        self.metadata = metadata_in(self.current.tree)
 
     def has(self, state: Tree) -> bool:
         """Return whether a state is that of the last call."""
@@ -72,7 +72,7 @@ class StateMemory:
             self.current = self._taken_over(state)
             return
         with torch.inference_mode(False), torch.no_grad():
-            self.current.refill(state, self.kinds)
+            self.current.refill(state, self.metadata)
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -82,7 +82,7 @@ class StateMemory:
         is_static = self.graphs is not None
         return take_over(
             state,
-            self.kinds,
+            self.metadata,
             avoid=Memory(self._tensors_outside()),
             copy=is_static and not self._donate,
             is_written=is_static or self._donate,
@@ -125,7 +125,7 @@ class StateMemory:
                 f"earlier CUDA graph writes; got {_tree.describe(shared)}: take it from the state that step gets, or "
                 "read a clone() of it"
             )
-        self.current = take_over(self.current.tree, self.kinds, avoid=Memory(), copy=True)
+        self.current = take_over(self.current.tree, self.metadata, avoid=Memory(), copy=True)
 
     def follow(self, captured: CapturedTensors) -> None:
         """Adopt captured tensors that were given other memory; leave the state's memory if it is now theirs.

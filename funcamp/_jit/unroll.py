@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._jit.passes.program import Flat, Steps
+from funcamp._jit.passes.program import Steps, TensorFunction
 from funcamp._trace.interface import Outputs
 from funcamp._types import Tree
 
@@ -23,7 +23,7 @@ def check_steps(batch: Tree, unroll: int) -> None:
             )
 
 
-def unrolled(one_step: Flat, steps: Steps, outputs: Outputs) -> Flat:
+def unrolled(one_step: TensorFunction, steps: Steps, outputs: Outputs) -> TensorFunction:
     """Return a function that calls a compiled step for each of several, on the previous call's state.
 
     Args:

@@ -37,11 +37,12 @@ from torch import Tensor
 from funcamp import _tree, _upstream
 from funcamp._io.checkpoint import load, name_of_file, save
 from funcamp._jit.compiled_program import Code, CompiledProgram, Surroundings
-from funcamp._jit.donation import Layouts
-from funcamp._jit.executable import Executable, Options
-from funcamp._jit.kinds import Kind, check_like
-from funcamp._jit.passes.program import Flat
+from funcamp._jit.executable import Executable
+from funcamp._jit.jit_options import JitOptions
+from funcamp._jit.metadata import TensorMetadata, check_like
+from funcamp._jit.passes.program import TensorFunction
 from funcamp._jit.signature import Key
+from funcamp._jit.strides import BatchStrides
 from funcamp._step_file.machine import check_machine, this_machine
 from funcamp._types import Tree
 
@@ -53,7 +54,7 @@ class SavedProgram(NamedTuple):
 
     key: Key
     """Its signature."""
-    layouts: Layouts
+    strides: BatchStrides
     python: str
     """What Inductor has written."""
     libraries: list[Tensor]
@@ -68,8 +69,8 @@ class SavedProgram(NamedTuple):
 class Description(NamedTuple):
     """All of a file that is not a tensor."""
 
-    options: Options
-    state_kinds: Tree
+    options: JitOptions
+    state_metadata: Tree
     programs: list[SavedProgram]
     example_state: Tree
     """None if none was saved."""
@@ -77,9 +78,9 @@ class Description(NamedTuple):
 
 def write(
     path: str | os.PathLike[str],
-    options: Options,
+    options: JitOptions,
     executables: Mapping[Key, Executable],
-    state_kinds: Tree,
+    state_metadata: Tree,
     example_state: Tree,
 ) -> None:
     """Write the programs of a step into a file.
@@ -88,7 +89,7 @@ def write(
         path: the file.
         options: those of `jit`.
         executables: the programs by their signatures.
-        state_kinds: the kinds of the state's leaves.
+        state_metadata: that of the state's leaves.
         example_state: a state; None for none.
 
     Raises:
@@ -102,11 +103,11 @@ def write(
             "model's mode, numbers); got no program for them: call it once, then save it"
         )
     if example_state is not None:
-        check_like(("state", "example_state"), state_kinds, example_state)
+        check_like(("state", "example_state"), state_metadata, example_state)
     programs = [_saved(key, executable) for key, executable in executables.items()]
     tensors: list[Tensor] = []
-    pickled = _pickled(Description(options, state_kinds, programs, example_state), tensors)
-    devices = {kind.device.type for kind in _tree.leaves(state_kinds) if isinstance(kind, Kind)}
+    pickled = _pickled(Description(options, state_metadata, programs, example_state), tensors)
+    devices = {leaf.device.type for leaf in _tree.leaves(state_metadata) if isinstance(leaf, TensorMetadata)}
     saved = {
         "format": FORMAT,
         "made_for": this_machine(has_gpu="cuda" in devices),
@@ -179,7 +180,7 @@ def _saved(key: Key, executable: Executable) -> SavedProgram:
         ) from None
     return SavedProgram(
         key,
-        executable.layouts,
+        executable.strides,
         python,
         libraries,
         {name: value for name, value in vars(module).items() if isinstance(value, Tensor)},
@@ -223,10 +224,10 @@ def runnable(saved: SavedProgram) -> Executable:
     run = _on_aligned(code.run, frozenset(surroundings.written)) if is_for_gpu else code.run
     program = CompiledProgram(run, surroundings, code)
     captured = surroundings.captured
-    return Executable(program, surroundings.outputs, saved.layouts, captured, captured, description=None)
+    return Executable(program, surroundings.outputs, saved.strides, captured, captured, description=None)
 
 
-def _on_aligned(run: Flat, written: frozenset[int]) -> Flat:
+def _on_aligned(run: TensorFunction, written: frozenset[int]) -> TensorFunction:
     """Return a function whose inputs begin at a multiple of 16 bytes, as the kernels of a GPU assume.
 
     Those that are written are the state, which begins there (`take_over`).
@@ -323,7 +324,7 @@ _NAMES = {
     *(f"builtins.{kind.__name__}" for kind in _BUILTINS),
     *("collections.OrderedDict", "collections.defaultdict", "collections.deque"),
     *("torch.Size", "torch.device", "torch.Tensor", "torch.serialization._get_layout"),
-    *("funcamp._storage.layout._restore", "funcamp._storage.params.Params", "funcamp._jit.kinds.Kind"),
+    *("funcamp._storage.layout._restore", "funcamp._storage.params.Params", "funcamp._jit.metadata.TensorMetadata"),
     "funcamp._trace.interface.outputs_of",
 }
 

@@ -49,7 +49,7 @@ class LoadedStep(JitStep):
         description = read(path)
         super().__init__(_NoPython(os.fspath(path)), description.options, None if also is None else also._sharing)
         self.example_state = description.example_state
-        self._state_kinds = description.state_kinds
+        self._state_metadata = description.state_metadata
         number = self._python_values.number()
         self._in_file: dict[Key, Executable] = {}
         # Loading replaces a method of torch's, so threads take turns.
@@ -87,7 +87,7 @@ class LoadedStep(JitStep):
         Raises:
             ValueError: there is none.
         """
-        if _tree.flatten(memory.kinds) != _tree.flatten(self._state_kinds):
+        if _tree.flatten(memory.metadata) != _tree.flatten(self._state_metadata):
             raise ValueError(
                 f"{self!r}: a step on the same state must have it in the memory layout of the file: call the step of "
                 "the file first"

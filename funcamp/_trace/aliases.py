@@ -70,7 +70,7 @@ class Aliases:
 
         return not inputs.isdisjoint(nodes_behind([node], sources_of_values))
 
-    def changed(self, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
+    def changed_inputs(self, inputs: Sequence[fx.Node], results: Sequence[fx.Node]) -> set[fx.Node]:
         """Return the inputs that the graph writes other values to, or returns with other values.
 
         Args:

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx
 
-from funcamp._trace.aliases import Aliases
-
 if TYPE_CHECKING:
     from funcamp._trace.trace import Graph
 
@@ -39,14 +37,13 @@ def _acts(node: fx.Node) -> bool:
 def live_nodes(graph: Graph) -> dict[fx.Node, None]:
     """Return the nodes that a result or a written input depends on, in their order."""
     nodes = graph.module.graph
-    aliases = Aliases(nodes)
-    live = aliases.nodes_behind(nodes.output_node(), *aliases.writers_of_inputs())
+    live = graph.aliases.nodes_behind(nodes.output_node(), *graph.aliases.writers_of_inputs())
     return dict.fromkeys(node for node in nodes.nodes if node in live)
 
 
 def written_inputs(graph: Graph) -> list[int]:
     """Return the numbers of a graph's inputs that it writes."""
-    written = Aliases(graph.module.graph).writers.keys()
+    written = graph.aliases.writers.keys()
     placeholders = graph.module.graph.find_nodes(op="placeholder")
     return [number for number, node in enumerate(placeholders) if node in written]
 
@@ -57,10 +54,10 @@ def changed_state(graph: Graph) -> set[int]:
     state = [
         node
         for node, graph_input in zip(nodes.find_nodes(op="placeholder"), graph.inputs)
-        if graph_input.kind == "state"
+        if graph_input.role == "state"
     ]
     results: Any = nodes.output_node().args[0]
-    changed = Aliases(nodes).changed(state, results[: graph.outputs.next_state_count])
+    changed = graph.aliases.changed_inputs(state, results[: graph.outputs.next_state_count])
     return {number for number, node in enumerate(state) if node in changed}
 
 

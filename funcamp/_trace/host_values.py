@@ -8,16 +8,12 @@ and then copies it. An operation on the device that reads a host value reads a c
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, fx
 
 from funcamp import _tree
 from funcamp._trace.autocast_regions import without_autocast
-
-if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensorMode
+from funcamp._upstream.fake_tensors import FakeTensorMode
 
 
 def compute_host_values(module: fx.GraphModule, device: torch.device, fake_mode: FakeTensorMode) -> None:

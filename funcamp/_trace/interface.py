@@ -14,10 +14,10 @@ from funcamp._types import Tree
 class Input(NamedTuple):
     """What an input of a program is."""
 
-    kind: Literal["state", "batch", "captured"]
+    role: Literal["state", "batch", "captured"]
     """A leaf of the state, a tensor of the batch, or a tensor that the step reads besides its arguments."""
     number: int
-    """Its number among those of its kind. The plain parts of a DTensor have one number."""
+    """Its number among those of its role. The plain parts of a DTensor have one number."""
 
 
 class Outputs(NamedTuple):

@@ -9,20 +9,16 @@ reads it is refused.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, fx
 
-from funcamp import _tree, _upstream
+from funcamp import _tree
 from funcamp._trace.aliases import Aliases
 from funcamp._trace.interface import Input
 from funcamp._trace.places import Place
-
-if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensor
-else:
-    FakeTensor = _upstream.find("torch._subclasses.fake_tensor.FakeTensor")
+from funcamp._upstream.fake_tensors import FakeTensor
 
 #: Returns the node of a tensor in the graph that is traced; None for any other tensor.
 NodeOf: TypeAlias = Callable[[Tensor], "fx.Node | None"]
@@ -53,10 +49,10 @@ def give_values_to_kept(
     graph = module.graph
     aliases = Aliases(graph)
     placeholders = graph.find_nodes(op="placeholder")
-    state = [node for node, graph_input in zip(placeholders, inputs) if graph_input.kind == "state"]
-    batch = {node for node, graph_input in zip(placeholders, inputs) if graph_input.kind == "batch"}
+    state = [node for node, graph_input in zip(placeholders, inputs) if graph_input.role == "state"]
+    batch = {node for node, graph_input in zip(placeholders, inputs) if graph_input.role == "batch"}
     next_state: Any = graph.output_node().args[0]
-    changing = batch | aliases.changed(state, next_state[:state_result_count])
+    changing = batch | aliases.changed_inputs(state, next_state[:state_result_count])
 
     # Those that are the same at every call, and that are computed without a write into an input.
     constant: dict[int, fx.Node] = {}

@@ -6,22 +6,18 @@ import contextlib
 import functools
 from collections.abc import Iterable, Iterator, Set
 from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from torch import Tensor
 
-from funcamp import _tree, _upstream
+from funcamp import _tree
 from funcamp._trace.schema import reads_no_value
 from funcamp._trace.tracing import HostError, current
 from funcamp._trace.user_line import line_in_stack
 from funcamp._types import Args, Kwargs, Operation
-
-if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensor
-else:
-    FakeTensor = _upstream.find("torch._subclasses.fake_tensor.FakeTensor")
+from funcamp._upstream.fake_tensors import FakeTensor
 
 _aten = torch.ops.aten
 _COPIES_TO_A_DEVICE = {_aten._to_copy.default, _aten.copy_.default, _aten.copy.default}

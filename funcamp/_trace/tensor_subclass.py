@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 else:
     is_traceable_wrapper_subclass = _upstream.find("torch.utils._python_dispatch.is_traceable_wrapper_subclass")
 
+#: The classes of tensors that are plain, and no subclass with attributes or operations besides torch's.
+PLAIN_TENSORS = {Tensor, torch.nn.Parameter}
+
 
 class Wrapper(NamedTuple):
     """Everything about a tensor subclass (DTensor) except its plain tensors."""

@@ -2,7 +2,7 @@
 
 During a trace, the seed of torch's default generator is used as the position in its sequence. `torch.utils.checkpoint`
 sets the generator back to the position of the forward pass, in the backward pass, and computes the same again: it gets
-the same numbers. What Python and numpy draw is noticed in `settle.py`.
+the same numbers. What Python and numpy draw is noticed in `until_stable.py`.
 """
 
 from __future__ import annotations

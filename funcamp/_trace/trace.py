@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Set
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx
@@ -20,7 +20,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from funcamp import _tree, _upstream
+from funcamp._trace.aliases import Aliases
 from funcamp._trace.as_compiled import as_compiled
+from funcamp._trace.captured_inputs import captured_as_inputs
 from funcamp._trace.host_values import compute_host_values
 from funcamp._trace.inner_casts import watch_autocast
 from funcamp._trace.interface import Input, Outputs, outputs_of
@@ -28,20 +30,16 @@ from funcamp._trace.kept_tensors import give_values_to_kept
 from funcamp._trace.open_shapes import is_open, is_open_node
 from funcamp._trace.places import Identity, Survey
 from funcamp._trace.refusals import assignments_to_data_refused
-from funcamp._trace.settle import settle
 from funcamp._trace.tensor_subclass import Wrapper, unwrap_all, wrap, wrapper_of
 from funcamp._trace.trace_errors import explain
 from funcamp._trace.tracing import HostError
+from funcamp._trace.until_stable import trace_until_stable
 from funcamp._trace.user_line import asks_whether_compiled
 from funcamp._trace.watch import TraceWatch
 from funcamp._types import Tree
 from funcamp._upstream.batch_norm_layout import give_kernels_layouts
+from funcamp._upstream.fake_tensors import FakeTensor, FakeTensorMode
 
-if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-else:
-    FakeTensor = _upstream.find("torch._subclasses.fake_tensor.FakeTensor")
-    FakeTensorMode = _upstream.find("torch._subclasses.fake_tensor.FakeTensorMode")
 #: What a trace cannot do without.
 _NEEDED_NAMES = (
     FakeTensor,
@@ -51,6 +49,8 @@ _NEEDED_NAMES = (
 )
 
 _aten = torch.ops.aten
+#: Context manager: torch writes the Python of a graph when it is first called.
+_written_when_called = _upstream.find("torch.fx._lazy_graph_module._use_lazy_graph_module", contextlib.nullcontext)
 
 #: From state and batch to the tensors of the next state, and the metrics.
 Traceable: TypeAlias = Callable[[list[Tensor]], tuple[list[Tensor], Tree]]
@@ -69,6 +69,8 @@ class Graph(NamedTuple):
     """The mode of the examples."""
     captured: list[Tensor]
     """The tensors that it reads besides its arguments."""
+    aliases: Aliases
+    """Which of its nodes share memory, and which write it."""
     wrappers: list[Wrapper | None]
     """The wrappers of its results."""
     outputs: Outputs
@@ -111,20 +113,21 @@ def trace(
     """
     roots = {} if roots is None else roots
     trace_once = functools.partial(_trace_once, fn, args, home, in_cuda_graph, roots, state_count)
-    return settle(lambda: _trace_as_compiled_or_eager(trace_once), roots)
+    return trace_until_stable(lambda: _trace_as_compiled_or_eager(trace_once), roots)
 
 
-def _trace_as_compiled_or_eager(trace_once: Callable[..., Graph]) -> Graph:
+def _trace_as_compiled_or_eager(trace_once: Callable[[], Graph]) -> Graph:
     """Trace as under a compiler; if the function then fails, and asks whether it is compiled, as in eager mode."""
     try:
-        return trace_once()
+        with as_compiled(True):
+            return trace_once()
     except Exception as error:
         if isinstance(error, HostError) or not asks_whether_compiled(error):
             raise
         # If is_compiling() is True, a model may assume that a mask is given.
         graph: Graph | None = None
-        with contextlib.suppress(Exception):
-            graph = trace_once(is_compiling=False)
+        with contextlib.suppress(Exception), as_compiled(False):
+            graph = trace_once()
         if graph is None:  # raise the error of the first run
             raise
     graph.notes.add("step fails where torch.compiler.is_compiling() is True, so it is traced as in eager mode")
@@ -138,77 +141,92 @@ def _trace_once(
     in_cuda_graph: bool,
     roots: Mapping[str, object],
     state_count: int,
-    is_compiling: bool = True,
 ) -> Graph:
-    """Trace by one run of the function, while torch.compiler.is_compiling() is True if `is_compiling`.
+    """Trace by one run of the function. The arguments are those of `trace`."""
+    _prepare_torch()
 
-    The other arguments are those of `trace`.
-    """
-    for name in _NEEDED_NAMES:
-        _upstream.check(name)
-    if _upstream.ENDED_THREAD:
-        stay()
-    # The watch refuses the function's own reads of values.
-    shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=not in_cuda_graph)
-    # torch.tensor passes its constant as it is.
-    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
-    give_kernels_layouts(fake_mode)
+    # Tensors without values like the arguments, and what watches the operations on them.
+    fake_mode = _new_fake_mode(in_cuda_graph=in_cuda_graph)
     watch = TraceWatch(home, fake_mode, in_cuda_graph=in_cuda_graph)
     arguments, inputs = _unwrap_arguments(args, state_count)
-    with fake_mode:  # new tensors, because it is unknown what later arguments share with each other
+    with fake_mode:  # new ones, because it is unknown what later arguments share with each other
         examples = [_new_like(argument) for argument in arguments]
-    if torch.is_anomaly_enabled():
-        watch.notes.add(
-            "a program does not check gradients for NaN as torch.autograd.set_detect_anomaly asks for: call the step "
-            "without jit to find the operation"
-        )
+
+    # One run, recorded.
     plain_function = _PlainFunction(fn, [wrapper_of(arg) for arg in args], watch)
-    try:
-        with (
-            as_compiled(is_compiling),
-            assignments_to_data_refused(),
-            torch.autograd.set_detect_anomaly(False),  # its check reads values
-            # On a GPU autograd would call backward in another thread, outside these modes.
-            torch.autograd.set_multithreading_enabled(False),
-            fake_mode,
-        ):
-            module = _record_operations(plain_function, examples)
-    except Exception as error:
-        explanation = explain(error, in_cuda_graph=in_cuda_graph)
-        if explanation is None:
-            raise
-        raise explanation from None
+    module = _record(plain_function, examples, fake_mode, in_cuda_graph=in_cuda_graph)
     _name_dtypes(module.graph)
-    _refuse_gradients(watch.captured.values())
-    captured = _lift_captured(module, watch.captured)
+
+    # The tensors that it reads besides its arguments are further inputs.
+    captured = captured_as_inputs(module, watch.captured)
     inputs += [Input("captured", number) for number in range(len(captured))]
-    if any(isinstance(tensor, FakeTensor) for tensor in captured):
-        raise RuntimeError(
-            "jit: step must not read a tensor that its Python has kept of an earlier run, in a function's cache or "
-            "an object of a package: make it before the first call, or keep it in a buffer"
-        )
-    places = Survey(roots).places.values()
-    give_values_to_kept(
-        places, watch.node_of, module, inputs, [*arguments, *captured], plain_function.plain_state_count
-    )
-    _erase_unused_copies(module.graph)
-    _delete_fake_constants(module)
-    if in_cuda_graph and "cpu" not in home:
-        compute_host_values(module, arguments[0].device, fake_mode)
     with fake_mode:  # with a ShapeEnv, torch makes symbols of sizes if they are not said to be static
         examples += [fake_mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in captured]
+
+    # Tensors without values that its Python keeps get values.
+    places = Survey(roots).places.values()
+    values = [*arguments, *captured]
+    give_values_to_kept(places, watch.node_of, module, inputs, values, plain_function.plain_state_count)
+
+    # Copies for draws that did not come are left out; a CUDA graph runs nothing on the host.
+    _erase_unused_copies(module.graph)
+    if in_cuda_graph and "cpu" not in home:
+        compute_host_values(module, arguments[0].device, fake_mode)
+
     return Graph(
         module=module,
         inputs=inputs,
         examples=examples,
         mode=fake_mode,
         captured=captured,
+        aliases=Aliases(module.graph),
         wrappers=plain_function.wrappers,
         outputs=plain_function.outputs,
         has_subclasses=any(plain_function.argument_wrappers) or any(plain_function.wrappers),
         is_open=any(map(is_open_node, module.graph.nodes)),
-        notes=watch.notes,
+        notes=watch.notes | _notes_on_settings(),
     )
+
+
+def _prepare_torch() -> None:
+    """Raise RuntimeError if torch lacks what a trace needs; start the thread that some versions need."""
+    for name in _NEEDED_NAMES:
+        _upstream.check(name)
+    if _upstream.ENDED_THREAD:
+        stay()
+
+
+@functools.cache
+def stay() -> None:
+    """Enter a FakeTensorMode in a thread that never ends, because torch refers to the first one."""
+    entered = threading.Event()
+
+    def enter_and_wait() -> None:
+        with FakeTensorMode():
+            entered.set()
+        threading.Event().wait()
+
+    threading.Thread(target=enter_and_wait, name="funcamp-stay", daemon=True).start()
+    entered.wait()
+
+
+def _new_fake_mode(*, in_cuda_graph: bool) -> FakeTensorMode:
+    """Return a mode for the tensors of one trace."""
+    # The watch refuses the function's own reads of values.
+    shape_env = ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=not in_cuda_graph)
+    # torch.tensor passes its constant as it is.
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shape_env)
+    give_kernels_layouts(fake_mode)
+    return fake_mode
+
+
+def _notes_on_settings() -> set[str]:
+    """Return what the log has to say of torch's settings."""
+    note = (
+        "a program does not check gradients for NaN as torch.autograd.set_detect_anomaly asks for: call the step "
+        "without jit to find the operation"
+    )
+    return {note} if torch.is_anomaly_enabled() else set()
 
 
 class _PlainFunction:
@@ -278,7 +296,32 @@ def _refuse_open_numbers(metrics: Tree) -> None:
             )
 
 
-def _record_operations(fn: Callable[..., list[Tensor]], examples: list[Tensor]) -> fx.GraphModule:
+def _record(
+    fn: Callable[..., list[Tensor]], examples: list[Tensor], fake_mode: FakeTensorMode, *, in_cuda_graph: bool
+) -> fx.GraphModule:
+    """Return the operations of one run of fn on tensors without values.
+
+    Raises:
+        HostError: fn does what a program cannot.
+        Exception: any error of fn.
+    """
+    try:
+        with (
+            assignments_to_data_refused(),
+            torch.autograd.set_detect_anomaly(False),  # its check reads values
+            # On a GPU autograd would call backward in another thread, outside these modes.
+            torch.autograd.set_multithreading_enabled(False),
+            fake_mode,
+        ):
+            return _record_with_casts(fn, examples)
+    except Exception as error:
+        explanation = explain(error, in_cuda_graph=in_cuda_graph)
+        if explanation is None:
+            raise
+        raise explanation from None
+
+
+def _record_with_casts(fn: Callable[..., list[Tensor]], examples: list[Tensor]) -> fx.GraphModule:
     """Return the operations of one run of fn, with autocast's casts as eager code has them."""
     cache_enabled = torch.is_autocast_cache_enabled()
 
@@ -289,7 +332,7 @@ def _record_operations(fn: Callable[..., list[Tensor]], examples: list[Tensor]) 
         return fn(*tensors)
 
     watch_autocast()
-    with _separate_autocast_cache():
+    with _separate_autocast_cache(), _written_when_called(True):
         # "real" means as they are: the examples are fake already.
         return make_fx(run, tracing_mode="real")(*examples)
 
@@ -302,20 +345,6 @@ def _separate_autocast_cache() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
-
-
-@functools.cache
-def stay() -> None:
-    """Enter a FakeTensorMode in a thread that never ends, because torch refers to the first one."""
-    entered = threading.Event()
-
-    def enter_and_wait() -> None:
-        with FakeTensorMode():
-            entered.set()
-        threading.Event().wait()
-
-    threading.Thread(target=enter_and_wait, name="funcamp-stay", daemon=True).start()
-    entered.wait()
 
 
 # What is done to a graph after its trace
@@ -332,69 +361,8 @@ def _name_dtypes(graph: fx.Graph) -> None:
             node.update_kwarg("dtype", result.dtype)
 
 
-def _refuse_gradients(captured: Iterable[Tensor]) -> None:
-    """Raise RuntimeError if the function has called backward() on a tensor that is not an argument."""
-    for tensor in captured:
-        if tensor.is_leaf and isinstance(tensor.grad, FakeTensor):
-            tensor.grad = None
-            raise RuntimeError(
-                "jit: step must not call backward() on tensors other than its arguments, whose .grad only this "
-                f"trace would see; got {_tree.describe(tensor)}: take torch.autograd.grad, or gradients with respect "
-                "to the state"
-            )
-
-
-def _lift_captured(module: fx.GraphModule, captured_by_fake_id: Mapping[int, Tensor]) -> list[Tensor]:
-    """Turn the tensors in a graph into inputs, except constants that it copies at once (torch.tensor).
-
-    The module is not recompiled.
-
-    Args:
-        module: the graph.
-        captured_by_fake_id: the tensors to pass instead of fake ones in it.
-
-    Returns:
-        The tensors to pass, in the order of the inputs.
-    """
-    graph = module.graph
-    captured: list[Tensor] = []
-    inputs: dict[int, fx.Node] = {}
-    lifted_nodes: list[fx.Node] = []
-    # It may be one of those that are erased, so nothing is erased before all inputs are in the graph.
-    first_node = next(node for node in graph.nodes if node.op != "placeholder")
-    for node in graph.find_nodes(op="get_attr"):
-        attribute = getattr(module, str(node.target), None)
-        if not isinstance(attribute, Tensor) or _is_copied_constant(node):
-            continue
-        tensor = captured_by_fake_id.get(id(attribute), attribute)
-        if id(tensor) not in inputs:
-            with graph.inserting_before(first_node):
-                placeholder = graph.placeholder(f"captured_{len(captured)}")
-            placeholder.meta = dict(node.meta)
-            inputs[id(tensor)] = placeholder
-            captured.append(tensor)
-        node.replace_all_uses_with(inputs[id(tensor)])
-        lifted_nodes.append(node)
-    for node in lifted_nodes:
-        graph.erase_node(node)
-    return captured
-
-
-def _is_copied_constant(node: fx.Node) -> bool:
-    """Return whether a graph does nothing with a constant but copy it, as that of `torch.tensor(2.0)`."""
-    return bool(node.users) and all(user.target is _aten.lift_fresh_copy.default for user in node.users)
-
-
 def _erase_unused_copies(graph: fx.Graph) -> None:
     """Erase the copies of random numbers that nothing draws again."""
     for node in reversed(graph.nodes):
         if node.target is _aten.clone.default and not node.users:
             graph.erase_node(node)
-
-
-def _delete_fake_constants(module: fx.GraphModule) -> None:
-    """Delete a module's fake tensors, which are inputs now: AOTAutograd makes inputs of parameters and buffers."""
-    for attributes in (vars(module), module._parameters, module._buffers):
-        fakes = [name for name, value in attributes.items() if isinstance(value, FakeTensor)]
-        for name in fakes:
-            delattr(module, name)

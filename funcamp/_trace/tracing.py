@@ -28,5 +28,8 @@ def running() -> object:
 
 
 def compiling() -> bool:
-    """Return whether Dynamo or a trace of this thread records what is called, also if the model does not know it."""
+    """Return whether Dynamo or a trace of this thread records what is called.
+
+    torch.compiler.is_compiling() is False in a trace as in eager mode (`as_compiled.py`).
+    """
     return torch.compiler.is_dynamo_compiling() or current.recorder is not None

@@ -24,19 +24,18 @@ from funcamp._trace.refusals import (
     refuse_packing,
     refuse_waiting,
 )
+from funcamp._trace.tensor_subclass import PLAIN_TENSORS
 from funcamp._trace.torch_draws import TraceDraws
 from funcamp._trace.trace_errors import read_error
 from funcamp._trace.tracing import current
 from funcamp._trace.user_line import line_in_stack
 from funcamp._types import Args, Kwargs, Operation
+from funcamp._upstream.fake_tensors import FakeTensor, FakeTensorMode
 from funcamp._upstream.value_reads import answer_to_read
 
 if TYPE_CHECKING:
-    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
     from torch.utils._python_dispatch import TorchDispatchMode
 else:
-    FakeTensor = _upstream.find("torch._subclasses.fake_tensor.FakeTensor")
-    FakeTensorMode = _upstream.find("torch._subclasses.fake_tensor.FakeTensorMode")
     TorchDispatchMode = _upstream.find("torch.utils._python_dispatch.TorchDispatchMode")
 
 _aten = torch.ops.aten
@@ -44,7 +43,6 @@ _ITEM = _aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
 #: What torch.tensor calls with its tensor, which is a constant of the graph.
 _LIFTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}
-_PLAIN = {Tensor, torch.nn.Parameter}
 
 
 class TraceWatch(TorchDispatchMode):
@@ -119,7 +117,7 @@ class TraceWatch(TorchDispatchMode):
         if func in _LIFTS:
             return args, kwargs
         leaves, spec = _tree.flatten((args, kwargs))
-        positions = [index for index, leaf in enumerate(leaves) if type(leaf) in _PLAIN]
+        positions = [index for index, leaf in enumerate(leaves) if type(leaf) in PLAIN_TENSORS]
         if not positions:
             return args, kwargs
         for index in positions:

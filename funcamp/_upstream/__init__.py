@@ -113,6 +113,8 @@ PRIVATE = {
     "torch._subclasses.fake_tensor.DynamicOutputShapeException": "jit names no line where a shape follows from values",
     "torch._subclasses.fake_tensor.FakeTensor": "jit does not work",
     "torch._subclasses.fake_tensor.FakeTensorMode": "jit and optimizers of other packages do not work",
+    "torch.fx._lazy_graph_module._LazyGraphModule": "a first call takes longer",
+    "torch.fx._lazy_graph_module._use_lazy_graph_module": "a first call takes longer",
     "torch.distributed.distributed_c10d._resolve_process_group": "distributed does not work",
     "torch.nn.utils.stateless._reparametrize_module": "module_loss does not work",
     "torch.nn.modules.transformer._detect_is_causal_mask": "jit takes masks of nn.Transformer if is_causal is given",

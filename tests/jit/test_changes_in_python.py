@@ -167,19 +167,6 @@ class Trainer:
         return F.mse_loss(out, y) * self.weight()
 
 
-class DropPath(nn.Module):
-    rate = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * (1 - self.rate)
-
-
-def rates_of_parts(model: Any, index: int) -> None:
-    for part in model.modules():
-        if isinstance(part, DropPath):
-            part.rate = 0.1 * (index // LATE)
-
-
 def class_attribute() -> Program:
     base = type("Base", (Net,), {"__module__": __name__})
     kind = type("Derived", (base,), {"__module__": __name__})
@@ -225,6 +212,10 @@ def criterion_method() -> Program:
 def criterion_of_torch() -> Program:
     used = nn.MSELoss()
     return Program(linear(), used, late(lambda: setattr(used, "reduction", "sum")))
+
+
+def other_padding(model: Any, index: int) -> None:
+    model[2].padding_mode = "circular" if index >= LATE else "zeros"
 
 
 def hook(register: Callable[[Any], Any]) -> Make:
@@ -326,20 +317,18 @@ def with_options() -> Program:
     return Program(Configured(lambda self, x: self.layer(x) * self.options.scale))
 
 
-def hook_of_mode(layer: Any, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
-    return out * 2 if layer.training else out
-
-
-def with_hook() -> Program:
-    model = linear()
-    model.layer.register_forward_hook(hook_of_mode)
-    return Program(model, before=late(model.layer.eval))
+def with_hook_of_torch() -> Program:
+    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 4)))
+    return Program(model, before=late(model.eval))
 
 
 FOLLOWED: dict[str, Make] = {
     "one of many terms": many_terms,
     "options as a class variable": with_options,
-    "the mode that a hook reads": with_hook,
+    "the mode that a hook of torch's reads": with_hook_of_torch,
+    "the padding of a convolution": layers(
+        nn.Unflatten(1, (1, 4)), nn.Conv1d(1, 1, 3, padding="same"), nn.Flatten(), before=other_padding
+    ),
     "the mode of the whole": layers(nn.Dropout(1.0), before=lambda model, index: model.train(index % 2 == 0)),
     "the mode of a part": layers(nn.BatchNorm1d(4), before=lambda model, index: model[1].train(index < LATE)),
     "the mode that another layer reads": changed(
@@ -365,7 +354,6 @@ FOLLOWED: dict[str, Make] = {
     "a property": held(Config(), lambda held: held.doubled, lambda held: setattr(held, "factor", 2.0)),
     "a class attribute": class_attribute,
     "the rate of a dropout": layers(nn.Dropout(0.0), before=lambda model, i: setattr(model[1], "p", float(i >= LATE))),
-    "the rates of parts": layers(DropPath(), nn.Linear(4, 4), DropPath(), before=rates_of_parts),
     "an object of a closure": object_of_a_closure,
     "a variable of a closure": variable_of_the_criterion,
     "a global": global_of_the_criterion,

@@ -5,16 +5,13 @@ from __future__ import annotations
 import copy
 import functools
 import pickle
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from funcamp import jit
 from funcamp._jit.jit_step import JitStep
-from tests.support.helpers import assert_same
 
 
 def add(state: Any, batch: Any) -> Any:
@@ -39,25 +36,6 @@ def test_another_autocast_around_the_call_is_another_signature() -> None:
     for _ in range(2):
         state, full = run(state, batch)
     assert (half.dtype, full.dtype, run.programs) == (torch.bfloat16, torch.float32, 2)
-
-
-@pytest.fixture
-def default_dtype() -> Iterator[None]:
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
-@pytest.mark.usefixtures("default_dtype")
-def test_another_default_dtype_is_another_signature() -> None:
-    def step(state: Tensor, batch: Tensor) -> tuple[Tensor, Any]:
-        return state + batch, (batch / 3, batch * 1.5, torch.full((2,), 0.1))
-
-    run, state, batch = jit(step, backend="eager", donate=False), torch.zeros(2), torch.arange(2)
-    for programs, dtype in enumerate((torch.float32, torch.float64), 1):
-        torch.set_default_dtype(dtype)
-        for _ in range(2):
-            assert_same(run(state, batch), step(state, batch))
-        assert run.programs == programs
 
 
 def call(run: JitStep, state: Any, batch: Any) -> Any:

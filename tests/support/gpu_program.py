@@ -27,12 +27,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from funcamp import jit
 from funcamp._jit import executable as _executable
+from funcamp._jit import trace_step as _trace_step
 from funcamp._jit.compile import target_of
 from funcamp._jit.passes.program import Steps, Target
 from tests.support import triton_cpu
 from tests.support.fake_cuda import pretended
 
 executable: Any = _executable
+tracing: Any = _trace_step
 
 _BYTES = {"fp64": 8, "i64": 8, "fp32": 4, "i32": 4, "u32": 4, "fp16": 2, "bf16": 2, "i16": 2, "i8": 1, "u8": 1, "i1": 1}
 _BYTES |= {"fp8e4nv": 1, "fp8e5": 1}
@@ -147,10 +149,10 @@ def program_of(step: Callable[[Any, Any], Any], state: object, batch: object, **
         raise _Written(code)
 
     owned = types.SimpleNamespace(leaves=[flat[place] for place in places], filled=filled)
-    memory: Any = types.SimpleNamespace(current=owned, kinds=None, graphs=None)
+    memory: Any = types.SimpleNamespace(current=owned, metadata=None, graphs=None)
     given = [leaf for leaf in _pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     with on_gpu(stop):
-        graph = executable.trace_step(step, run._options, memory, batch, given, {})
+        graph = tracing.trace_step(step, run._options, memory, batch, given, {})
         with pretended(), graph.mode, torch.no_grad(), FlopCounterMode(display=False) as counter:
             graph.module(*graph.examples)
         try:
@@ -165,7 +167,7 @@ def program_of(step: Callable[[Any, Any], Any], state: object, batch: object, **
 def on_gpu(written: Callable[[str], None] = lambda code: None) -> Iterator[None]:
     """A region in which steps are compiled for the GPU; written is called with the text of each program."""
     triton_cpu.complete()
-    trace, compile_graph = executable.trace, executable.compile_graph
+    trace, compile_graph = tracing.trace, executable.compile_graph
 
     def traced(fn: object, args: list[Tensor], home: object, **options: object) -> object:
         with pretended(), _chosen_attention():
@@ -183,7 +185,10 @@ def on_gpu(written: Callable[[str], None] = lambda code: None) -> Iterator[None]
         return call
 
     # The state is on one device, its successor in the trace on the other.
-    with mock.patch.multiple(executable, trace=traced, compile_graph=compiled, check_like=lambda *_: None):
+    with (
+        mock.patch.multiple(tracing, trace=traced, check_like=lambda *_: None),
+        mock.patch.object(executable, "compile_graph", compiled),
+    ):
         yield
 
 

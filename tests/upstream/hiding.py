@@ -176,7 +176,7 @@ _TRACED = ("torch._C._are", "torch._C._functorch", "torch._dynamo", "torch.utils
 COMPILED: dict[str, tuple[Callable[[Any], Any], tuple[str, ...]]] = {
     "jit": (
         lambda funcamp: trained(funcamp, lambda step: funcamp.jit(step, backend="eager")),
-        (*_TRACED, "torch._subclasses", "torch.ops"),
+        (*_TRACED, "torch._subclasses", "torch.fx", "torch.ops"),
     ),
     "compiled": (compiled, _TRACED),
     "tracked": (tracked, ("torch._inductor",)),

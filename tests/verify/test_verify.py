@@ -299,7 +299,7 @@ def unguarded(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(module, "check_hooks", lambda model: None)
     monkeypatch.setattr(ModuleTensors, "attributes_on", lambda self, values: contextlib.nullcontext())
     monkeypatch.setattr(jit_step, "_python_parts", lambda step: {})
-    monkeypatch.setattr(trace_module, "settle", lambda trace_once, roots: trace_once())
+    monkeypatch.setattr(trace_module, "trace_until_stable", lambda trace_once, roots: trace_once())
 
 
 class OneLayer(nn.Module):

@@ -65,7 +65,7 @@ def pipeline() -> tuple[Pass, ...]:
     return (*BEFORE_LAYERS, *_layers.passes_of_layers(), *AFTER_LAYERS)
 
 
-def changed(program: Program, without: frozenset[str] = frozenset()) -> Program:
+def run_passes(program: Program, without: frozenset[str] = frozenset()) -> Program:
     """Return the program after all passes that its target needs, except those left out."""
     for program_pass in pipeline():
         if program_pass.where(program.target) and program_pass.name not in without:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from funcamp._jit.passes.program import Pass, Program
+from funcamp._jit.passes.program import NARROW, Pass, Program
 from funcamp._jit.passes.writes import written_early
 from funcamp._trace.aliases import Aliases
 
@@ -31,7 +31,6 @@ _ZEROS = _aten.new_zeros.default
 _VIEWS = (_aten.view.default, _aten.slice.Tensor, _aten.detach.default, _aten.t.default, _aten.alias.default)
 #: What puts a gradient in the order of its part of flat storage.
 _COPIES = (_aten.clone.default, _aten._unsafe_view.default)
-_LOW = (torch.float16, torch.bfloat16)
 
 
 class _Group(NamedTuple):
@@ -83,7 +82,7 @@ def _casts_of_parts(graph: fx.Graph) -> Iterator[tuple[_Group, _CastOfPart]]:
     for node in graph.find_nodes(op="call_function", target=_CAST):
         dtype = node.meta["val"].dtype
         views = _views_above(node.args[0], (*_VIEWS, operator.getitem))
-        if dtype not in _LOW or not _is_cast(node) or not views or views[-1].target is not operator.getitem:
+        if dtype not in NARROW or not _is_cast(node) or not views or views[-1].target is not operator.getitem:
             continue
         split: Any = views[-1].args[0]
         if split.target is _SPLIT and split.args[0].op == "placeholder":
@@ -131,7 +130,7 @@ def _cast_after_join(graph: fx.Graph, join: fx.Node, written: set[fx.Node]) -> N
         return
     sources = [cast.args[0] for cast in casts]
     dtypes = {source.meta["val"].dtype for source in sources}
-    if len(dtypes) != 1 or not dtypes <= set(_LOW):
+    if len(dtypes) != 1 or not dtypes <= set(NARROW):
         return
     if not written.isdisjoint([*casts, *sources, *itertools.chain.from_iterable(views_of_parts.values())]):
         return
@@ -150,10 +149,10 @@ def _cast_after_join(graph: fx.Graph, join: fx.Node, written: set[fx.Node]) -> N
     graph.erase_node(join)
 
 
-def _views_above(node: Any, kinds: tuple[Any, ...]) -> list[fx.Node]:
+def _views_above(node: Any, operations: tuple[Any, ...]) -> list[fx.Node]:
     """Return the views of which a node is the last, the last one first."""
     views: list[fx.Node] = []
-    while isinstance(node, fx.Node) and node.target in kinds:
+    while isinstance(node, fx.Node) and node.target in operations:
         views.append(node)
         node = node.args[0]
     return views

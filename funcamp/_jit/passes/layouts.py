@@ -22,17 +22,11 @@ def keep_layouts(program: Program) -> Program:
     """Give the results of decomposed operations the layout of the trace, except those of open operations."""
     graph = program.module.graph
     table = program.table
-    # By operation and kinds of arguments, because a model has many equal layers.
-    numbers_by_call: dict[str, list[int]] = {}
     with program.mode, torch.no_grad():
         for node in list(graph.nodes):
             if node.target not in table or _returns_view(node) or is_open_node(node):
                 continue
-            kinds_of_arguments = fx.map_arg((node.args, node.kwargs), lambda other: _kinds(other.meta["val"]))
-            call = str((node.target, kinds_of_arguments))
-            if call not in numbers_by_call:
-                numbers_by_call[call] = _laid_out_otherwise(node, table[node.target])
-            for number in numbers_by_call[call]:
+            for number in _laid_out_otherwise(node, table[node.target]):
                 for result in _results_at(node, number):
                     lay_out(result)
     return program
@@ -49,13 +43,6 @@ def _results_at(node: fx.Node, number: int) -> list[fx.Node]:
     if isinstance(node.meta["val"], Tensor):
         return [node]
     return [user for user in node.users if user.target is operator.getitem and user.args[1] == number]
-
-
-def _kinds(value: object) -> str:
-    """Return the shapes, strides, dtypes and devices of the tensors in an example value, and its numbers."""
-    if isinstance(value, Tensor):
-        return f"{value.shape}, {value.stride()}, {value.dtype}, {value.device}"
-    return f"[{', '.join(map(_kinds, value))}]" if isinstance(value, (list, tuple)) else str(value)
 
 
 def _laid_out_otherwise(node: fx.Node, decomposition: Operation) -> list[int]:

@@ -8,13 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from funcamp._jit.passes.program import Pass, Program, Target
+from funcamp._jit.passes.program import NARROW, Pass, Program, Target
 
 #: Number of elements of a tensor above which a program is bound by memory and products, not by the number of kernels.
 #: Inductor would join a kernel of 4 million elements and a tiny one, too; that was not measured to gain.
 LARGE = 2**22
-
-_ROUNDED = (torch.float16, torch.bfloat16)
 
 
 def option(
@@ -55,7 +53,7 @@ def _has_attention(program: Program) -> bool:
 
 def _has_16_bits(program: Program) -> bool:
     values = [node.meta.get("val") for node in program.module.graph.nodes]
-    return any(value.dtype in _ROUNDED for value in values if isinstance(value, Tensor))
+    return any(value.dtype in NARROW for value in values if isinstance(value, Tensor))
 
 
 def _is_small(program: Program) -> bool:

@@ -6,18 +6,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
+import torch
 from torch import Tensor, fx
 
 from funcamp._jit.passes.table import Extension, Table
 
+#: The dtypes to which autocast casts, and which eager operations round to.
+NARROW = (torch.float16, torch.bfloat16)
 #: A function from the tensors of a program to its results.
-Flat: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
+TensorFunction: TypeAlias = Callable[[list[Tensor]], list[Tensor]]
 
 
 class Around(Protocol):
     """What is put around a compiled program: a NamedTuple, because a file of a step contains it."""
 
-    def __call__(self, inner: Flat, /) -> Flat:
+    def __call__(self, inner: TensorFunction, /) -> TensorFunction:
         """Return the function that is called instead."""
 
 
@@ -64,7 +67,7 @@ class Program(NamedTuple):
     """From the tensors of the state, of the batch, and those captured, to the results; not recompiled.
 
     Its graph has operations that write in place. With donation it ends with a `copy_` into each leaf of the state that
-    is new. Every result is a clone (`_jit/executable.py` makes both).
+    is new. Every result is a clone (`_jit/trace_step.py` makes both).
     """
     examples: list[Tensor]
     """Tensors without values like its inputs."""

@@ -18,7 +18,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._trace.description import changed_state, description_of, live_nodes, written_inputs
 from funcamp._trace.host_generators import host_generators, states_of
-from funcamp._trace.places import HOOKS, MISSING, PLAIN, Identity, Place, Survey
+from funcamp._trace.places import HOOKS, MISSING, PLAIN_VALUES, Identity, Place, Survey
 from funcamp._trace.tracing import HostError
 
 if TYPE_CHECKING:
@@ -45,7 +45,19 @@ class _Change(NamedTuple):
 _Values = dict[Identity, tuple[Place, object]]
 
 
-def settle(trace_once: Callable[[], Graph], roots: Mapping[str, object]) -> Graph:
+class _Run(NamedTuple):
+    """A run of a step's Python on tensors without values."""
+
+    graph: Graph
+    before: _Values
+    after: _Values
+    changes: list[_Change]
+    """What differs between these two."""
+    drawn: list[Any]
+    """The generators of Python and numpy from which numbers were drawn meanwhile."""
+
+
+def trace_until_stable(trace_once: Callable[[], Graph], roots: Mapping[str, object]) -> Graph:
     """Return the graph of a step's run that changed nothing in Python, or on which two runs agree.
 
     Args:
@@ -57,38 +69,54 @@ def settle(trace_once: Callable[[], Graph], roots: Mapping[str, object]) -> Grap
             into something else than its state.
     """
     survey = Survey(roots)
-    first = before = _values_of(survey)
-    former: Graph | None = None
-    changes_before: list[_Change] = []
-    drawn_before: list[Any] = []
+    first_values = _values_of(survey)
+    runs: list[_Run] = []
     try:
-        for _ in range(_MAX_RUNS):
-            generators = [*host_generators(), *survey.generators]
-            generators_before = states_of(generators)
-            with _emptied_caches(survey):
-                graph = trace_once()
-            states = zip(generators, generators_before, states_of(generators))
-            drawn = [generator for generator, before_run, now in states if before_run != now]
-            _refuse_draws(drawn, drawn_before)
-            after = _values_of(Survey(roots))
-            changes = _changes(before, after)
-            has_changed_nothing = not changes and not drawn and not survey.has_hidden_state
-            _refuse_writes(graph, before)
-            _refuse_replaced(graph, changes)
-            if former is not None:
-                _refuse_other_state(former, graph, changes_before)
-            is_like_former = former is not None and _is_same(former, graph)
-            if has_changed_nothing or is_like_former:
-                _log_notes(graph, changes)
-                return graph._replace(changed_places={change.place.identity for change in changes})
-            former, before, changes_before, drawn_before = graph, after, changes, drawn
+        while len(runs) < _MAX_RUNS:
+            former = runs[-1] if runs else None
+            run = _run(trace_once, roots, survey, first_values if former is None else former.after)
+            _refuse(run, former)
+            has_changed_nothing = not run.changes and not run.drawn and not survey.has_hidden_state
+            if has_changed_nothing or (former is not None and _is_same(former.graph, run.graph)):
+                _log_notes(run.graph, run.changes)
+                return run.graph._replace(changed_places={change.place.identity for change in run.changes})
+            runs.append(run)
     except BaseException:
-        _put_back(roots, first)
+        _put_back(roots, first_values)
         raise
-    _put_back(roots, first)
+    _put_back(roots, first_values)
     raise HostError(
-        f"compute the same at every call, as a program does; its Python changes {_described(changes)}: {_FIX}"
+        f"compute the same at every call, as a program does; its Python changes {_described(runs[-1].changes)}: {_FIX}"
     )
+
+
+def _run(trace_once: Callable[[], Graph], roots: Mapping[str, object], survey: Survey, before: _Values) -> _Run:
+    """Run a step once.
+
+    Args:
+        trace_once: runs it.
+        roots: the objects that its Python reaches, by name.
+        survey: of them before the first run.
+        before: what is in each place now.
+    """
+    generators = [*host_generators(), *survey.generators]
+    states_before = states_of(generators)
+    with _emptied_caches(survey):
+        graph = trace_once()
+    states = zip(generators, states_before, states_of(generators))
+    drawn = [generator for generator, state_before, state in states if state_before != state]
+    after = _values_of(Survey(roots))
+    return _Run(graph, before, after, _changes(before, after), drawn)
+
+
+def _refuse(run: _Run, former: _Run | None) -> None:
+    """Raise HostError for what a run of a step must not do, given the run before it, if there was one."""
+    if former is not None:
+        _refuse_draws(former, run)
+    _refuse_writes(run.graph, run.before)
+    _refuse_replaced(run.graph, run.changes)
+    if former is not None:
+        _refuse_other_state(former, run)
 
 
 @contextlib.contextmanager
@@ -131,7 +159,7 @@ def _changes(before: _Values, after: _Values) -> list[_Change]:
     for identity, (place, value) in after.items():
         _, former = before.get(identity, (place, MISSING))
         is_of_one_type = type(former) is type(value)
-        is_equal = is_of_one_type and isinstance(value, PLAIN) and former == value
+        is_equal = is_of_one_type and isinstance(value, PLAIN_VALUES) and former == value
         has_places = is_of_one_type and isinstance(value, (list, dict))  # what is in them is listed by itself
         if former is not value and not is_equal and not has_places:
             changes.append(_Change(place, former, value))
@@ -141,6 +169,21 @@ def _changes(before: _Values, after: _Values) -> list[_Change]:
     return changes
 
 
+def _refuse_draws(former: _Run, run: _Run) -> None:
+    """Raise HostError if two runs in a row drew from a generator of Python or numpy: one may be another thread's.
+
+    Both may draw numbers that lead to the same operations, as of a layer that is rarely left out.
+    """
+    for generator in run.drawn:
+        if generator in former.drawn:
+            is_global = isinstance(generator, ModuleType)
+            name = generator.__name__ if is_global else f"a {type(generator).__name__}"
+            raise HostError(
+                f"not draw from {name}, as a program would repeat the numbers at every step: {_DRAW_INSTEAD}; another "
+                "thread that draws meanwhile needs a generator of its own"
+            )
+
+
 def _refuse_writes(graph: Graph, values: _Values) -> None:
     """Raise HostError if a graph writes an input that is not the state.
 
@@ -148,11 +191,11 @@ def _refuse_writes(graph: Graph, values: _Values) -> None:
     """
     for number in written_inputs(graph):
         written = graph.inputs[number]
-        if written.kind == "batch":
+        if written.role == "batch":
             raise HostError(
                 f"not write into its batch; it writes into {_tree.describe(graph.examples[number])}: clone it"
             )
-        if written.kind == "captured":
+        if written.role == "captured":
             tensor = graph.captured[written.number]
             raise HostError(
                 f"write into nothing but its state; it writes into {_path_of(tensor, values)}, "
@@ -172,15 +215,15 @@ def _refuse_replaced(graph: Graph, changes: Collection[_Change]) -> None:
             )
 
 
-def _refuse_other_state(former: Graph, graph: Graph, changes: Collection[_Change]) -> None:
+def _refuse_other_state(former: _Run, run: _Run) -> None:
     """Raise HostError if a run changes other parts of the state than the one before: the later one is the program.
 
     A table may be made in the first run only. A buffer that is filled from the first batch would stay as it was.
     """
-    if changed_state(former) != changed_state(graph):
+    if changed_state(former.graph) != changed_state(run.graph):
         raise HostError(
-            f"change the same parts of its state at every call; its Python changes {_described(changes)}, and then it "
-            "changes others: fill a buffer before init(), or write it at every call, with torch.where"
+            f"change the same parts of its state at every call; its Python changes {_described(former.changes)}, and "
+            "then it changes others: fill a buffer before init(), or write it at every call, with torch.where"
         )
 
 
@@ -223,22 +266,3 @@ def _log_notes(graph: Graph, changes: Iterable[_Change]) -> None:
         )
     for note in notes:
         _log.warning("jit: %s", note)
-
-
-def _refuse_draws(drawn: list[Any], drawn_before: list[Any]) -> None:
-    """Raise HostError if two runs in a row drew from a generator of Python or numpy: one may be another thread's.
-
-    Both may draw numbers that lead to the same operations, as of a layer that is rarely left out.
-
-    Args:
-        drawn: the generators from which numbers were drawn during a run.
-        drawn_before: the same of the run before.
-    """
-    for generator in drawn:
-        if generator in drawn_before:
-            is_global = isinstance(generator, ModuleType)
-            name = generator.__name__ if is_global else f"a {type(generator).__name__}"
-            raise HostError(
-                f"not draw from {name}, as a program would repeat the numbers at every step: {_DRAW_INSTEAD}; another "
-                "thread that draws meanwhile needs a generator of its own"
-            )

@@ -123,7 +123,7 @@ MOST_TOKENS: dict[str, int] = {
     "report": 26_579,
     "_optim": 20_744,
     "_trace": 14_143,
-    "_autograd": 9_155,
+    "_autograd": 9_172,
     "_step": 9_778,
     "_cpu": 6_905,
     "numerics": 5_976,

@@ -33,7 +33,10 @@ class TensorSlot(NamedTuple):
 
     def tensor(self) -> Tensor | None:
         """Return the tensor that is there now."""
-        return self.owner.get(self.key)
+        if self.key not in self.owner:  # those of a scripted layer have no `get`
+            return None
+        found: Tensor | None = self.owner[self.key]
+        return found
 
     def mark(self) -> object:
         """Return what changes if another tensor comes here, or if the tensor is written."""

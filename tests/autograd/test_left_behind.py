@@ -169,6 +169,19 @@ def test_a_module_that_a_compiler_runs_goes_on_working() -> None:
 
 
 @eager_and_traced
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_a_module_that_begins_with_a_scripted_layer_trains_and_warns_as_another(wrap: Any) -> None:
+    plain, module = model(), model()
+    module.load_state_dict(plain.state_dict())
+    module[0] = torch.jit.script(module[0])
+    _, expected = taken(plain, wrap)
+    _, found = taken(module, wrap)
+    assert_same(found.params.tree(), expected.params.tree())
+    with pytest.warns(UserWarning, match=BEHIND):
+        module(X)
+
+
+@eager_and_traced
 def test_a_module_in_the_criterion_of_another_step(wrap: Any) -> None:
     critic = nn.Sequential(nn.Linear(1, 8), nn.ReLU(), nn.Linear(8, 1))
     step = make_train_step(module_loss(critic, F.mse_loss), SGD)

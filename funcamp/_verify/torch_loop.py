@@ -50,7 +50,8 @@ class TorchLoop:
         self._unused = unused
 
         # The state's values in the module. Of two names of one parameter the one under which it is stored.
-        self._parameters = loss_fn.tensors.own_params()
+        all_parameters = loss_fn.module_parameters()
+        self._parameters = {name: all_parameters[name] for name in loss_fn.param_shapes}
         values: Any = expand(state.params)
         for name, parameter in self._parameters.items():
             parameter.detach().copy_(values[name])
@@ -61,9 +62,8 @@ class TorchLoop:
         self._optimizers: list[tuple[TorchGroup, torch.optim.Optimizer]] = []
         saved = step.to_torch(state)["optimizer"] if int(self._applied) else {}
         for index, group in enumerate(groups_of("verify", step, state)):
-            optimizer = group.optimizer.cls(
-                [self._parameters[name] for name in group.names], **group.optimizer.arguments
-            )
+            given = [all_parameters[name] for name in group.names]  # frozen ones too
+            optimizer = group.optimizer.cls(given, **group.optimizer.arguments)
             if "param_groups" in saved:  # one for all groups
                 optimizer.load_state_dict({**saved, "param_groups": [saved["param_groups"][index]]})
             elif saved:

@@ -91,6 +91,10 @@ class Own(nn.Module):
         return {"loss": mse(self.inner(x), labels)}
 
 
+def frozen_first() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4).requires_grad_(False), mlp())
+
+
 def checked(model: Callable[[], nn.Module] = mlp, given: list[Any] | None = None, **options: Any) -> Verification:
     return check(make(model(), **options), given)
 
@@ -113,6 +117,7 @@ NAMED = [{"x": x, "labels": y} for x, y in batches()]
 RIGHT: dict[str, tuple[functools.partial[Verification], str]] = {
     "float32, aux": (of(**AUX), "EQUAL"),
     "bfloat16": (of(policy="bfloat16"), "EQUAL"),
+    "a frozen layer": (of(frozen_first, **HALF), "EQUAL"),
     "a norm that torch sums in float32": (of(**HALF, max_norm=0.5), "ROUNDING"),
     "a limit of each value": (of(**HALF, max_value=0.01), "EQUAL"),
     "an average": (of(**HALF, ema_decay=0.9, config=funcamp.ScalerConfig(growth_interval=1)), "EQUAL"),
@@ -127,7 +132,7 @@ RIGHT: dict[str, tuple[functools.partial[Verification], str]] = {
 }
 
 
-@pytest.mark.thorough(keep=7)
+@pytest.mark.thorough(keep=8)
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_right_step_is_equal_to_torchs_loop(name: str) -> None:

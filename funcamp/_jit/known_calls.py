@@ -47,9 +47,8 @@ class KnownCalls:
 
     def add(self, frame: Frame, tensors: list[Tensor], executable: Executable) -> None:
         """Note what the tensors of a call are, instead of the former ones of that program."""
-        if (
-            not _upstream.usable(_TensorGuards) or not {*map(type, tensors)} <= PLAIN_TENSORS
-        ):  # a DTensor has more attributes
+        are_plain = {*map(type, tensors)} <= PLAIN_TENSORS  # a DTensor has more attributes
+        if not are_plain or not _upstream.usable(_TensorGuards):
             return
         guards = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         others = [known_call for known_call in self._by_frame.get(frame, ()) if known_call[1] is not executable]

@@ -279,6 +279,11 @@ class Draws(Base):
         p.sub_(torch.randn_like(p))
 
 
+class DrawsLate(Counts):
+    def move(self, p: Any, state: Any, group: Any) -> None:
+        p.sub_(torch.randn_like(p) if group["k"] > 100 else p.grad)
+
+
 class Grows(Base):
     def move(self, p: Any, state: Any, group: Any) -> None:
         state[f"grad {len(state)}"] = p.grad.clone()
@@ -335,6 +340,7 @@ CLASSES: dict[Any, str] = {
         # contract: "optimizers of other packages that draw random numbers"
         "draws random numbers"
     ),
+    DrawsLate: "its step draws random numbers; draw them in a part of a chain",
     Grows: "must have the same entries",
     KeepsByText: (
         # contract: "or keep state under a text"

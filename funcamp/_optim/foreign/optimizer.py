@@ -258,16 +258,21 @@ class ForeignOptimizer(StatelessOptimizer):
         """Find how the class steps, or raise with the reason why it cannot be used."""
         generator = torch.Generator().manual_seed(0)
         params = [normal(shape, generator).to(dtype) for shape in shapes]
+        generator_before = torch.get_rng_state()
         steps = own_steps(self.cls, self.arguments, params, generator)
         self._changing = set().union(*[step.changed for step in steps])
         while True:
             self._forms.clear()
             try:
-                return self._compare(params, steps)
+                self._compare(params, steps)
+                break
             except RefusedError as error:
                 if error.remedy is None or error.remedy in self._remedies:
                     raise
                 self._remedies.add(error.remedy)
+        # Also in a branch that the own loop did not take: a step takes every one.
+        if not torch.equal(torch.get_rng_state(), generator_before):
+            raise RefusedError(self.cls, "its step draws random numbers; draw them in a part of a chain")
 
     def _compare(self, params: list[Tensor], steps: list[OwnStep]) -> None:
         """Raise if some steps are other ones than the class's own loop takes."""

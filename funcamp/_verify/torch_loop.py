@@ -62,6 +62,8 @@ class TorchLoop:
         self._optimizers: list[tuple[TorchGroup, torch.optim.Optimizer]] = []
         saved = step.to_torch(state)["optimizer"] if int(self._applied) else {}
         for index, group in enumerate(groups_of("verify", step, state)):
+            if not group.names:  # torch makes no optimizer without parameters
+                continue
             given = [all_parameters[name] for name in group.names]  # frozen ones too
             optimizer = group.optimizer.cls(given, **group.optimizer.arguments)
             if "param_groups" in saved:  # one for all groups

@@ -58,18 +58,24 @@ class TrackedLoss(ModuleLoss):
                     f"track_scales: probes must hold a Record for every tapped module; got none for {path!r}"
                 )
         with self._lock():
-            # Not by register_forward_hook, which Dynamo does not trace, nor into the dict, which it does not write.
+            is_traced_by_dynamo = torch.compiler.is_dynamo_compiling()
             layers: list[Any] = [self.model.get_submodule(path) for path in self.probes]
             hooks_before = [layer._forward_hooks for layer in layers]
             for layer, path in zip(layers, self.probes):
                 tap_outputs = functools.partial(_tap_outputs, probes[path], self._sample)
-                layer._forward_hooks = OrderedDict({**layer._forward_hooks, _KEY: tap_outputs})
+                if is_traced_by_dynamo:  # it traces no register_forward_hook, and does not write into this dict
+                    layer._forward_hooks = OrderedDict({**layer._forward_hooks, _KEY: tap_outputs})
+                else:  # so that hooks that the forward pass registers or removes are so afterwards
+                    layer._forward_hooks[_KEY] = tap_outputs
             try:
                 with super().called(region, params, *arguments) as returned:
                     yield returned
             finally:
                 for layer, hooks in zip(layers, hooks_before):
-                    layer._forward_hooks = hooks
+                    if is_traced_by_dynamo:
+                        layer._forward_hooks = hooks
+                    else:
+                        del layer._forward_hooks[_KEY]
 
 
 def track_scales(loss_fn: ModuleLoss, modules: Chosen = None, *, sample: int | None = 4096) -> TrackedLoss:

@@ -205,6 +205,37 @@ def test_a_loss_taps_what_it_wants(run: Any) -> None:
     assert [record.forward.sum.item(), record.backward.sum.item()] == [3.0, 6.0]
 
 
+class ChangesHooks(nn.Module):
+    """Replaces the hook of its layer in the first forward pass, after the layer has run once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.handle = self.layer.register_forward_hook(lambda _, __, output: 2 * output)
+        self.is_first = True
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = self.layer(x)
+        if self.is_first:
+            self.is_first = False
+            self.handle.remove()
+            self.layer.register_forward_hook(lambda _, __, output: output - 1)
+        return self.layer(hidden)
+
+
+@pytest.mark.parametrize("track", [lambda loss_fn: loss_fn, track_scales], ids=["plain", "tracked"])
+def test_hooks_that_a_forward_pass_changes_stay_so(track: Any) -> None:
+    model, batch = ChangesHooks(), (torch.randn(8, 4), torch.randn(8, 4))
+    step = made(track(module_loss(model, F.mse_loss)))
+    weight, bias = model.layer.weight, model.layer.bias
+    first, second = 2 * F.linear(batch[0], weight, bias), F.linear(batch[0], weight, bias) - 1
+    state = step.init()
+    for hidden in (first, second):
+        expected = F.mse_loss(F.linear(hidden, weight, bias) - 1, batch[1])
+        assert_same(step(state, batch)[1].loss, expected.detach())
+    assert len(model.layer._forward_hooks) == 1
+
+
 def test_records_of_a_step_are_one_tensor_and_a_mapping() -> None:
     task = mlp()
     step = made(track_scales(module_loss(task.model, task.criterion)))

@@ -123,6 +123,7 @@ RIGHT: dict[str, tuple[functools.partial[Verification], str]] = {
     "an average": (of(**HALF, ema_decay=0.9, config=funcamp.ScalerConfig(growth_interval=1)), "EQUAL"),
     "groups": (of(**HALF, optimizer=GROUPS), "EQUAL"),
     "a schedule": (of(**HALF, optimizer=ADAMW), "ROUNDING"),
+    "a group without parameters": (of(lambda: nn.Linear(4, 1, bias=False), **HALF, optimizer=GROUPS), "EQUAL"),
     "another rule": (of(**HALF, config=funcamp.presets.apex()), "EQUAL"),
     "buffers": (of(WithMean, **HALF), "EQUAL"),
     "buffers that are kept": (of(WithMean, **HALF, loss={"keep_buffers": True}), "EQUAL"),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from funcamp._jit.session import with_large_stack
 from tests.support import defects
 from tests.support.helpers import assert_same, clone, one_thread
 
@@ -77,6 +78,13 @@ def pytest_collection_finish() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 50, 1000)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool:
+    fixtures = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    with_large_stack(lambda: pyfuncitem.obj(**fixtures))
+    return True
 
 
 @pytest.fixture(autouse=True)

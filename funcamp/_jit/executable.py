@@ -17,7 +17,7 @@ from funcamp._jit.cuda_graph import CudaGraphedProgram
 from funcamp._jit.jit_options import JitOptions
 from funcamp._jit.passes.program import Steps, Target, TensorFunction
 from funcamp._jit.python_values import PythonValues
-from funcamp._jit.session import compile_session
+from funcamp._jit.session import compile_session, with_large_stack
 from funcamp._jit.state_memory import StateMemory
 from funcamp._jit.strides import BatchStrides, strides_for
 from funcamp._jit.trace_step import trace_step
@@ -102,7 +102,7 @@ class CompiledLater:
         """Compile the operations, if they are not."""
         if self._compile_traced is not None:
             with compile_session(self._task):
-                self.inner = self._compile_traced()
+                self.inner = with_large_stack(self._compile_traced)
             self._compile_traced = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 import operator
@@ -21,7 +22,7 @@ from funcamp._jit.jit import check_step
 from funcamp._jit.jit_options import JitOptions
 from funcamp._jit.known_calls import KnownCalls
 from funcamp._jit.python_values import PythonValues
-from funcamp._jit.session import compile_session
+from funcamp._jit.session import compile_session, with_large_stack
 from funcamp._jit.signature import Key, difference, flattened, frame_of, key_of, shapes
 from funcamp._jit.state_memory import StateMemory
 from funcamp._layers import layer
@@ -223,7 +224,8 @@ class JitStep(Fixed):
         # Run the program.
         owned = memory.current
         if executable is None:
-            executable, inputs, results = self._first_run(key_of(frame, leaves), memory, batch, tensors)
+            first_run = functools.partial(self._first_run, key_of(frame, leaves), memory, batch, tensors)
+            executable, inputs, results = with_large_stack(first_run)
             owned = memory.current  # a new program may have moved it
         else:
             is_as_noted = known_program is not None and executable.strides.are_outside(tensors, owned.memory)

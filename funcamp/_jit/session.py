@@ -1,11 +1,12 @@
-"""`compile_session`: all that is changed in this process while a step is traced and compiled."""
+"""What is changed in this process while a step is traced and compiled."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
@@ -17,6 +18,8 @@ _lock = threading.Lock()
 #: Recursion limit for Inductor: planning memory recurses deeper with every buffer that is alive at the same time (at 48
 #: blocks of a GPT beyond Python's default of 1,000).
 _DEEP = 20_000
+
+_Result = TypeVar("_Result")
 
 
 @contextlib.contextmanager
@@ -41,3 +44,16 @@ def deep_recursion() -> Iterator[None]:
         yield
     finally:
         sys.setrecursionlimit(before)
+
+
+def with_large_stack(function: Callable[[], _Result]) -> _Result:
+    """Call a function with memory for 300,000 values of Python's stack.
+
+    Python gets memory for 2,000 at a time, and gives it back when the function that needed it returns. A loop that
+    calls functions at such an edge does that at each call: tracing and compiling took 1.3 times as long on average over
+    the depths of a caller, and up to 1.8 times (benchmarks/python_stack.py).
+    """
+    return function()
+
+
+with_large_stack.__code__ = with_large_stack.__code__.replace(co_stacksize=300_000)

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from unittest import mock
 
 import torch
+import torch._inductor.config
 from _models import CPU_SIZES
 from _timing import about, arguments, check_on_cpu, chosen, table, write
 from _variants import funcamp_step
@@ -58,13 +59,13 @@ def cpu_seconds(first: First, depth: int, *, large_stack: bool) -> float:
 
 def main() -> None:
     """Measure, print, and write the result files where asked."""
-    parser = arguments(__doc__, rounds=5)
+    parser = arguments(__doc__, rounds=3)
     args = parser.parse_args()
     check_on_cpu(parser, args)
     rows, numbers = [], {}
     # The compiler's own cache would leave nothing to do; that of C++ stays, whose compiler is another process.
-    uncached = {"TORCHINDUCTOR_FX_GRAPH_CACHE": "0", "TORCHINDUCTOR_AUTOGRAD_CACHE": "0"}
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, uncached, TORCHINDUCTOR_CACHE_DIR=folder):
+    uncached = torch._inductor.config.patch(fx_graph_cache=False)
+    with uncached, tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, TORCHINDUCTOR_CACHE_DIR=folder):
         for name, first in chosen(parser, args, SIZES).items():
             cpu_seconds(first, 0, large_stack=True)
             found: dict[int, tuple[float, float]] = {}

@@ -24,7 +24,7 @@ class CapturedTensors:
         self.outside_state: list[Tensor] = []
         """Those whose memory no state may have."""
         self._metadata: list[TensorMetadata] = []
-        self._note()
+        self._noted = self._found()
 
     def add(self, tensors: Iterable[Tensor], outside_state: Iterable[Tensor]) -> None:
         """Add those that are not among them.
@@ -40,19 +40,11 @@ class CapturedTensors:
                 known.add(id(tensor))
                 self.tensors.append(tensor)
                 self._metadata.append(metadata_of(tensor))
-        self._note()
+        self._noted = self._found()
 
     def are_as_before(self) -> bool:
         """Return whether they are what they were at the last call."""
-        tensors = self.tensors
-        # In C, because every call does this. Strides and the number of elements are compared instead of the shape:
-        # reading a shape takes five times as long.
-        return (
-            list(map(Tensor.data_ptr, tensors)) == self._addresses
-            and list(map(Tensor.stride, tensors)) == self._strides
-            and list(map(Tensor.numel, tensors)) == self._sizes
-            and list(map(_read_dtype, tensors)) == self._dtypes
-        )
+        return self._found() == self._noted
 
     def follow(self, *, may_move: bool) -> None:
         """Adopt those that were given other memory.
@@ -63,7 +55,8 @@ class CapturedTensors:
         Raises:
             RuntimeError: one differs in more than its address, or in that if it may not move.
         """
-        for tensor, before, address in zip(self.tensors, self._metadata, self._addresses):
+        addresses = self._noted[0]
+        for tensor, before, address in zip(self.tensors, self._metadata, addresses):
             now = metadata_of(tensor)
             has_moved = tensor.data_ptr() != address
             if now != before or (has_moved and not may_move):
@@ -74,10 +67,17 @@ class CapturedTensors:
                     "(changed by module.to, .data, set_ or t_): write into it with copy_, make it a leaf of the state "
                     "or of the batch, or make another jit"
                 )
-        self._note()
+        self._noted = self._found()
 
-    def _note(self) -> None:
-        self._addresses = [tensor.data_ptr() for tensor in self.tensors]
-        self._strides = [tensor.stride() for tensor in self.tensors]
-        self._sizes = [tensor.numel() for tensor in self.tensors]
-        self._dtypes: list[object] = [tensor.dtype for tensor in self.tensors]
+    def _found(self) -> tuple[list[object], ...]:
+        """Return what every call compares, read in C.
+
+        Strides and the number of elements instead of the shape: reading a shape takes five times as long.
+        """
+        tensors = self.tensors
+        return (
+            [*map(Tensor.data_ptr, tensors)],
+            [*map(Tensor.stride, tensors)],
+            [*map(Tensor.numel, tensors)],
+            [*map(_read_dtype, tensors)],
+        )

@@ -38,10 +38,8 @@ class OwnedState:
 
     def is_of(self, state: Tree) -> bool:
         """Return whether a state is this one, with no leaf replaced."""
-        return state is self.tree and self._has_leaves_of(state)
-
-    def _has_leaves_of(self, state: Tree) -> bool:
-        """Return whether the leaves of a state are still this one's tensors."""
+        if state is not self.tree:
+            return False
         if self._containers is None:
             leaves, spec = _tree.flatten(state)
             if spec != self.spec:

@@ -94,7 +94,7 @@ class CompiledLater:
         """Return the results of the step."""
         if self._calls_left:
             self._calls_left -= 1
-        elif self._compile_traced is not None:
+        else:
             self.compile()
         return self.inner(values)
 

@@ -107,6 +107,7 @@ bench: $(VENV)/installed $(VENV)/models/installed
 	$(BIN)/python benchmarks/price.py --out $(RESULTS)
 	$(BIN)/python benchmarks/guard.py --out $(RESULTS)
 	$(BIN)/python benchmarks/footprint.py --out $(RESULTS)
+	$(BIN)/python benchmarks/python_stack.py --out $(RESULTS)
 	$(BIN)/python benchmarks/track.py --out $(RESULTS)
 	$(BIN)/python benchmarks/ranks.py --out $(RESULTS)
 	$(BIN)/python benchmarks/scaling_model.py --out $(RESULTS)

@@ -128,7 +128,7 @@ class TrainStep(Fixed):
         batch = _tree.plain(batch)
 
         # What the loss gets: full parameters, in their own dtype. Autocast casts those of float32 at their use.
-        params_of_loss = self._params_of_loss("step", state.params)
+        params_of_loss = state.params.gathered()
         tape = loss_fn.tape(device)
 
         # The scaled gradients, the loss, its buffers and the records of the tape.
@@ -289,7 +289,7 @@ class TrainStep(Fixed):
         keeps_training_flags = boolean("loss", "training", training)
         mode = contextlib.nullcontext() if keeps_training_flags else self.loss_fn.eval_mode()
         with torch.no_grad(), mode, self._precision_of_policy(state):
-            params = self._params_of_loss("loss", state.params).tree()
+            params = state.params.gathered().tree()
             taps = self.loss_fn.tape(state.scaler.scale.device)
             arguments = self.loss_fn.arguments(params, taps, state.buffers, state.scaler, _tree.plain(batch))
             with self.autocast(state):
@@ -343,25 +343,20 @@ class TrainStep(Fixed):
         return checked
 
     def _checked(self, call: str, state: object) -> TrainState:
-        """Return the state; raise if it is none, or if its parameters are not stored as this step has them."""
-        checked = check_train_state(call, "state", state)
-        self.options.parallel.check(call, checked.params)
-        return checked
+        """Return the state; raise if it is none, or if its parameters are not those of this step's loss.
 
-    def _params_of_loss(self, call: str, params: Params) -> Params:
-        """Return the parameters that the loss gets: in full, also if the state is sharded.
-
-        Raises:
-            ValueError, TypeError: they are not the loss's parameters (`check_params`), once for each layout.
+        Also if they are not stored as the step has them. Parameters are checked once for each layout.
         """
-        full_params = params.gathered()
+        checked = check_train_state(call, "state", state)
+        params = checked.params
+        self.options.parallel.check(call, params)
         about = params.layout, [None if group is None else group.dtype for group in params.groups]
         # torch.compile would guard what is known, and compile anew for it.
         if torch.compiler.is_dynamo_compiling() or self._last_checked != about:
-            check_params(call, full_params, self.loss_fn.param_shapes)
+            check_params(call, params, self.loss_fn.param_shapes)
             if not compiling():
                 self._last_checked = about
-        return full_params
+        return checked
 
     def compute_params(self, state: TrainState) -> Tree:
         """Return the parameters by name as the loss gets them, in their own dtype.
@@ -376,7 +371,7 @@ class TrainStep(Fixed):
             {'w': tensor([[1., 1.]])}
         """
         state = self._checked("compute_params", state)
-        params = self._params_of_loss("compute_params", state.params)
+        params = state.params.gathered()
         return clone(params.tree())  # the next donated step would overwrite the state's own
 
     def autocast(self, state: TrainState) -> contextlib.AbstractContextManager[object]:

@@ -41,7 +41,7 @@ def lay_out(
 
 
 def check_params(call: str, params: Params, shapes: Mapping[str, torch.Size] | None) -> None:
-    """Raise if stored parameters, in full, are not those of a loss.
+    """Raise if stored parameters are not those of a loss. Reads no values, and makes no views.
 
     Args:
         call: the public function, for errors.
@@ -52,7 +52,7 @@ def check_params(call: str, params: Params, shapes: Mapping[str, torch.Size] | N
         ValueError: the parameters have other names or shapes than the loss knows, or one name twice.
         TypeError: a parameter is in float16.
     """
-    tree = params.tree()
+    tree = params.placeholders()
     leaves, _ = _tree.parameters(call, "params", tree)
     names = _tree.names(tree)
     repeated = repeated_name(names)

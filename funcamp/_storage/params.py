@@ -80,12 +80,11 @@ class Params:
 
     def placeholders(self) -> Tree:
         """Return the original pytree with a tensor in the shape of every leaf, which has no values and no memory."""
-        likes: list[Tensor | None] = []
-        for slot in self.layout.slots:
-            group = self.groups[slot.group]
-            scalar = None if group is None else torch.empty((), dtype=group.dtype, device=group.device)
-            likes.append(None if scalar is None else scalar.expand(slot.shape))
-        return self.layout.tree(likes)
+        scalars = [
+            None if group is None else torch.empty((), dtype=group.dtype, device=group.device) for group in self.groups
+        ]
+        likes = [(slot, scalars[slot.group]) for slot in self.layout.slots]
+        return self.layout.tree([None if scalar is None else scalar.expand(slot.shape) for slot, scalar in likes])
 
     def ravel(self, tree: Tree) -> Params:
         """Lay out another tree of the same structure and shapes like this one.

@@ -22,9 +22,6 @@ def has_open_layout(value: object) -> bool:
     return isinstance(value, Tensor) and any(isinstance(step, torch.SymInt) for step in value.stride())
 
 
-def is_open_node(node: fx.Node) -> bool:
-    """Return whether a result of a node, or an argument, has an open layout."""
-    for result_or_argument in (node, *node.all_input_nodes):
-        if any(map(has_open_layout, _tree.leaves(result_or_argument.meta.get("val")))):
-            return True
-    return False
+def has_open_result(node: fx.Node) -> bool:
+    """Return whether a result of a node has an open layout."""
+    return any(map(has_open_layout, _tree.leaves(node.meta.get("val"))))

@@ -27,7 +27,7 @@ from funcamp._trace.host_values import compute_host_values
 from funcamp._trace.inner_casts import watch_autocast
 from funcamp._trace.interface import Input, Outputs, outputs_of
 from funcamp._trace.kept_tensors import give_values_to_kept
-from funcamp._trace.open_shapes import is_open, is_open_node
+from funcamp._trace.open_shapes import has_open_result, is_open
 from funcamp._trace.places import Identity, Survey
 from funcamp._trace.refusals import assignments_to_data_refused
 from funcamp._trace.tensor_subclass import Wrapper, unwrap_all, wrap, wrapper_of
@@ -183,7 +183,7 @@ def _trace_once(
         wrappers=plain_function.wrappers,
         outputs=plain_function.outputs,
         has_subclasses=any(plain_function.argument_wrappers) or any(plain_function.wrappers),
-        is_open=any(map(is_open_node, module.graph.nodes)),
+        is_open=any(map(has_open_result, module.graph.nodes)),
         notes=watch.notes | _notes_on_settings(),
     )
 

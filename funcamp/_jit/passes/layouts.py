@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from funcamp._jit.passes.program import Pass, Program
-from funcamp._trace.open_shapes import is_open_node
+from funcamp._trace.open_shapes import has_open_result
 from funcamp._types import Operation
 
 
@@ -24,7 +24,9 @@ def keep_layouts(program: Program) -> Program:
     table = program.table
     with program.mode, torch.no_grad():
         for node in list(graph.nodes):
-            if node.target not in table or _returns_view(node) or is_open_node(node):
+            if node.target not in table or _returns_view(node):
+                continue
+            if program.target.is_open and any(map(has_open_result, (node, *node.all_input_nodes))):
                 continue
             for number in _laid_out_otherwise(node, table[node.target]):
                 for result in _results_at(node, number):

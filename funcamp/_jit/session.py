@@ -50,8 +50,8 @@ def with_large_stack(function: Callable[[], _Result]) -> _Result:
     """Call a function with memory for 300,000 values of Python's stack; return its result.
 
     Python gets memory for 2,000 at a time, and gives it back when the function that needed it returns. A loop that
-    calls functions at such an edge does that at each call: tracing took 1.2 and compiling 1.3 times as long on average over
-    the depths of a caller, and up to 1.6 times (benchmarks/python_stack.py).
+    calls functions at such an edge does that at each call. On average over the depths of a caller tracing took 1.2 and
+    compiling 1.3 times as long, up to 1.6 times (benchmarks/python_stack.py).
     """
     return function()
 

@@ -177,8 +177,7 @@ def cpp_compiler(need: str) -> str:
 
     names = [name for name in config.cpp.cxx if name]
     for name in names:
-        path = shutil.which(name)
-        if path:
+        if path := shutil.which(name):
             return path
     raise RuntimeError(
         f"{need}; found no {' or '.join(names)}: install it, name another in $CXX before Python starts, or pass "

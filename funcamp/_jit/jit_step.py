@@ -223,8 +223,9 @@ class JitStep(Fixed):
         # Run the program.
         owned = memory.current
         if executable is None:
-            key = key_of(frame, leaves)
-            executable, inputs, results = with_large_stack(lambda: self._first_run(key, memory, batch, tensors))
+            executable, inputs, results = with_large_stack(
+                lambda: self._first_run(key_of(frame, leaves), memory, batch, tensors)
+            )
             owned = memory.current  # a new program may have moved it
         else:
             is_as_noted = known_program is not None and executable.strides.are_outside(tensors, owned.memory)

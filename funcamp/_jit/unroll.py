@@ -46,7 +46,6 @@ def unrolled(one_step: TensorFunction, steps: Steps, outputs: Outputs) -> Tensor
             next_state = outputs.state_of(results)
             state = next_state or state  # a donated step has written into the state
             metrics_of_steps.append(outputs.metric_tensors_of(results))
-        stacked_metrics = [torch.stack(metric) for metric in zip(*metrics_of_steps)]
-        return [*next_state, *stacked_metrics]
+        return [*next_state, *map(torch.stack, zip(*metrics_of_steps))]
 
     return run

@@ -58,8 +58,7 @@ def check_params(call: str, params: Params, shapes: Mapping[str, torch.Size] | N
     repeated = repeated_name(names)
     if repeated is not None:
         raise ValueError(f"{call}: every leaf of params must have a unique dotted name; got {repeated!r} twice")
-    differing_names = set() if shapes is None else set(names) ^ set(shapes)
-    if differing_names:
+    if shapes is not None and (differing_names := set(names) ^ set(shapes)):
         raise ValueError(
             f"{call}: params must have the names of the module's, loss_fn.params(); they differ in "
             f"{min(differing_names)!r}"

@@ -83,8 +83,8 @@ class Params:
         scalars = [
             None if group is None else torch.empty((), dtype=group.dtype, device=group.device) for group in self.groups
         ]
-        likes = [(slot, scalars[slot.group]) for slot in self.layout.slots]
-        return self.layout.tree([None if scalar is None else scalar.expand(slot.shape) for slot, scalar in likes])
+        likes = [(scalars[slot.group], slot.shape) for slot in self.layout.slots]
+        return self.layout.tree([None if scalar is None else scalar.expand(shape) for scalar, shape in likes])
 
     def ravel(self, tree: Tree) -> Params:
         """Lay out another tree of the same structure and shapes like this one.

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map
 
-from funcamp import skip_step, unscale_and_check, update
+from funcamp import skip_step
 from tests.conftest import Transform
 from tests.support.helpers import assert_same, clone
 from tests.support.oracle import state_of
@@ -44,19 +43,6 @@ def test_the_choice_is_the_same_under_every_transform(transform: Transform) -> N
     run = transform(lambda state, new, old: skip_step(state, new=new, old=old))
     for flag, expected in ((1.0, old), (0.0, new)):
         assert_same(run(state_of(8.0, found_inf=flag), new, old), expected)
-
-
-def test_one_overflowing_member_of_a_batch_is_skipped_alone() -> None:
-    def step(state: Any, grads: torch.Tensor) -> Any:
-        unscaled, state = unscale_and_check(state, grads)
-        return skip_step(state, new=-unscaled, old=torch.zeros(2)), update(state)
-
-    grads = torch.full((3, 2), 8.0)
-    grads[1, 0] = math.inf
-    params, states = torch.func.vmap(step)(tree_map(lambda leaf: leaf.expand(3), state_of(8.0)), grads)
-    assert params.tolist() == [[-1.0, -1.0], [0.0, 0.0], [-1.0, -1.0]]
-    assert states.scale.tolist() == [8.0, 4.0, 8.0]
-    assert states.growth_tracker.tolist() == [1, 0, 1]
 
 
 def test_an_unchanged_leaf_is_returned_itself() -> None:

@@ -97,13 +97,6 @@ def test_a_delayed_target_moves_at_every_third_update() -> None:
     assert_same(now, by_chain(SGD, 4, params())[0])
 
 
-def test_the_state_of_one_part_is_the_chains_so_that_clipping_can_come_and_go() -> None:
-    now, state = by_chain(ADAMW, 2, params())
-    clipped = chain(clip_by_norm(1.0), ADAMW)
-    assert_same(clipped.init(params()), ADAMW.init(params()))
-    clipped.update(now, gradients(3), state)
-
-
 def test_a_step_stores_the_groups_of_an_optimizer_in_a_chain() -> None:
     def layer(name: str, _: Tensor) -> str:
         return name.partition(".")[0]
@@ -312,9 +305,3 @@ def test_a_function_changes_gradients_at_every_second_update() -> None:
     now, _ = by_chain(chain(every(2, tenth), SGD), 2, params())
     first, second = gradients(0), gradients(1)
     assert_close(now, {name: value - first[name] - 0.1 * second[name] for name, value in params().items()}, 1e-6)
-
-
-def test_chains_in_a_chain_are_their_parts() -> None:
-    nested, plain = chain(chain(clip_by_norm(1.0), ADAMW), average(0.5)), chain(clip_by_norm(1.0), ADAMW, average(0.5))
-    assert repr(nested) == repr(plain)
-    assert_same(nested.init(params()), plain.init(params()))

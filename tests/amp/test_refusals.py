@@ -89,7 +89,7 @@ OWN: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "load interval": (loaded(growth_interval=math.inf), TypeError, "growth_interval must be an integer; got inf"),
     "load scale": (loaded(scale=math.nan), ValueError, r"saved\['scale'\] must be 0 or more"),
     "new_scale": (lambda scaler: scaler.update(True), AssertionError, "new_scale should be a float"),
-    "no optimizer": (lambda scaler: scaler.unscale_(ANY), TypeError, "optimizer must be a torch.optim.Optimizer"),
+    "no optimizer": (lambda scaler: scaler.step(ANY), TypeError, "optimizer must be a torch.optim.Optimizer"),
 }
 
 

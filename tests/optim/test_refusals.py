@@ -131,7 +131,6 @@ def is_infinite_at_3(optimizer: optim.Optimizer) -> Any:
 
 SCHEDULES: dict[str, Row] = {
     "make": (scheduled(3), TypeError, "make must be a function from torch's optimizer to its scheduler, .*; got 3$"),
-    "a scheduler": (scheduled(of_another(ANY)), TypeError, "make must be a function from torch's optimizer"),
     "nothing": (scheduled(lambda o: None), TypeError, "make must return a scheduler of the optimizer .*; got None$"),
     "of another": (scheduled(of_another), TypeError, "a scheduler of the optimizer that it is given"),
     "a list": (scheduled(lambda o: [StepLR(o, 1)]), TypeError, "SequentialLR and ChainedScheduler combine several"),

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from funcamp import ScalerConfig, init, make_train_step, scaled_grad_and_value
 from tests.support.helpers import assert_same
-from tests.support.steps import SGD, eager_and_traced, traced
+from tests.support.steps import SGD, compiled, eager_and_traced, traced
 from tests.support.torch_loop import Made, assert_as_torchs_loop
 
 
@@ -54,7 +54,7 @@ def test_the_backward_is_not_lost(name: str) -> None:
     expected = grad_fn(*arguments)
     if name == "direct":
         torch.testing.assert_close(expected[0][0]["w"], -7 / W**2)
-    assert_same(torch.compile(grad_fn, fullgraph=True, backend="aot_eager")(*arguments), expected)
+    assert_same(compiled(grad_fn)(*arguments), expected)
     step = make_train_step(LOSSES[name], SGD, ScalerConfig(8.0))
     assert_same(traced(step)(step.init({"w": W}), X), step(step.init({"w": W}), X))
 

@@ -21,7 +21,7 @@ from funcamp import init, make_train_step, module_loss, scaled_grad_and_value, s
 from funcamp.numerics import track_scales
 from tests.support.helpers import assert_close, assert_same, clone, values_of
 from tests.support.models import cnn, mlp
-from tests.support.steps import eager, eager_and_traced, traced
+from tests.support.steps import build, eager, eager_and_traced, traced
 from tests.support.torch_loop import Made, assert_as_torchs_loop
 
 SGD = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -295,7 +295,7 @@ def test_aux_of_a_criterion_is_in_the_metrics(make: Any, how: str) -> None:
 
     change = options.get("change", eager)
     loss_fn = change(module_loss(task.model, with_hits, has_aux=True, engine=options.get("engine")))
-    step, alone = make_train_step(loss_fn, SGD), make_train_step(module_loss(task.model, task.criterion), SGD)
+    step, alone = make_train_step(loss_fn, SGD), build(task, SGD)
     batch, wrap = task.batch(0), options.get("wrap", eager)
     output = copy.deepcopy(task.model)(batch[0]).detach()
     (state, metrics), (expected, wanted) = wrap(step)(step.init(), batch), alone(alone.init(), batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
 
 import pytest
@@ -16,9 +15,7 @@ import funcamp
 from funcamp import float8
 from tests.float8.models import Net, batch, converted, made, net, trained
 from tests.support.helpers import assert_close, assert_same
-from tests.support.steps import traced
-
-compiled: Any = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
+from tests.support.steps import compiled, traced
 
 
 def test_layers_are_changed_in_place_and_named() -> None:

@@ -12,32 +12,21 @@ import pytest
 import torch
 from torch.distributed import checkpoint as checkpoint_module
 
-import funcamp
 from funcamp import ScalerConfig, load, make_train_step, save, stateless
 from tests.support.helpers import assert_same, together
 from tests.support.models import Task, cnn, mlp
 from tests.support.rules import RULES
+from tests.support.steps import build, train
 
 dcp: Any = checkpoint_module  # its functions are untyped re-exports
 ADAMW = stateless(torch.optim.AdamW, lr=1e-2)
 NAME = "checkpoint.pt"
 
 
-def make(task: Task, ema_decay: float | None = 0.9) -> funcamp.TrainStep:
+def make(task: Task, ema_decay: float | None = 0.9) -> Any:
     """Float16, moments, buffers, an average, and a scale that overflows at first."""
-    return make_train_step(
-        funcamp.module_loss(task.model, task.criterion),
-        ADAMW,
-        ScalerConfig(init_scale=2.0**20, growth_interval=2),
-        policy="float16",
-        ema_decay=ema_decay,
-    )
-
-
-def train(step: funcamp.TrainStep, state: funcamp.TrainState, task: Task, numbers: range) -> funcamp.TrainState:
-    for number in numbers:
-        state, _ = step(state, task.batch(number))
-    return state
+    config = ScalerConfig(init_scale=2.0**20, growth_interval=2)
+    return build(task, ADAMW, config=config, policy="float16", ema_decay=ema_decay)
 
 
 def through_file(saved: dict[str, Any], _: dict[str, Any], folder: Path) -> dict[str, Any]:

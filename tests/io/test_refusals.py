@@ -13,10 +13,10 @@ import numpy
 import pytest
 import torch
 
-import funcamp
 from funcamp import distributed, load, save
 from tests.support.helpers import assert_refused, assert_same, clone
 from tests.support.models import cnn, mlp
+from tests.support.steps import build
 
 
 class Touch:
@@ -34,13 +34,7 @@ def write(value: Any, cut: int = 0) -> str:
     return str(file)
 
 
-def made(task: Any, **options: Any) -> Any:
-    return funcamp.make_train_step(
-        funcamp.module_loss(task.model, task.criterion), funcamp.stateless(torch.optim.AdamW), **options
-    )
-
-
-STEP, OTHER = made(mlp()), made(cnn(), ema_decay=0.9)
+STEP, OTHER = build(mlp()), build(cnn(), ema_decay=0.9)
 LIKE, OTHERS = STEP.init(), OTHER.init()
 ANY: Any = 3
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,11 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 from funcamp.numerics import Record, probe, stats, tap
 from tests.support.helpers import assert_close, assert_same
-from tests.support.steps import eager
+from tests.support.steps import compiled, eager
 
 Params = dict[str, Tensor]
 Probes = dict[str, Record]
-compiled: Any = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
 both_ways = pytest.mark.parametrize("run", [eager, compiled], ids=["eager", "compiled"])
 
 

@@ -23,6 +23,7 @@ from tests.support.databases import internal
 from tests.support.helpers import assert_close, assert_same, clone
 from tests.support.optimizers import CASES
 from tests.support.oracle import state_of
+from tests.support.steps import compiled
 
 optim = torch.optim
 EXACT = {
@@ -71,9 +72,6 @@ def assert_follows(
 @pytest.mark.compiled
 @pytest.mark.parametrize("name", CASES)
 def test_a_compiled_update_follows_torch(name: str) -> None:
-    def compiled(update: Any) -> Any:
-        return torch.compile(update, fullgraph=True, backend="aot_eager")
-
     tolerance = 0.0 if name in EXACT else 2e-7
     assert_follows(*CASES[name], [torch.randn(4, 3), torch.randn(3, 5)], steps=12, tolerance=tolerance, wrap=compiled)
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.utils.checkpoint import checkpoint
 
-from funcamp import make_train_step, module_loss, stateless
 from funcamp.numerics import Record, stats
 from funcamp.report import annotate, numerics_report
 from tests.support.helpers import assert_same
 from tests.support.models import Block, mlp
+from tests.support.steps import build
 
 
 def forward(report: Any) -> list[str]:
@@ -64,9 +64,9 @@ def test_the_same_operations_under_torch_func_and_vmap() -> None:
 
 def test_the_optimizer_of_a_step_is_left_out_wherever_it_is_called() -> None:
     task = mlp()
-    step = make_train_step(module_loss(task.model, task.criterion), stateless(torch.optim.SGD))
+    step = build(task)
 
-    def fn(state: Any) -> Tensor:
+    def fn(state: Any) -> Any:
         for number in range(2):
             state, metrics = step(state, task.batch(number))
         return metrics.loss * 3

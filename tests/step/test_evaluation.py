@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from funcamp import average, chain, clip_by_norm, every, jit, make_train_step, module_loss, numerics, stateless
 from tests.support.foreign import ScheduleFree
 from tests.support.helpers import assert_same, assert_silent, clone
-from tests.support.steps import eager, traced
+from tests.support.steps import compiled, eager, traced
 
 X, Y = torch.randn(6, 4), torch.randn(6, 1)
 SGD = stateless(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -60,7 +60,7 @@ def evaluators(step: Any) -> dict[str, Callable[[Any, Any], Tensor]]:
     return {
         "eager": step.loss,
         "jit": lambda state, batch: jit(lambda s, b: (s, step.loss(s, b)), backend="eager")(clone(state), batch)[1],
-        "compiled": torch.compile(lambda s, b: step.loss(s, b), fullgraph=True, backend="aot_eager"),
+        "compiled": compiled(lambda s, b: step.loss(s, b)),
     }
 
 

@@ -13,13 +13,13 @@ from funcamp import make_train_step, stateless
 from tests.support.helpers import assert_same
 from tests.support.masked import masked, tokens
 from tests.support.models import Task
-from tests.support.steps import build, eager, eager_and_traced, traced
+from tests.support.steps import build, compiled, eager, eager_and_traced, traced
 
 SGD = stateless(torch.optim.SGD, lr=0.5)
 WRAPS: dict[str, Any] = {
     "eager": eager,
     "jit": traced,
-    "compiled": lambda step: torch.compile(step, backend="aot_eager", fullgraph=True),
+    "compiled": compiled,
 }
 
 

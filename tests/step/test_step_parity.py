@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.support.models import Task, cnn, mlp, tied
-from tests.support.steps import eager
+from tests.support.steps import compiled, eager
 from tests.support.torch_loop import assert_as_torchs_loop
 
 STEPS = 40
@@ -74,7 +74,7 @@ COMPILED: list[Case] = [
 @pytest.mark.compiled
 @pytest.mark.parametrize("number", range(len(COMPILED)))
 def test_a_step_under_torch_compile_is_torchs_loop(number: int) -> None:
-    assert_follows(COMPILED[number], lambda step: torch.compile(step, fullgraph=True, backend="aot_eager"))
+    assert_follows(COMPILED[number], compiled)
 
 
 @pytest.mark.thorough(keep=1)

@@ -16,7 +16,7 @@ from torch import nn
 from funcamp import ScalerConfig, TrainState, TrainStep, by_group, make_train_step, stateless
 from tests.support.helpers import assert_same
 from tests.support.models import Task, cnn, mlp, tied
-from tests.support.steps import build
+from tests.support.steps import build, train
 from tests.support.torch_loop import AmpLoop
 
 optim = torch.optim
@@ -80,12 +80,6 @@ def pair(name: str, task: Task, *, grouped: bool = False) -> tuple[Loop, TrainSt
     return Loop(model, task.criterion, optimizer, CONFIG), step_of(name, task, grouped=grouped)
 
 
-def steps(step: Any, state: Any, task: Task, numbers: range) -> TrainState:
-    for number in numbers:
-        state, _ = step(state, task.batch(number))
-    return state  # type: ignore[no-any-return]
-
-
 def common(step: TrainStep, saved: dict[str, Any], like: Any) -> TrainState:
     """A state of a step with other parameters: what both have is that of the saved one, the rest begins."""
     fresh = step.state_dict(like)
@@ -124,7 +118,7 @@ def test_a_run_changes_hands_and_back_bit_for_bit(name: str, grouped: bool, flat
     task.model.load_state_dict(saved["model"])
     state = step.from_torch(step.init(flat=flat), optimizer=saved["optimizer"], scaler=saved["scaler"])
     assert_same_saved(step.to_torch(state), saved)
-    state = steps(step, state, task, range(5, 9))
+    state = train(step, state, task, range(5, 9))
     alone.run(task, range(5, 9))
     assert_same_saved(step.to_torch(state), alone.saved())
     again.load(step.to_torch(state))
@@ -138,7 +132,7 @@ def test_a_run_changes_hands_and_back_bit_for_bit(name: str, grouped: bool, flat
 def test_buffers_and_tied_weights_go_along(make: Any) -> None:
     task = make()
     loop, step = pair("SGD-momentum", task)
-    state = steps(step, step.init(), task, range(12))
+    state = train(step, step.init(), task, range(12))
     loop.run(task, range(12))
     assert_same_saved(step.to_torch(state), loop.saved())
     assert state.opt_state.applied > 2
@@ -149,7 +143,7 @@ def test_classes_that_differ_are_optimizers_that_differ() -> None:
     optimizer = by_group({"matrix": stateless(optim.Muon, lr=0.02), "vector": stateless(optim.AdamW, lr=0.01)})
     step = build(task, optimizer, config=CONFIG)
     matrices, vectors = (group["params"] for group in by_shape(mlp().model))
-    state = steps(step, step.init(), task, range(3))
+    state = train(step, step.init(), task, range(3))
     both = {"matrix": optim.Muon(matrices, lr=0.02), "vector": optim.AdamW(vectors, lr=0.01)}
     for label, saved in step.to_torch(state)["optimizer"].items():
         both[label].load_state_dict(saved)
@@ -164,7 +158,7 @@ def test_frozen_parameters_keep_their_places() -> None:
     task.model.get_parameter("0.weight").requires_grad_(False)
     loop, step = pair("AdamW", task)
     loop.run(task, range(4))
-    state = steps(step, step.init(), task, range(4))
+    state = train(step, step.init(), task, range(4))
     assert_same_saved(step.to_torch(state), loop.saved())
     cls, arguments = CASES["AdamW"]
     loop.optimizer = cls([p for p in loop.model.parameters() if p.requires_grad], **arguments)
@@ -192,7 +186,7 @@ def test_names_say_which_parameter_is_which() -> None:
 def test_a_schedule_goes_on_where_it_was(name: str) -> None:
     task = mlp()
     step = step_of(name, task, lr=lambda applied: 0.1 / (1 + applied))
-    state = steps(step, step.init(), task, range(8))
+    state = train(step, step.init(), task, range(8))
     applied = int(state.opt_state.applied)
     saved = step.to_torch(state)["optimizer"]
     assert applied > 0
@@ -214,7 +208,7 @@ def test_layers_are_frozen_and_unfrozen_in_mid_run(flat: bool) -> None:
     """As torch's loop, whose optimizer leaves alone what has no gradient; momenta stay for later."""
     task = mlp()
     loop, step = pair("SGD-momentum", task)
-    state = steps(step, step.init(flat=flat), task, range(4))
+    state = train(step, step.init(flat=flat), task, range(4))
     loop.run(task, range(4))
     first = [model.get_submodule("0") for model in (task.model, loop.model)]
 
@@ -226,7 +220,7 @@ def test_layers_are_frozen_and_unfrozen_in_mid_run(flat: bool) -> None:
     state = common(step, saved, step.init(flat=flat))
     assert "0.weight" not in state.params.tree()
     loop.run(task, range(4, 7))
-    state = steps(step, state, task, range(4, 7))
+    state = train(step, state, task, range(4, 7))
 
     saved |= step.state_dict(state)
     for layer in first:
@@ -234,7 +228,7 @@ def test_layers_are_frozen_and_unfrozen_in_mid_run(flat: bool) -> None:
     step = step_of("SGD-momentum", task)
     state = step.load_state_dict(saved, like=step.init(flat=flat))
     loop.run(task, range(7, 10))
-    state = steps(step, state, task, range(7, 10))
+    state = train(step, state, task, range(7, 10))
     assert_same_saved(step.to_torch(state), loop.saved())
 
 
@@ -243,7 +237,7 @@ def test_parameters_are_added_in_mid_run(name: str, flat: bool) -> None:
     """As `Optimizer.add_param_group` does it: the old ones keep their state, the new ones begin."""
     task = mlp()
     loop, step = pair(name, task)
-    state = steps(step, step.init(flat=flat), task, range(4))
+    state = train(step, step.init(flat=flat), task, range(4))
     loop.run(task, range(4))
 
     task.model.load_state_dict(step.to_torch(state)["model"])
@@ -257,11 +251,11 @@ def test_parameters_are_added_in_mid_run(name: str, flat: bool) -> None:
     with pytest.raises(ValueError, match="it lacks"):
         larger.load_state_dict(step.state_dict(state), like=larger.init(flat=flat))
     state = common(larger, step.state_dict(state), larger.init(flat=flat))
-    state = steps(larger, state, task, range(4, 6))
+    state = train(larger, state, task, range(4, 6))
     half = larger.state_dict(state)
     state = larger.load_state_dict(half, like=larger.init(flat=flat))  # AdamW's counts differ now
     assert_same(larger.state_dict(state), half)
-    state = steps(larger, state, task, range(6, 8))
+    state = train(larger, state, task, range(6, 8))
     loop.run(task, range(4, 8))
     saved, expected = larger.to_torch(state), loop.saved()
     assert_same(saved["model"], expected["model"])

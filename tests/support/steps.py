@@ -30,10 +30,22 @@ def traced(step: Any) -> Any:
     return jit(step, backend="eager")
 
 
+def compiled(function: Any) -> Any:
+    """A function that torch.compile takes as one graph, of which no code is generated."""
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
 #: Runs a test with a step as it is, and traced.
 eager_and_traced = pytest.mark.parametrize(
     "wrap", [pytest.param(eager, id="eager"), pytest.param(traced, id="jit", marks=pytest.mark.compiled)]
 )
+
+
+def train(step: Any, state: Any, task: Task, numbers: Iterable[int]) -> Any:
+    """The state after steps on these batches of a task."""
+    for number in numbers:
+        state, _ = step(state, task.batch(number))
+    return state
 
 
 def assert_as_eager(

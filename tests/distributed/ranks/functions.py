@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,10 +16,9 @@ import funcamp
 from funcamp import distributed
 from tests.distributed.ranks.tools import full, meshes, rank, square, world
 from tests.support.helpers import assert_same, difference
-from tests.support.steps import eager
+from tests.support.steps import compiled, eager
 
 LOW = funcamp.ScalerConfig(init_scale=8.0)
-compiled: Any = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
 
 
 def test_max_over_finds_an_overflow_of_any_rank() -> None:

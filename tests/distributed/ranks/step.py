@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,7 @@ from tests.float8 import models as float8
 from tests.support.helpers import assert_same, difference
 from tests.support.masked import masked, tokens
 from tests.support.models import Task, cnn, mlp, tied
-from tests.support.steps import SGD, build, eager, traced
+from tests.support.steps import SGD, build, compiled, eager, traced
 
 #: A scale far too high for float16 again and again, and never nearly too high: there the order of a sum decides.
 HIGH = funcamp.ScalerConfig(init_scale=2.0**30, growth_factor=128.0, backoff_factor=1 / 128, growth_interval=3)
@@ -96,12 +95,11 @@ def test_equals_one_process() -> None:
 
 @pytest.mark.ranks(n=2)
 def test_compiled_equals_one_process() -> None:
-    compile_whole = functools.partial(torch.compile, fullgraph=True, backend="aot_eager")
     small = Task(nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4)), *mlp()[1:])  # less to compile
-    compare(small, DataParallel(), compile_whole)
+    compare(small, DataParallel(), compiled)
     sharded = DataParallel(shard=True)
     if _upstream.VERSION >= (2, 13):  # Dynamo of 2.11 does not trace a step on DTensors
-        compare(small, sharded, compile_whole)
+        compare(small, sharded, compiled)
     compare(small, sharded, funcamp.jit)
 
 

@@ -345,12 +345,12 @@ class TrainStep(Fixed):
     def _checked(self, call: str, state: object) -> TrainState:
         """Return the state; raise if it is none, or if its parameters are not those of this step's loss.
 
-        Also if they are not stored as the step has them. Parameters are checked once for each layout.
+        Also if they are not stored as the step has them. Parameters like those of the last call are not checked again.
         """
         checked = check_train_state(call, "state", state)
         params = checked.params
         self.options.parallel.check(call, params)
-        about = params.layout, [None if group is None else group.dtype for group in params.groups]
+        about = params.layout, [None if group is None else (group.dtype, group.shape) for group in params.groups]
         # torch.compile would guard what is known, and compile anew for it.
         if torch.compiler.is_dynamo_compiling() or self._last_checked != about:
             check_params(call, params, self.loss_fn.param_shapes)
@@ -430,9 +430,10 @@ class TrainStep(Fixed):
 
         Raises:
             TypeError: like is not a `TrainState`, or saved not a dict; consume as in `init`.
-            ValueError: a name is missing or unknown; a tensor has another shape or dtype than like's; the scale is not
-                above 0; parameters in one group of flat storage, which has one step count, differ in theirs, because
-                some were frozen or added later: make like with `init(flat=False)`.
+            ValueError: a name is missing or unknown; a tensor has another shape or dtype than like's; like has other
+                parameters than this step's loss; the scale is not above 0; parameters in one group of flat storage,
+                which has one step count, differ in theirs, because some were frozen or added later: make like with
+                `init(flat=False)`.
 
         Example:
             >>> step = make_train_step(lambda p, x: (p["w"] * x).sum(), stateless(torch.optim.SGD))
@@ -447,6 +448,7 @@ class TrainStep(Fixed):
     @torch.inference_mode(False)  # as `init`
     def _adopted(self, call: str, state: TrainState, consume: bool) -> TrainState:
         """Return a loaded state; with consume, its memory is the module's."""
+        check_params(call, state.params, self.loss_fn.param_shapes)
         consuming_loss = consumed_loss(call, self, None, None, consume)
         if consuming_loss is None:
             self.loss_fn.state_moves()  # the module has the values of before
@@ -472,6 +474,7 @@ class TrainStep(Fixed):
         Raises:
             TypeError: an optimizer was not made by `stateless`, or its class is not torch.optim's: its state is saved
                 by `state_dict`.
+            ValueError: state is of another model or another optimizer.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)

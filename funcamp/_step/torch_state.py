@@ -24,6 +24,7 @@ from funcamp._scaler.state import ScalerState
 from funcamp._scaler.state_dict import from_state_dict, to_state_dict
 from funcamp._step.state import TrainState, check_train_state
 from funcamp._step.state_dict import export, gather, restore
+from funcamp._storage.inputs import check_params
 from funcamp._types import StateDict
 
 if TYPE_CHECKING:
@@ -125,15 +126,33 @@ def to_torch(step: TrainStep, state: TrainState) -> StateDict:
     """Return the state_dicts of `TrainStep.to_torch`."""
     call = "to_torch"
     state = gather(call, state)
+    check_params(call, state.params, step.loss_fn.param_shapes)
     saved = export(call, state)
     optimizers: dict[str | None, StateDict] = {}
     for label, groups in _torch_optimizers(call, step, state).items():
+        _check_entries(call, groups, saved)
         optimizers[label] = _optimizer_state_dict(groups, saved)
     return {
         "model": step.loss_fn.state_dict(state.params, state.buffers),
         "optimizer": optimizers.get(None, optimizers),
         "scaler": to_state_dict(state.scaler, step.config),
     }
+
+
+def _check_entries(call: str, groups: Sequence[TorchGroup], saved: Mapping[str, Tensor]) -> None:
+    """Raise ValueError if a state has other entries than the optimizer keeps, which another one made."""
+    for group in groups:
+        expected = {f"{group.prefix}applied"}
+        for name in group.names:
+            if (param := saved.get(f"params.{name}")) is not None:
+                entries = group.optimizer.entry_names[param.dim() >= 2]
+                expected |= {group.key(entry, name) for entry in entries}
+        found = {name for name in saved if name in expected or name.startswith(f"{group.prefix}state.")}
+        if odd := expected ^ found:
+            raise ValueError(
+                f"{call}: state must be one of this step, with the entries that {group.optimizer!r} keeps; odd is "
+                f"{min(odd)!r}"
+            )
 
 
 def _optimizer_state_dict(groups: Sequence[TorchGroup], saved: Mapping[str, Tensor]) -> StateDict:

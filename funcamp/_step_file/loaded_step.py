@@ -94,8 +94,9 @@ class LoadedStep(JitStep):
             )
         if key not in self._in_file:
             signatures = "; ".join(f"({', '.join(map(shown, leaves))})" for _, leaves, *_ in self._in_file)
+            nearest = next((known for known in self._in_file if known[:2] == key[:2]), next(reversed(self._in_file)))
             raise ValueError(
                 f"{self!r}: batch must be like one of those in the file: {signatures}; got {shapes(batch)}, where "
-                f"{difference(batch, next(reversed(self._in_file)), key)}: call the step with such a batch before save"
+                f"{difference(batch, nearest, key)}: call the step with such a batch before save"
             )
         return self._in_file[key]

@@ -65,16 +65,14 @@ def check_params(call: str, params: Params, shapes: Mapping[str, torch.Size] | N
         )
     shapes = shapes or {}
     for name, leaf in zip(names, leaves):
-        if leaf is None:
-            continue
-        if leaf.dtype in (torch.float16, torch.complex32):
+        if leaf is not None and leaf.dtype in (torch.float16, torch.complex32):
             raise TypeError(
                 f"{call}: params[{name!r}] must not be float16, which rounds most updates of a step to nothing; got "
                 f"{_tree.describe(leaf)}: keep it in float32, model.float() (autocast casts it at its use), or "
                 "freeze it"
             )
-        if shapes.get(name, leaf.shape) != leaf.shape:
+        shape = None if leaf is None else tuple(leaf.shape)
+        if name in shapes and tuple(shapes[name]) != shape:
             raise ValueError(
-                f"{call}: params[{name!r}] must have the shape of the module's, {tuple(shapes[name])}; got "
-                f"{tuple(leaf.shape)}"
+                f"{call}: params[{name!r}] must have the shape of the module's, {tuple(shapes[name])}; got {shape}"
             )

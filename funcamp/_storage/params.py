@@ -80,11 +80,15 @@ class Params:
 
     def placeholders(self) -> Tree:
         """Return the original pytree with a tensor in the shape of every leaf, which has no values and no memory."""
-        scalars = [
-            None if group is None else torch.empty((), dtype=group.dtype, device=group.device) for group in self.groups
-        ]
-        likes = [(scalars[slot.group], slot.shape) for slot in self.layout.slots]
-        return self.layout.tree([None if scalar is None else scalar.expand(shape) for scalar, shape in likes])
+        likes: list[Tensor | None] = []
+        for slot in self.layout.slots:
+            group = self.groups[slot.group]
+            if group is None:
+                likes.append(None)
+                continue
+            shape = slot.shape if self.layout.flat else group.shape
+            likes.append(torch.empty((), dtype=group.dtype, device=group.device).expand(shape))
+        return self.layout.tree(likes)
 
     def ravel(self, tree: Tree) -> Params:
         """Lay out another tree of the same structure and shapes like this one.

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
+from torch.utils._pytree import tree_map
 
-from funcamp import loss, make_train_step, module_loss, stateless
+from funcamp import loss, make_train_step, module_loss, ravel, stateless
 from tests.support.helpers import assert_refused, assert_same, clone
 from tests.support.masked import masked
 from tests.support.steps import SGD
@@ -62,6 +63,9 @@ TORCH.step()
 SAVED, SCALER = TORCH.state_dict(), torch.amp.GradScaler("cpu").state_dict()
 ADAMW = make_train_step(module_loss(LINEAR, mse_loss), stateless(torch.optim.AdamW, lr=0.01))
 LIKE = ADAMW.init()
+OF_SGD = make_train_step(module_loss(LINEAR, mse_loss), SGD).init()
+OTHER = make_train_step(module_loss(nn.Linear(3, 1), mse_loss), stateless(torch.optim.AdamW, lr=0.01))
+OF_OTHER = OTHER.init()
 
 
 def from_torch(scaler: Any = None, state: Any = None, **group: Any) -> Call:
@@ -72,6 +76,18 @@ def from_torch(scaler: Any = None, state: Any = None, **group: Any) -> Call:
         saved["param_groups"][0] |= group
         saved["state"][0] |= state or {}
     return lambda: ADAMW.from_torch(LIKE, optimizer=saved, scaler=scaler)
+
+
+def of_stacked(call: Callable[[Any], object]) -> Call:
+    """A call with stacked parameters, as those of an ensemble, after a step on others in the same layout."""
+    state = ADAMW.init(flat=False)
+    stacked = state._replace(params=tree_map(lambda param: torch.stack([param, param]), state.params))
+
+    def take_and_call() -> object:
+        ADAMW(state, (X, X[:1]))
+        return call(stacked)
+
+    return take_and_call
 
 
 #: What is called, the error, and its words.
@@ -94,6 +110,14 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "names of buffers": (lambda: make_train_step(module_loss(nn.BatchNorm1d(2), mse_loss), SGD).init(buffers={"running_mean": X}), ValueError, "init: buffers .*differ in 'num_batches_tracked'"),
     "saved as an object": (lambda: torch.save({"state": START}, io.BytesIO()), TypeError, r"torch.save: a TrainState must be saved by its tensors.*step.state_dict"),
     "evaluating without a module": (entered(lambda: STEP.evaluating(START)), TypeError, "evaluating: the step must have a loss of module_loss"),
+    "stacked parameters": (of_stacked(lambda state: ADAMW(state, (X, X[:1]))), ValueError, r"step: params\['weight'\] must have the shape of the module's, \(1, 4\); got \(2, 1, 4\)"),
+    "stacked, for another network": (of_stacked(ADAMW.compute_params), ValueError, r"compute_params: params\['weight'\] must have the shape"),
+    "no bias": (lambda: ADAMW(LIKE._replace(params=ravel({"weight": LINEAR.weight, "bias": None})), X), ValueError, r"step: params\['bias'\] must have the shape of the module's, \(1,\); got None"),
+    "like another model's": (lambda: ADAMW.load_state_dict(OTHER.state_dict(OF_OTHER), like=OF_OTHER, consume=True), ValueError, r"load_state_dict: params\['weight'\] must .*; got \(1, 3\)"),
+    # to_torch
+    "another model's": (lambda: ADAMW.to_torch(OF_OTHER), ValueError, r"to_torch: params\['weight'\] must .*; got \(1, 3\)"),
+    "another optimizer's": (lambda: ADAMW.to_torch(OF_SGD), ValueError, r"to_torch: state must be one of this step, with the entries that .*AdamW.* keeps; odd is 'opt_state\.state\.exp_avg\.bias'"),
+    "of an optimizer with more": (lambda: make_train_step(module_loss(LINEAR, mse_loss), SGD).to_torch(LIKE), ValueError, r"to_torch: state must be one of this step"),
     # from_torch
     "another rate": (from_torch(lr=0.5), ValueError, "from_torch: optimizer must have the step's lr, 0.01; got 0.5 for 'weight'"),
     "another class": (from_torch(state={"max_exp_avg_sq": X}), ValueError, "from_torch: optimizer must be of the step's class.* got 'max_exp_avg_sq'"),
@@ -107,6 +131,6 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_is_refused_with_the_rule_and_the_value(name: str) -> None:
-    before = clone((START, LIKE))
+    before = clone((START, LIKE, [*LINEAR.parameters()]))
     assert_refused(*REFUSED[name])
-    assert_same((START, LIKE), before)
+    assert_same((START, LIKE, [*LINEAR.parameters()]), before)

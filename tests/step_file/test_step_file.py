@@ -141,6 +141,8 @@ def test_tensors_besides_the_arguments_two_signatures_and_an_evaluation_on_the_s
             assert_same(found, expected)
             assert (group.data_ptr(), group._version) == (memory, written)
     assert_same(theirs, own)
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(ValueError, match="where the autocast around the call"):
+        loaded(theirs, batches[0])  # of the first signature in the file, not the last
 
 
 GO_ON = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import os
 import runpy
 import sys
 from pathlib import Path
@@ -71,7 +72,7 @@ def _watch(auditor: Auditor, args: argparse.Namespace) -> BaseException | None:
             if args.is_module:
                 runpy.run_module(args.target, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(args.target, run_name="__main__")
+                runpy.run_path(os.path.abspath(args.target), run_name="__main__")
     except BaseException as error:
         return error
     return None

@@ -108,20 +108,23 @@ def is_factor(name: str, line: Line) -> bool:
 
     What a function returns is a factor: its callers may multiply by it.
     """
-    return any(_is_use_as_factor(use, line.file) for use in _uses_of_call(name, line))
+    calls = [node for node in _parents(line.file) if isinstance(node, ast.Call) and _contains(node, line)]
+    of_method = [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == name]
+    return any(_is_used_as_factor(call, line.file) for call in of_method)
 
 
-def _uses_of_call(name: str, line: Line) -> list[ast.AST]:
-    """Return the innermost products, calls or statements around the calls of a method on a line."""
-    parents = _parents(line.file)
-    calls = [node for node in parents if isinstance(node, ast.Call) and _contains(node, line)]
-    return [_use_of(call, parents) for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == name]
+def _is_used_as_factor(value: ast.AST, file: str) -> bool:
+    """Return whether a value is used in a product or returned, or assigned to a name that is a factor somewhere.
 
-
-def _is_use_as_factor(use: ast.AST, file: str) -> bool:
-    """Return whether a value is used in a product or returned, or assigned to a name that is a factor somewhere."""
+    Also what a function returns that gets it, such as `float`.
+    """
+    use = _use_of(value, _parents(file))
+    if isinstance(use, ast.Call):
+        return _is_used_as_factor(use, file)
     if isinstance(use, ast.Assign):
-        return _is_name_factor(use, file)
+        return _is_name_factor(use.targets, file)
+    if isinstance(use, ast.AnnAssign):
+        return _is_name_factor([use.target], file)
     return _is_product(use) or isinstance(use, ast.Return)
 
 
@@ -138,9 +141,9 @@ def _is_product(node: ast.AST) -> bool:
     return isinstance(node, _PRODUCTS) and isinstance(node.op, (ast.Mult, ast.Div))
 
 
-def _is_name_factor(assignment: ast.Assign, file: str) -> bool:
+def _is_name_factor(targets: list[ast.expr], file: str) -> bool:
     """Return whether a name that is assigned is a factor somewhere in the file."""
-    names = {_name_of(target) for target in assignment.targets}
+    names = {_name_of(target) for target in targets}
     products = [node for node in _parents(file) if _is_product(node)]
     return any(_name_of(part) in names for product in products for part in ast.walk(product))
 

@@ -119,7 +119,10 @@ class Loop:
             self.gradients[parameter] = after
         parameters = set(event.parameters)
         for optimizer in self.optimizers.values():
-            if parameters.intersection(optimizer.parameters):
+            reached = parameters.intersection(optimizer.parameters)
+            if reached:
+                if reached <= event.empty:  # the loop may have cleared gradients by hand
+                    optimizer.window.clear()
                 optimizer.window.append(event)
                 optimizer.last_pass = event
                 optimizer.cleared_line = None

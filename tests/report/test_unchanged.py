@@ -210,7 +210,7 @@ def test_the_script_may_change_folder_and_output(
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "train.py"
     script.write_text(
-        f"{BEFORE}import os\nos.chdir('elsewhere')\nsys.stdout = open(os.devnull, 'w')\n"
+        f"{BEFORE}import os\nos.chdir('elsewhere')\nopen(__file__).close()\nsys.stdout = open(os.devnull, 'w')\n"
         "train(model)\nsys.stdout.close()\n"
     )
     assert main(["report", "train.py"]) == 0

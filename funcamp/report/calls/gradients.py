@@ -46,6 +46,8 @@ class GradientCalls(Calls):
         self._run.report_replaced_gradients(clipped)
         keys = self._tracked.parameters(clipped)
         bound = args[0] if args else kwargs.get("max_norm", kwargs.get("clip_value"))
+        if kwargs.get("error_if_nonfinite"):
+            self._emit(events.HostRead(calling_line(), None))
         if bound != math.inf:
             self._emit(events.Clipped(calling_line(), keys))
             return self._quietly(function, clipped, *args, **kwargs)

@@ -10,7 +10,8 @@ norms = []
 
 
 def bound(max_norm: float) -> float:
-    return max_norm * scaler.get_scale()
+    scale: float = scaler.get_scale()
+    return max_norm * scale
 
 
 for number, loss in enumerate(losses(model, 9)):
@@ -19,7 +20,7 @@ for number, loss in enumerate(losses(model, 9)):
     gradients = gradients_of(model)
     norm = sum(gradient.norm().item() ** 2 for gradient in gradients) ** 0.5
     if number % 3 == 0:
-        norms.append(norm / scaler.get_scale())
+        norms.append(norm / float(scaler.get_scale()))
     elif number % 3 == 1:
         scale = scaler.get_scale()
         norms.append(norm / scale)

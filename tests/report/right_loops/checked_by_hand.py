@@ -1,5 +1,7 @@
 """A loop that unscales by the scaler, looks for inf itself, and steps without it."""
 
+import contextlib
+
 import torch
 from torch.nn.functional import mse_loss
 
@@ -17,5 +19,15 @@ for x, y in batches():
     scaler.unscale_(optimizer)
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     if torch.isfinite(norm):
+        optimizer.step()
+    scaler.update()
+for x, y in batches():
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = mse_loss(model(x), y)
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    with contextlib.suppress(RuntimeError):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
         optimizer.step()
     scaler.update()

@@ -134,7 +134,7 @@ MOST_TOKENS: dict[str, int] = {
     "_storage": 3_592,
     "_scaler": 4_579,
     "rules": 3_497,
-    "_step_file": 2_896,
+    "_step_file": 2_900,
     "distributed": 3_566,
     "float8": 2_340,
     "command line": 983,

@@ -86,7 +86,7 @@ class JitStep(Fixed):
         def __getattr__(self, name: str) -> NoReturn:
             step = vars(self).get("_step")
             fix = f": it is the step's that it was made of, step.{name}" if hasattr(step, name) else ""
-            raise AttributeError(f"{self!r}: has no {name!r}{fix}")
+            raise AttributeError(f"jit({step!r}): has no {name!r}{fix}")
 
     @property
     def programs(self) -> int:

@@ -26,6 +26,9 @@ class _NoPython:
     def __init__(self, name: str) -> None:
         self.__name__ = name
 
+    def __repr__(self) -> str:
+        return f"load_step({self.__name__!r})"
+
     def __call__(self, *_: object) -> NoReturn:
         raise AssertionError("a step from a file has no Python")
 
@@ -59,7 +62,7 @@ class LoadedStep(JitStep):
                 self._in_file[(*fields, number)] = runnable(program)  # type: ignore[index]
 
     def __repr__(self) -> str:
-        return f"load_step({self._step.__name__!r})"
+        return repr(self._step)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(f"{self!r}: it must be loaded again instead of pickled or copied")
@@ -94,7 +97,7 @@ class LoadedStep(JitStep):
             )
         if key not in self._in_file:
             signatures = "; ".join(f"({', '.join(map(shown, leaves))})" for _, leaves, *_ in self._in_file)
-            nearest = next((known for known in self._in_file if known[:2] == key[:2]), next(reversed(self._in_file)))
+            nearest = max(self._in_file, key=lambda known: known[:2] == key[:2])  # with such a batch, if there is one
             raise ValueError(
                 f"{self!r}: batch must be like one of those in the file: {signatures}; got {shapes(batch)}, where "
                 f"{difference(batch, nearest, key)}: call the step with such a batch before save"

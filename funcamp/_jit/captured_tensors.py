@@ -55,8 +55,7 @@ class CapturedTensors:
         Raises:
             RuntimeError: one differs in more than its address, or in that if it may not move.
         """
-        addresses = self._noted[0]
-        for tensor, before, address in zip(self.tensors, self._metadata, addresses):
+        for tensor, before, address in zip(self.tensors, self._metadata, self._noted[0]):
             now = metadata_of(tensor)
             has_moved = tensor.data_ptr() != address
             if now != before or (has_moved and not may_move):

@@ -94,13 +94,13 @@ class CompiledLater:
         """Return the results of the step."""
         if self._calls_left:
             self._calls_left -= 1
-        else:
+        elif self._compile_traced:
             self.compile()
         return self.inner(values)
 
     def compile(self) -> None:
         """Compile the operations, if they are not."""
-        if self._compile_traced is not None:
+        if self._compile_traced:
             with compile_session(self._task):
                 self.inner = with_large_stack(self._compile_traced)
             self._compile_traced = None

@@ -113,7 +113,7 @@ def test_no_page_is_cleared_again_and_no_number_changes(tmp_path: Path) -> None:
     kept, faults = train(tmp_path / "step.pt")
     without, faults_without = train(None, without=["kept_memory"])
     assert_same(kept, without)
-    assert faults < 1_000 < 5_000 < faults_without
+    assert faults < 1_000 < 8_000 < faults_without  # a block of 32 MB has 8,192 pages
 
 
 @pytest.mark.thorough

@@ -9,7 +9,8 @@
 # make peers   the rules of jmp, flax, Keras, DeepSpeed and torchao against the packages themselves
 # make package build the wheel and the source archive, and check what is in them and that the wheel works
 # make gpu     the CUDA tests and benchmarks, with the Python at hand: it installs nothing. In parts of at most 8 minutes:
-#              make gpu-tests gpu-step gpu-phase gpu-price gpu-rest; and gpu-parity gpu-roofline gpu-sanitize gpu-float8 gpu-verify
+#              make gpu-tests gpu-step gpu-phase gpu-price gpu-rest; and gpu-verify gpu-public gpu-bfloat16 gpu-large gpu-rl
+#              gpu-float8 gpu-parity gpu-sanitize gpu-roofline
 
 PYTHON ?= python3
 PINNED := 2.13.0
@@ -42,7 +43,7 @@ PYTEST := OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest -q -n auto --maxproces
 BY_FILE := --dist loadfile --no-loadscope-reorder
 PYTEST_MODELS = PYTHONPATH=$(VENV)/models $(PYTEST) $(BY_FILE)
 
-GPU := gpu $(addprefix gpu-,tests step phase price rest parity roofline sanitize float8 verify)
+GPU := gpu $(addprefix gpu-,tests step phase price rest verify public bfloat16 large rl float8 parity sanitize roofline)
 .PHONY: help demo check run-check test test-all run-test run-test-all test-newest part lint docs bench fuzz peers package $(GPU) clean
 
 help:

@@ -26,6 +26,11 @@ class Size(NamedTuple):
     steps: int = 10
     """In one timing."""
 
+    @property
+    def items(self) -> int:
+        """What one step trains on: tokens of a GPT, rows or images of the others."""
+        return self.batch * self.context if self.kind.startswith("gpt") else self.batch
+
 
 CPU_SIZES = {
     "MLP 0.14 M": Size("mlp", 4, 64, 32, steps=60),
@@ -48,6 +53,7 @@ GPU_SIZES = {
     "GPT 3.3 M": Size("gpt", 4, 256, 4, 256, steps=50),
     "GPT 124 M, 1,024 tokens": Size("gpt", 12, 768, 1, 1024, 50304, steps=20),
     "GPT 124 M, 16,384 tokens": Size("gpt", 12, 768, 16, 1024, 50304, steps=10),
+    "GPT 355 M, 8,192 tokens": Size("gpt", 24, 1024, 8, 1024, 50304, steps=5),
 }
 
 PROGRAM_SIZES = {name: GPU_SIZES[name] for name in ("MLP 0.14 M", "MLP 134 M", "GPT 124 M, 16,384 tokens")} | {

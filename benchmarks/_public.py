@@ -1,4 +1,4 @@
-"""Models that others published, for `step.py --public`: GPT-2 of transformers, four of timm. Random weights."""
+"""Models that others published, for `step.py --public`: GPT-2 of transformers, others of timm. Random weights."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from _models import Size, cross_entropy
 from torch import Tensor, nn
 
 PACKAGES = ("timm", "transformers", "torchvision")
+PACKAGES_ON_A_GPU = ("timm", "torchvision")
 LABELS = 10
 
 #: A size's context is the tokens of a sequence, or the pixels of an image's side.
@@ -22,9 +23,14 @@ PUBLIC_SIZES = {
     "ConvNeXt-Atto 3.4 M": Size("convnext_atto", 12, 320, 8, 64, steps=5),
     "ResNet-18 11 M": Size("resnet18", 8, 512, 8, 64, steps=5),
 }
+PUBLIC_GPU_SIZES = {
+    "ResNet-50 24 M": Size("resnet50", 16, 2048, 64, 224, steps=10),
+    "ConvNeXt-Tiny 28 M": Size("convnext_tiny", 18, 768, 64, 224, steps=10),
+    "ViT-B/16 86 M": Size("vit_base_patch16_224", 12, 768, 64, 224, steps=10),
+}
 
 
-def public_task(size: Size) -> tuple[nn.Module, Any, Callable[[Any, Tensor], Tensor] | None]:
+def public_task(size: Size, device: str = "cpu") -> tuple[nn.Module, Any, Callable[[Any, Tensor], Tensor] | None]:
     """A fresh model, one batch, and the criterion; None where the model returns its loss."""
     with without_operators():
         import torchvision  # noqa: F401  what timm and transformers import
@@ -42,13 +48,14 @@ def public_task(size: Size) -> tuple[nn.Module, Any, Callable[[Any, Tensor], Ten
             eos_token_id=0,
         )
         tokens = torch.randint(size.vocabulary, (size.batch, size.context))
-        return GPT2LMHeadModel(config), {"input_ids": tokens, "labels": tokens}, None
+        tokens = tokens.to(device)
+        return GPT2LMHeadModel(config).to(device), {"input_ids": tokens, "labels": tokens}, None
     import timm
 
     resized = {"img_size": size.context} if size.kind.startswith("vit") else {}
-    model = timm.create_model(size.kind, num_classes=LABELS, **resized)
-    images = torch.randn(size.batch, 3, size.context, size.context)
-    return model, (images, torch.randint(LABELS, (size.batch,))), cross_entropy
+    model = timm.create_model(size.kind, num_classes=LABELS, **resized).to(device)
+    images = torch.randn(size.batch, 3, size.context, size.context).to(device)
+    return model, (images, torch.randint(LABELS, (size.batch,)).to(device)), cross_entropy
 
 
 @contextlib.contextmanager

@@ -128,7 +128,13 @@ class Critics(nn.Module):
 
 
 def networks(size: Size) -> dict[str, Any]:
-    """The networks of a learner by name, always with the same weights."""
+    """The networks of a learner by name, always with the same weights, on torch's default device."""
+    with torch.device("cpu"):
+        found = _networks(size)
+    return {name: network.to(torch.get_default_device()) for name, network in found.items()}
+
+
+def _networks(size: Size) -> dict[str, nn.Module]:
     torch.manual_seed(0)
     if size.learner == "PPO":
         return {"agent": Agent(size.widths)}

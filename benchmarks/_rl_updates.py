@@ -45,9 +45,9 @@ class Learner(NamedTuple):
     """Returns copies of the parameters by name."""
 
 
-def autocast(*, low: bool) -> torch.autocast:
-    """bfloat16 where low."""
-    return torch.autocast("cpu", torch.bfloat16, enabled=low)
+def autocast(like: Tensor, *, low: bool) -> torch.autocast:
+    """bfloat16 where low, on a tensor's type of device."""
+    return torch.autocast(like.device.type, torch.bfloat16, enabled=low)
 
 
 def named(models: dict[str, nn.Module]) -> Values:
@@ -80,12 +80,12 @@ class Descent:
         self.low = low
         self.max_norm = max_norm
         self.adam = torch.optim.Adam(self.params, fused=fused, foreach=not fused, **ADAM[size.learner])
-        self.scaler = torch.amp.GradScaler("cpu", growth_interval=NEVER, enabled=low)
+        self.scaler = torch.amp.GradScaler(self.params[0].device.type, growth_interval=NEVER, enabled=low)
 
     def __call__(self, *inputs: Any) -> tuple[Tensor, Any]:
         """Take a step; return what the loss function does for these inputs, a loss and more."""
         self.adam.zero_grad()
-        with autocast(low=self.low):
+        with autocast(self.params[0], low=self.low):
             loss, more = self.loss_fn(*inputs)
         self.scaler.scale(loss).backward(inputs=self.params)  # type: ignore[no-untyped-call]
         if self.max_norm is not None:
@@ -290,7 +290,7 @@ def dqn_step(size: Size, *, low: bool) -> Step:
     q_step = train_step(funcamp.module_loss(network, dqn_loss), optimizer, low=low)
 
     def step(state: funcamp.TrainState, batch: Any) -> tuple[funcamp.TrainState, Any]:
-        with autocast(low=low):
+        with autocast(batch.observation, low=low):
             target = dqn_target(with_params(network, target_params(q_step, state)), batch)
         return q_step(state, (batch.observation, (batch.action, target)))
 
@@ -314,7 +314,7 @@ def td3_step(size: Size, *, low: bool) -> Step:
         a_state, c_state = states
         transition, noise = batch
         observation = transition.observation
-        with autocast(low=low):
+        with autocast(observation, low=low):
             target_actor = with_params(actor, target_params(a_step, a_state))
             target_critics = with_params(critics, target_params(c_step, c_state))
             target = td3_target(target_actor, target_critics, transition, noise)
@@ -350,7 +350,7 @@ def sac_step(size: Size, *, low: bool) -> Step:
         transition, next_noise, noise = batch
         observation = transition.observation
         temperature = t_state.params["log_temperature"].exp()
-        with autocast(low=low):
+        with autocast(observation, low=low):
             policy = with_params(actor, a_step.compute_params(a_state))
             target_critics = with_params(critics, target_params(c_step, c_state))
             target = sac_target(policy, target_critics, temperature, transition, next_noise)

@@ -122,11 +122,12 @@ def measured(
     device: str,
     inspect: Callable[[Variant], Row] | None = None,
     bases: Bases | None = None,
+    together: bool = False,
 ) -> Iterator[Row]:
     """Make, time and free variants; yield a row for each as soon as it is measured. One that fails is a row too.
 
     On a CPU all run interleaved. On a GPU each does so with the first one alone, which is made once, and is freed
-    before the next: graphs keep their memory.
+    before the next: graphs keep their memory. There "peak_mb" is what the variant's first three calls allocate at most.
 
     Args:
         size: what is measured, by name.
@@ -135,17 +136,18 @@ def measured(
         rounds: timings.
         device: its type.
         inspect: more numbers of a variant that was timed.
-        bases: what the variants are compared with, on a CPU; by default the first one.
+        bases: what the variants are compared with, where it runs beside them; by default the first one.
+        together: on a GPU too all run interleaved.
     """
     first, *others = makers
     bases = bases or {"ratio": dict.fromkeys(makers, first)}
-    at_once = 1 if device == "cuda" else max(len(others), 1)
+    at_once = 1 if device == "cuda" and not together else max(len(others), 1)
     base = functools.cache(makers[first])
     done: set[str] = set()
     for start in range(0, max(len(others), 1), at_once):
         labels = [first, *others[start : start + at_once]]
         made: dict[str, Callable[[], Variant]] = {**{label: makers[label] for label in labels}, first: base}
-        rows = _measured(size, made, repeats, rounds, inspect, bases)
+        rows = _measured(size, made, repeats, rounds, device, inspect, bases)
         torch._dynamo.reset()
         gc.collect()
         if device == "cuda":
@@ -159,6 +161,7 @@ def _measured(
     makers: Mapping[str, Callable[[], Variant]],
     repeats: int,
     rounds: int,
+    device: str,
     inspect: Callable[[Variant], Row] | None,
     bases: Bases,
 ) -> list[Row]:
@@ -167,10 +170,13 @@ def _measured(
     rows: dict[str, Row] = {label: {"size": size, "variant": label} for label in makers}
     for label, make in makers.items():
         try:
+            before = _allocated(device)
             variant = make()
             rows[label]["first_call_s"] = round(seconds(variant, 1)[0], 2)
             seconds(variant, 2)
             running[label] = variant
+            if device == "cuda":
+                rows[label]["peak_mb"] = round((torch.cuda.max_memory_allocated() - before) / 2**20)
         except Exception as error:  # a peer that fails is a result
             rows[label]["failed"] = _print_failure(size, label, error)
     try:
@@ -182,6 +188,14 @@ def _measured(
         for label in running:
             rows[label].setdefault("failed", _print_failure(size, label, error))
     return list(rows.values())
+
+
+def _allocated(device: str) -> int:
+    """Bytes that torch has on a GPU now, from where its peak is counted; 0 on a CPU."""
+    if device != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    return torch.cuda.memory_allocated()
 
 
 def _print_failure(size: str, label: str, error: Exception) -> str:

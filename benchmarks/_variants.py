@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from _models import Size, build, cross_entropy
-from _public import PUBLIC_SIZES, public_task
+from _public import PUBLIC_GPU_SIZES, PUBLIC_SIZES, public_task
 from torch import Tensor, nn
 
 import funcamp
@@ -27,8 +27,8 @@ NEVER = 10**6  # a growth interval: the scale stays, so that no step is skipped
 
 def task(size: Size, device: str) -> tuple[nn.Module, Any, Callable[[Any, Tensor], Tensor] | None]:
     """A fresh model, one batch, and the criterion; None where the model returns its loss, from a dict."""
-    if size in PUBLIC_SIZES.values():
-        return public_task(size)
+    if size in (PUBLIC_SIZES | PUBLIC_GPU_SIZES).values():
+        return public_task(size, device)
     model, x, y = build(size, device)
     return model, (x, y), cross_entropy
 

@@ -2,12 +2,13 @@
 
     python benchmarks/gpu.py [PART ...] [--out DIR] [--device cpu] [--sizes "..."] [--rounds 9]
 
-Parts: tests, step, phase, price and rest, half an hour together and what runs if no part is named; parity, roofline,
-sanitize, float8 and verify. It needs torch, numpy, pytest and what torch.compile needs, installs nothing, and takes
-JAX and optax if they are there; sanitize needs CUDA's compute-sanitizer. A part goes on past a line that
+Parts: tests, step, phase, price and rest, half an hour together and what runs if no part is named; verify, public,
+bfloat16, large, rl, float8, parity, sanitize and roofline. It needs torch, numpy, pytest and what torch.compile needs,
+installs nothing, and takes JAX and optax if they are there; public and verify need timm and torchvision, and sanitize
+CUDA's compute-sanitizer. A part goes on past a line that
 fails or takes too long, says at the end which did, and fails then. What was measured is in the result files.
 --device, --sizes and --rounds replace those of every line of a part: with `--device cpu` and a small size they
-rehearse it, in four times the time.
+rehearse it, in four times the time. Tests are then only collected.
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ class Line(NamedTuple):
 
 
 STEP = ("MLP 0.14 M", "GPT 124 M, 16,384 tokens", "GPT 3.3 M", "MLP 134 M", "CNN 2.7 M", "GPT 124 M, 1,024 tokens")
+PUBLIC = ("ResNet-50 24 M", "ViT-B/16 86 M", "ConvNeXt-Tiny 28 M")
+LEARNERS = ("PPO 64, batch 64", "DQN", "TD3", "SAC", "PPO 256, batch 256")
 PHASE = ("124 M in 148", "1 M in 10", "1,000 M in 300", "10 M in 100", "10 M in 10,000")
 PARTS: dict[str, list[Line]] = {
     "tests": [],
@@ -65,10 +68,14 @@ PARTS: dict[str, list[Line]] = {
         Line("track", 150, ("GPT 3.3 M",), ("--copies=1",)),
         Line("step", 130, ("MLP 3.2 M",), ("--forms", "--variants", ";".join(OTHERS))),
     ],
+    "verify": [Line("gpu_verify", 300, ())],
+    "public": [Line("step", 440, PUBLIC, ("--public", "--variants", ";".join(PEERS[:3])))],
+    "bfloat16": [Line("step", 440, (*STEP[:2], "CNN 2.7 M"), ("--dtype=bfloat16", "--variants", ";".join(PEERS)))],
+    "large": [Line("step", 440, ("GPT 355 M, 8,192 tokens",), ("--variants", ";".join(PEERS)))],
+    "rl": [Line("rl", 440, LEARNERS)],
     "parity": [Line("parity", 300, ())],
     "roofline": [Line("roofline", 300, ("GPT 124 M, 16,384 tokens", "MLP 0.14 M", "MLP 134 M"))],
     "sanitize": [],
-    "verify": [Line("gpu_verify", 300, ())],
     "float8": [
         Line(
             "float8_speed",
@@ -118,7 +125,8 @@ def tests(device: str, out: Path | None) -> list[str]:
         "-W",
         "default",
         "-m",
-        "cuda" if device == "cuda" else "not cuda",
+        "cuda",
+        *(["--collect-only"] if device == "cpu" else []),
     ]
     plain = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "COLUMNS": "300"}
     with tempfile.TemporaryDirectory() as name:

@@ -1,6 +1,6 @@
 """What does `funcamp.verify` say of captured steps on a GPU?
 
-An MLP, a GPT of 124 M parameters and torchvision's ResNet-50, in float16 with AdamW and clipping, by `funcamp.jit` as
+An MLP, a GPT of 124 M parameters and timm's ResNet-50, in float16 with AdamW and clipping, by `funcamp.jit` as
 users call it. Three steps, from the highest scale at which the first is not skipped.
 
     python benchmarks/gpu_verify.py [--device cuda] [--sizes "ResNet-50;..."] [--out DIR]
@@ -12,8 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from _models import GPU_SIZES, build, cross_entropy
+from _public import PUBLIC_GPU_SIZES, public_task
 from _timing import Report, Row, about, arguments, chosen
 from _verified import verified
 from torch import Tensor, nn
@@ -29,15 +29,10 @@ def of_these_benchmarks(name: str, device: str) -> Task:
 
 
 def resnet(device: str) -> Task:
-    """ResNet-50 on 16 images of 224 x 224."""
-    import torchvision
-
-    torch.manual_seed(0)
-    model = torchvision.models.resnet50(weights=None).to(device)
-    batches = [
-        (torch.randn(16, 3, 224, 224, device=device), torch.randint(1000, (16,), device=device)) for _ in range(STEPS)
-    ]
-    return model, cross_entropy, batches
+    """ResNet-50 on 16 images of 224 x 224, in another order every time."""
+    size = PUBLIC_GPU_SIZES["ResNet-50 24 M"]._replace(batch=16)
+    model, (images, labels), _ = public_task(size, device)
+    return model, cross_entropy, [(images, labels.roll(shift, 0)) for shift in range(STEPS)]
 
 
 MODELS: dict[str, Callable[[str], Task]] = {

@@ -10,8 +10,8 @@ the first sweep, in the same precision; and the first sweep, with its compilatio
 starts Inductor, and a later one finds kernels of the earlier ones: for first calls that compare, give --variants one
 name.
 
-    python benchmarks/rl.py [--threads 2] [--rounds 9] [--sizes "DQN;..."] [--variants "funcamp.jit float32;..."]
-        [--tricks] [--out DIR]
+    python benchmarks/rl.py [--device cuda] [--threads 2] [--rounds 9] [--sizes "DQN;..."]
+        [--variants "funcamp.jit float32;..."] [--tricks] [--out DIR]
 
 --tricks measures what each pass of `jit` brings instead: eager torch, `jit`, and `jit` without one of them, in float32.
 
@@ -31,8 +31,9 @@ from typing import Any, NamedTuple
 import torch
 from _rl_learners import SIZES, UPDATES, Size, minibatches, stacked
 from _rl_updates import Learner, funcamp_learner, torch_learner
-from _timing import Report, Row, Variant, about, arguments, check_on_cpu, chosen, measured, named, nothing, table
+from _timing import Report, Row, Variant, about, arguments, check_on_cpu, chosen, measured, named, table, torch_variant
 from torch import Tensor
+from torch.utils import _pytree
 
 
 class Way(NamedTuple):
@@ -96,11 +97,16 @@ class Sweep:
 
     def difference(self, other: Sweep) -> float:
         """The largest of a parameter after the first sweep."""
-        return max((value - self.first[name]).abs().max().item() for name, value in other.first.items())
+        return max((value.cpu() - self.first[name].cpu()).abs().max().item() for name, value in other.first.items())
 
 
-def make(way: Way, size: Size) -> Variant:
-    """A sweep, and what waits for its end."""
+def on_device(batches: list[Any], device: str) -> list[Any]:
+    """Minibatches, moved."""
+    return [_pytree.tree_map(lambda leaf: leaf.to(device), batch) for batch in batches]
+
+
+def make(way: Way, size: Size, device: str) -> Variant:
+    """A sweep, and what waits for its end. JAX chooses its device itself."""
     batches = minibatches(size)
     if way.at_once:
         batches = [stacked(batches)]
@@ -109,27 +115,28 @@ def make(way: Way, size: Size) -> Variant:
 
         learner, wait = _jax_rl.learner(size, low=way.low, at_once=way.at_once)
         return Variant(Sweep(way, learner, [_jax_rl.arrays(batch) for batch in batches]), wait)
-    if way.library == JITTED:
-        left_out = [way.without] if way.without else []
-        learner = funcamp_learner(size, low=way.low, at_once=way.at_once, without=left_out)
-    else:
-        learner = torch_learner(size, low=way.low, compiled=way.library == COMPILED)
-    return Variant(Sweep(way, learner, batches), nothing)
+    with torch.device(device):
+        if way.library == JITTED:
+            left_out = [way.without] if way.without else []
+            learner = funcamp_learner(size, low=way.low, at_once=way.at_once, without=left_out)
+        else:
+            learner = torch_learner(size, low=way.low, compiled=way.library == COMPILED)
+    return torch_variant(Sweep(way, learner, on_device(batches, device)), device)
 
 
 @functools.cache
-def first_sweep(size: Size, *, low: bool) -> Sweep:
+def first_sweep(size: Size, device: str, *, low: bool) -> Sweep:
     """That of torch's loop, which the others should agree with."""
-    way = Way(EAGER, low)
-    sweep = Sweep(way, torch_learner(size, low=low), minibatches(size))
+    sweep = make(Way(EAGER, low), size, device).call
+    assert isinstance(sweep, Sweep)
     sweep()
     return sweep
 
 
-def measure(name: str, size: Size, ways: list[Way], rounds: int) -> Iterator[Row]:
+def measure(name: str, size: Size, ways: list[Way], rounds: int, device: str) -> Iterator[Row]:
     """One row a way."""
     ways = [way for way in ways if size.learner == "PPO" or not way.at_once]
-    makers = {way.name: functools.partial(make, way, size) for way in ways}
+    makers = {way.name: functools.partial(make, way, size, device) for way in ways}
     bases = {
         "over_eager": {way.name: Way(EAGER, way.low).name for way in ways},
         "over_jax": {way.name: way._replace(library=JAX, without="").name for way in ways},
@@ -137,9 +144,9 @@ def measure(name: str, size: Size, ways: list[Way], rounds: int) -> Iterator[Row
 
     def inspect(variant: Variant) -> Row:
         sweep: Any = variant.call
-        return {"difference": f"{sweep.difference(first_sweep(size, low=sweep.way.low)):.1e}"}
+        return {"difference": f"{sweep.difference(first_sweep(size, device, low=sweep.way.low)):.1e}"}
 
-    for row in measured(name, makers, size.sweeps, rounds, "cpu", inspect, bases):
+    for row in measured(name, makers, size.sweeps, rounds, device, inspect, bases, together=True):
         if "median_ms" in row:
             row["median_us"] = round(row["median_ms"] / UPDATES * 1e3, 1)
             row["quartiles_us"] = [round(value / UPDATES * 1e3, 1) for value in row["quartiles_ms"]]
@@ -169,7 +176,8 @@ def main() -> None:
     parser.add_argument("--variants", help="names of variants, separated by semicolons")
     parser.add_argument("--tricks", action="store_true", help="leave out each pass of jit instead")
     args = parser.parse_args()
-    check_on_cpu(parser, args)
+    if args.tricks:
+        check_on_cpu(parser, args)
     if args.threads is not None and args.threads < 1:
         parser.error(f"--threads must be 1 or more; got {args.threads}")
     if args.threads:
@@ -192,10 +200,10 @@ def main() -> None:
     }
     jax = importlib.util.find_spec("jax") and importlib.metadata.version("jax")
     facts = about(args.device, jax=jax or "not installed", rounds=args.rounds)
-    kind = "rl-tricks-cpu" if args.tricks else "rl-cpu"
+    kind = "rl-tricks-cpu" if args.tricks else f"rl-{args.device}"
     report = Report(args.out, kind, "An update of a reinforcement learning agent", facts, columns, by_learner)
     for name, size in sizes.items():
-        report.add(measure(name, size, [known[way] for way in names], args.rounds))
+        report.add(measure(name, size, [known[way] for way in names], args.rounds, args.device))
     print(*report.summary(), sep="\n")
 
 

@@ -1,15 +1,16 @@
 """What does a whole training step cost, against what people would use instead?
 
 A residual MLP, a CNN with BatchNorm and a GPT, three sizes each; AdamW; autocast to bfloat16 on a CPU and to float16 on
-a GPU. The variants run interleaved in one process: each round times each of them once, in a new order. Reported: the
-median over the rounds, the quartiles, the ratio to torch's eager loop within each round, the host's part, and the first
-call, with its compilation, apart. JAX (jitted with donation, optax, jmp's rule) has a failed row where it is absent.
+a GPU, or to --dtype. The variants run interleaved in one process: each round times each of them once, in a new order.
+Reported: the median over the rounds, the quartiles, the ratio to torch's eager loop within each round, the host's part,
+and the first call, with its compilation, apart. JAX (jitted with donation, optax, jmp's rule) has a failed row where it
+is absent.
 
-    python benchmarks/step.py [--device cuda] [--rounds 9] [--sizes "MLP 3.2 M;..."] [--forms] [--alone]
-        [--variants "funcamp.jit;..."] [--public] [--warm] [--out DIR]
+    python benchmarks/step.py [--device cuda] [--dtype bfloat16] [--rounds 9] [--sizes "MLP 3.2 M;..."] [--forms]
+        [--alone] [--variants "funcamp.jit;..."] [--public] [--warm] [--out DIR]
 
---public takes models of transformers and timm instead, on a CPU, with torch's two loops and `funcamp.jit`; first calls
-are those of further processes, one with an empty compile cache and one with what it left, and so is the peak of memory.
+--public takes models of transformers and timm instead, with torch's loops and `funcamp.jit`. On a CPU first calls are
+those of further processes, one with an empty compile cache and one with what it left, and so is the peak of memory.
 --alone gives every variant a process of its own, as it has in training: what else lives in one changes what malloc
 gives back to the system, and with it the time of a step. The processes take turns, each variant has three.
 --forms adds funcamp's own options. On a CPU glibc hands every block above 32 MB back to the system when it is freed,
@@ -35,7 +36,7 @@ from typing import Any
 
 import torch
 from _models import CPU_SIZES, GPU_SIZES, Size
-from _public import PACKAGES, PUBLIC_SIZES
+from _public import PACKAGES, PACKAGES_ON_A_GPU, PUBLIC_GPU_SIZES, PUBLIC_SIZES
 from _timing import (
     Report,
     Row,
@@ -51,6 +52,8 @@ from _timing import (
     torch_variant,
 )
 from _variants import FORMS, OURS, OURS_ON_A_GPU, PEERS, PEERS_ON_A_GPU, Maker
+
+from funcamp._types import name_of
 
 KEEP = "glibc.malloc.mmap_threshold=4294967296:glibc.malloc.trim_threshold=4294967296"
 PROCESSES = 3
@@ -86,11 +89,15 @@ def variants(device: str, *, forms: bool) -> dict[str, Any]:
     return found
 
 
-def measure(name: str, size: Size, device: str, rounds: int, makers: dict[str, Any]) -> Iterator[Row]:
+def measure(
+    name: str, size: Size, device: str, dtype: torch.dtype, rounds: int, makers: dict[str, Any]
+) -> Iterator[Row]:
     """One row a variant."""
-    dtype = torch.float16 if device == "cuda" else torch.bfloat16
     made = {label: functools.partial(make, size, dtype) for label, make in makers.items()}
-    return measured(name, made, size.steps, rounds, device)
+    for row in measured(name, made, size.steps, rounds, device):
+        if "median_ms" in row:
+            row["items_per_s"] = round(size.items / row["median_ms"] * 1e3)
+        yield row
 
 
 def alone(name: str, device: str, rounds: int, labels: list[str], flags: list[str]) -> list[Row]:
@@ -119,26 +126,27 @@ def alone(name: str, device: str, rounds: int, labels: list[str], flags: list[st
     return rows
 
 
-def child(name: str, label: str, device: str, rounds: int, makers: dict[str, Any]) -> None:
+def child(name: str, label: str, device: str, dtype: torch.dtype, rounds: int, makers: dict[str, Any]) -> None:
     """One variant, in this process: its row as JSON."""
     known = GPU_SIZES if device == "cuda" else CPU_SIZES
-    (row,) = measure(name, known[name], device, rounds, {label: makers[label]})
+    (row,) = measure(name, known[name], device, dtype, rounds, {label: makers[label]})
     print(json.dumps(row))
 
 
-def start(name: str, label: str, makers: dict[str, Any]) -> None:
+def start(name: str, label: str, dtype: torch.dtype, makers: dict[str, Any]) -> None:
     """The first steps of one variant, in this process: seconds of the first call and the most resident MB, as JSON."""
-    variant = makers[label](KNOWN[name], torch.bfloat16)
+    variant = makers[label](KNOWN[name], dtype)
     first, _ = seconds(variant, 1)
     seconds(variant, 3)
     print(json.dumps({"first_call_s": round(first, 2), "peak_mb": round(kilobytes("VmHWM") / 1024)}))
 
 
-def public(name: str, rounds: int, makers: dict[str, Any]) -> Iterator[Row]:
-    """As `measure`, with the first calls and the memory of further processes."""
-    for row in measure(name, KNOWN[name], "cpu", rounds, makers):
+def public(name: str, dtype: torch.dtype, rounds: int, makers: dict[str, Any]) -> Iterator[Row]:
+    """As `measure` on a CPU, with the first calls and the memory of further processes."""
+    flags = ["--public", f"--dtype={name_of(dtype)}", "--sizes", name]
+    for row in measure(name, KNOWN[name], "cpu", dtype, rounds, makers):
         if "failed" not in row:
-            starts = in_fresh_processes(__file__, ["--public", "--sizes", name, "--start", row["variant"]], times=2)
+            starts = in_fresh_processes(__file__, [*flags, "--start", row["variant"]], times=2)
             for when, found in zip(("cold", "warm"), starts):
                 row |= {f"{what}_{when}": value for what, value in found.items()}
             del row["first_call_s"]
@@ -148,6 +156,7 @@ def public(name: str, rounds: int, makers: dict[str, Any]) -> Iterator[Row]:
 def parser_of_step() -> argparse.ArgumentParser:
     """The options of this script; --child and --start are for the processes that it starts."""
     parser = arguments(__doc__)
+    parser.add_argument("--dtype", choices=("float16", "bfloat16"), help="float16 on a GPU, else bfloat16")
     parser.add_argument("--alone", action="store_true", help="every variant in processes of its own")
     # Not --only: Inductor takes what follows that for a name, and writes it into its code.
     parser.add_argument("--variants", help="names of variants beside the eager one, separated by semicolons")
@@ -164,17 +173,16 @@ def chosen_sizes(parser: argparse.ArgumentParser, args: argparse.Namespace) -> d
     """The models to measure, by name."""
     if not args.public:
         return chosen(parser, args, GPU_SIZES if args.device == "cuda" else CPU_SIZES)
-    if args.device != "cpu":
-        parser.error("--public must be measured on a CPU")
-    if not all(map(importlib.util.find_spec, PACKAGES)):
-        parser.error(f"--public needs {', '.join(PACKAGES)}: pip install -c constraints.txt -e '.[models]'")
-    return chosen(parser, args, PUBLIC_SIZES)
+    packages = PACKAGES_ON_A_GPU if args.device == "cuda" else PACKAGES
+    if not all(map(importlib.util.find_spec, packages)):
+        parser.error(f"--public needs {', '.join(packages)}: pip install -c constraints.txt -e '.[models]'")
+    return chosen(parser, args, PUBLIC_GPU_SIZES if args.device == "cuda" else PUBLIC_SIZES)
 
 
 def chosen_variants(parser: argparse.ArgumentParser, args: argparse.Namespace) -> dict[str, Any]:
     """Makers of the variants to measure, by name; the eager loop is always the first."""
     makers = variants(args.device, forms=args.forms)
-    if args.public:
+    if args.public and args.device == "cpu":
         makers = {name: makers[name] for name in (*PEERS, "funcamp.jit")}
     if not args.variants:
         return makers
@@ -184,7 +192,7 @@ def chosen_variants(parser: argparse.ArgumentParser, args: argparse.Namespace) -
 
 
 def report_of_public_models(args: argparse.Namespace) -> Report:
-    """An empty table for --public."""
+    """An empty table for --public on a CPU."""
     versions = {name: importlib.metadata.version(name) for name in PACKAGES}
     columns = {
         "model": "size",
@@ -202,7 +210,7 @@ def report_of_public_models(args: argparse.Namespace) -> Report:
 
 
 def report_of_steps(args: argparse.Namespace) -> Report:
-    """An empty table for the models of these benchmarks."""
+    """An empty table for the models of these benchmarks, and for --public on a GPU."""
     columns = {
         "model": "size",
         "variant": "variant",
@@ -210,12 +218,21 @@ def report_of_steps(args: argparse.Namespace) -> Report:
         "fastest to slowest process" if args.alone else "quartiles ms": "quartiles_ms",
         "time over eager": "ratio",
         "host ms": "host_ms",
+        "tokens, rows or images a second": "items_per_s",
         "first call s, compiled artifacts kept" if args.warm else "first call s": "first_call_s",
     }
+    if args.device == "cuda":
+        columns["peak MB"] = "peak_mb"
     jax = importlib.util.find_spec("jax") and importlib.metadata.version("jax")
     malloc = KEEP if args.keep_memory else "as the system has it"
     facts = about(args.device, jax=jax or "not installed", rounds=args.rounds, malloc=malloc)
-    suffixes = {"-alone": args.alone, "-forms": args.forms, "-kept": args.keep_memory}
+    suffixes = {
+        "-public": args.public,
+        f"-{args.dtype}": args.dtype,
+        "-alone": args.alone,
+        "-forms": args.forms,
+        "-kept": args.keep_memory,
+    }
     suffix = "".join(name for name, given in suffixes.items() if given)
     return Report(args.out, f"step-{args.device}{suffix}", "A whole training step", facts, columns)
 
@@ -231,20 +248,23 @@ def main() -> None:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = cold.name
     sizes = chosen_sizes(parser, args)
     makers = chosen_variants(parser, args)
+    dtype = getattr(torch, args.dtype or ("float16" if args.device == "cuda" else "bfloat16"))
     if args.child:
-        child(next(iter(sizes)), args.child, args.device, args.rounds, makers)
+        child(next(iter(sizes)), args.child, args.device, dtype, args.rounds, makers)
         return
     if args.start:
-        start(next(iter(sizes)), args.start, makers)
+        start(next(iter(sizes)), args.start, dtype, makers)
         return
-    report = report_of_public_models(args) if args.public else report_of_steps(args)
+    in_processes = args.public and args.device == "cpu"
+    report = report_of_public_models(args) if in_processes else report_of_steps(args)
     for name, size in sizes.items():
-        if args.public:
-            report.add(public(name, args.rounds, makers))
+        if in_processes:
+            report.add(public(name, dtype, args.rounds, makers))
         elif args.alone:
-            report.add(alone(name, args.device, args.rounds, list(makers), ["--forms"] * args.forms))
+            flags = [f"--dtype={name_of(dtype)}", *(["--forms"] * args.forms)]
+            report.add(alone(name, args.device, args.rounds, list(makers), flags))
         else:
-            report.add(measure(name, size, args.device, args.rounds, makers))
+            report.add(measure(name, size, args.device, dtype, args.rounds, makers))
 
 
 if __name__ == "__main__":

@@ -42,11 +42,12 @@ BEFORE_LAYERS: tuple[Pass, ...] = (
     *(_corrected(bug) for bug in BUGS),
     # Of the graph as it was traced.
     whole_operations.PASS,
-    casts.PASS,
     open_sizes.PASS,
 )
 #: What corrects the program that layers have made faster.
 AFTER_LAYERS: tuple[Pass, ...] = (
+    # Of what layers have left in groups of parameters.
+    casts.PASS,
     # Of what the compiler takes instead of some operations.
     zero_tensors.PASS,
     float16_sums.PASS,

@@ -154,7 +154,7 @@ def train(model: Any, lines: dict[str, list[bytes]], steps: int, resume: bool, o
         torch.cuda.set_rng_state_all(saved["cuda"])
     while now["epoch"] < EPOCHS and now["waited"] < PATIENCE:
         if now["epoch"] == UNFREEZE:  # a new step, with the values, moments and scale of the old one
-            model.load_state_dict(step.loss_fn.state_dict(state.params))
+            model.load_state_dict(step.loss_fn.state_dict(state.params, state.buffers))
             freeze(model, UNFREEZE)
             new = make_step(model)
             fresh = new.init(flat=False)
@@ -173,7 +173,7 @@ def train(model: Any, lines: dict[str, list[bytes]], steps: int, resume: bool, o
         now |= {"epoch": now["epoch"] + 1, "batch": 0, "rows": [*now["rows"], row], "waited": now["waited"] + 1}
         if row["loss"] < now["best"]:
             now |= {"best": row["loss"], "waited": 0}
-            funcamp.save(step.loss_fn.state_dict(state.ema), out / "best.pt")
+            funcamp.save(step.loss_fn.state_dict(state.ema, state.buffers), out / "best.pt")
     model.load_state_dict(funcamp.load(out / "best.pt"))
     return now["rows"]
 

@@ -61,7 +61,8 @@ class GradScaler(torch.amp.GradScaler):
     - A fused optimizer gets a found_inf of 1.0 with any number of devices. torch adds their flags, and a kernel
       that gets 2.0 takes the step and changes its count by -1.
     - A fused SGD with momentum may skip its first step; torch then leaves its momentum uninitialized.
-    - A backoff to 0 or below, from which no scale recovers, raises ValueError; so does an init_scale of 0 or infinity.
+    - A backoff_factor of 0 or below, from which no scale recovers, raises ValueError; so does an init_scale of 0 or
+      infinity.
 
     Args:
         device: "cuda", "cpu" or another device type with a scaler.
@@ -280,18 +281,6 @@ class GradScaler(torch.amp.GradScaler):
         else:
             found_inf = torch.zeros_like(self._scale) if self._found_inf is None else self._found_inf.clone()
         return ScalerState(self._scale.clone(), self._growth_tracker.clone(), found_inf)
-
-    def set_growth_factor(self, new_factor: float) -> None:
-        """Set the growth factor, 1 or more."""
-        self._configure(growth_factor=new_factor)
-
-    def set_backoff_factor(self, new_factor: float) -> None:
-        """Set the backoff factor, above 0 and at most 1."""
-        self._configure(backoff_factor=new_factor)
-
-    def set_growth_interval(self, new_interval: int) -> None:
-        """Set the number of clean steps in a row after which the scale grows."""
-        self._configure(growth_interval=new_interval)
 
     def state_dict(self) -> StateDict:
         """Return torch's five entries, and the counters of another rule by name. Reads the device."""

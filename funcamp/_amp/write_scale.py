@@ -10,7 +10,6 @@ from torch import Tensor
 
 from funcamp import _upstream
 from funcamp._scaler.config import ScalerConfig
-from funcamp._scaler.rule import TORCH_RULE
 from funcamp._scaler.state import RuleState, ScalerState, with_counters
 from funcamp._scaler.update import update
 
@@ -21,9 +20,8 @@ def apply_rule(state: ScalerState, counters: Mapping[str, Tensor], config: Scale
     state: tensors of the scaler, with the flag of this update.
     counters: the further counters of the configuration's rule, by name.
     """
-    fits_torchs_kernel = config.rule == TORCH_RULE and not config.has_bounds
     with torch.no_grad():
-        if fits_torchs_kernel and _upstream.update_scale:
+        if config.is_torchs and _upstream.update_scale:
             # The same rule in one kernel.
             _upstream.update_scale(
                 state.scale,

@@ -10,7 +10,7 @@ import contextlib
 import logging
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,7 +26,7 @@ from funcamp._autograd.module_checks import CallCheck, check_arguments, check_ho
 from funcamp._autograd.module_tensors import ModuleTensors
 from funcamp._autograd.returned import pair
 from funcamp._memory import rebind
-from funcamp._storage.params import clone, expand
+from funcamp._storage.params import Params, clone, expand
 from funcamp._trace.tracing import running
 from funcamp._types import Tree
 
@@ -66,6 +66,8 @@ class ModuleLoss(Loss):
         self.has_buffers = bool(self.tensors.buffer_names)
         self._left_behind: LeftBehind | None = None
         self._has_logged_eval_mode = False
+        self._is_evaluated = False
+        """Whether the module has the values of `with_values`."""
         self._recurrent_layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self._modes_checked: set[bool] = set()
         """The values of model.training with which a call was checked."""
@@ -216,8 +218,11 @@ class ModuleLoss(Loss):
         Raises:
             ValueError: a parameter was added, removed, frozen or unfrozen since the loss was made; in a trace also if
                 one was tied or got a hook.
+            RuntimeError: the module is being evaluated.
         """
         with self._lock():
+            if self._is_evaluated:
+                raise RuntimeError("step: it must be called outside of `with step.evaluating(...)`; got a call inside")
             if running() is None:
                 # In every eager step, because torch does not report that a parameter was unfrozen: it would silently
                 # not be trained.
@@ -272,15 +277,23 @@ class ModuleLoss(Loss):
 
         Args:
             params: the parameters, by stored name or as `Params` (`TrainState.params`, `TrainState.ema`).
-            buffers: the buffers by stored name; None for the module's own.
+            buffers: the buffers by stored name (`TrainState.buffers`); left out if the module has none.
 
         Raises:
             KeyError: a parameter or buffer is missing.
+            TypeError: params is not a mapping; buffers is left out, and the module has some.
         """
+        if not isinstance(params, Params | Mapping):
+            raise TypeError(f"state_dict: params must be tensors by name, as state.params; got {_tree.brief(params)}")
         with self._lock():
             self.tensors.check_kinds()
             if buffers is None:
-                buffers = self.tensors.own_buffers()
+                buffers = {}
+                if own_buffers := self.tensors.own_buffers():
+                    raise TypeError(
+                        f"state_dict: buffers must be given for a module with {min(own_buffers)!r}; got None: write "
+                        "state_dict(state.params, state.buffers), as its own are not the state's"
+                    )
             with self._holding(self.tensors.values_by_name(expand(params), buffers)):
                 entries = self.model.state_dict()
         # Copies; what a module has registered as extra state may be no tensor.
@@ -293,7 +306,11 @@ class ModuleLoss(Loss):
             self.tensors.check_kinds()
             values = self.tensors.values_by_name(clone(expand(params)), clone(buffers))
             with self._holding(self.tensors.like_own(values)):
-                yield self.model
+                self._is_evaluated = True
+                try:
+                    yield self.model
+                finally:
+                    self._is_evaluated = False
 
 
 def module_loss(

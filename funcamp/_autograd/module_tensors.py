@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Size, Tensor, nn
 
 from funcamp._autograd.left_behind import TensorSlot
@@ -142,12 +143,21 @@ class ModuleTensors:
     # The memory of a state.
 
     def check_memory_can_be_shared(self) -> None:
-        """Raise TypeError if a tensor of the module consists of several, whose memory cannot be replaced."""
+        """Raise TypeError if a tensor of the module consists of several, or is in a scripted layer.
+
+        Their memory cannot be replaced: the C++ of a scripted layer keeps the tensors that it was made with.
+        """
         for name, tensor in self.in_module().items():
             if hasattr(type(tensor), "__tensor_flatten__"):
                 raise TypeError(
                     "init: consume must be False if a parameter or buffer of the module is a DTensor or another "
                     f"tensor subclass; got True, and {name!r} is a {type(tensor).__name__}"
+                )
+        for name, layer in self._model.named_modules():
+            if isinstance(layer, torch.jit.ScriptModule):
+                raise TypeError(
+                    "init: consume must be False if a layer of the module is scripted; got True, and "
+                    f"{name or 'the module'!r} is a {type(layer).__name__}"
                 )
 
     def share_buffers(self, values: Mapping[str, Tensor]) -> None:

@@ -88,7 +88,7 @@ class CompiledLater:
         #: None once they are compiled.
         self._compile_traced: Callable[[], TensorFunction] | None = compile_traced
         self._calls_left = calls
-        self._task = f"{task}; it ran one by one for {calls} calls (compile_after)"
+        self._task = f"{task}; it ran one by one before (compile_after={calls})"
 
     def __call__(self, values: list[Tensor]) -> list[Tensor]:
         """Return the results of the step."""

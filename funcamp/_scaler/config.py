@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, fields
 from typing import Any
@@ -99,6 +100,12 @@ class ScalerConfig:
     def has_bounds(self) -> bool:
         """Return whether the scale is clamped after the rule."""
         return self.min_scale is not None or self.max_scale is not None
+
+    @functools.cached_property
+    def is_torchs(self) -> bool:
+        """Return whether torch's kernel, which gets four numbers, moves the scale in the same way."""
+        others = fields(self)[4:]
+        return all(getattr(self, field.name) == field.default for field in others)
 
 
 def _check_rule(rule: object) -> None:

@@ -15,7 +15,7 @@ from funcamp._autograd.returned import loss_and_aux
 from funcamp._check import Fixed, boolean, one_batch
 from funcamp._optim.chain import Chain, group_functions_in, single_parts_in
 from funcamp._optim.part import Update
-from funcamp._scaler.config import ScalerConfig
+from funcamp._scaler.config import ScalerConfig, check_state_and_config
 from funcamp._scaler.skip_step import old_where
 from funcamp._scaler.update import decide
 from funcamp._step.accumulate import accumulate, micro_batches
@@ -339,6 +339,7 @@ class TrainStep(Fixed):
     def check_call(self, call: str, state: object, batch: Tree) -> TrainState:
         """Return the state; raise if a call did not get a state and one batch."""
         checked = self._checked(call, state)
+        check_state_and_config(call, checked.scaler, self.config)
         one_batch(call, batch)
         return checked
 
@@ -514,8 +515,8 @@ class TrainStep(Fixed):
         Raises:
             TypeError: like is not a `TrainState`; optimizer is not a state_dict, or the step's was not made by
                 `stateless` from a class of torch.optim.
-            ValueError: optimizer is of another class, or has other numbers (lr, betas) or parameters than the step;
-                scaler has other constants; steps are missing and needed.
+            ValueError: optimizer keeps other entries than the step's class, or has other numbers (lr, betas) or
+                parameters than the step; scaler has other constants; steps are missing and needed.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)

@@ -220,8 +220,8 @@ def _read_optimizer(call: str, state_dict: StateDict, groups: Sequence[TorchGrou
         for name in group.names:
             if f"params.{name}" in saved:  # frozen ones are in the module
                 number, saved_group = numbers_and_groups[name]
-                _check_hyperparameters(call, group.optimizer, saved_group, name)
                 _write_entries(call, group, name, state_dict["state"].get(number, {}), saved)
+                _check_hyperparameters(call, group.optimizer, saved_group, name)
 
 
 def _numbers_and_groups(
@@ -281,12 +281,12 @@ def _write_entries(
     if APPLIED_ENTRY in own_entries:
         # torch has no entries of a parameter that no step has changed.
         values[APPLIED_ENTRY] = bool(values)
+    if values and values.keys() != own_entries.keys():
+        raise ValueError(
+            f"{call}: optimizer must be of the step's class, which keeps {sorted(own_entries)} for {name!r}; got "
+            f"{sorted(values)}"
+        )
     for entry, value in values.items():
-        if entry not in own_entries:
-            raise ValueError(
-                f"{call}: optimizer must be of the step's class, which keeps {sorted(own_entries)} for {name!r}; got "
-                f"{entry!r}"
-            )
         saved[group.key(entry, name)] = torch.as_tensor(value).to(own_entries[entry])
 
 

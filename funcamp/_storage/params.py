@@ -165,9 +165,9 @@ class Params:
         """Raise if this process has only parts of the groups."""
         if self.is_sharded():
             raise TypeError(
-                "Params: params must not be sharded over ranks: a rank has a part of every group, so only an "
-                "elementwise optimizer takes them (not Muon, not Adafactor), and distributed.gather_state makes them "
-                f"complete; got {self!r}"
+                "Params: params must not be sharded over ranks: a rank has a part of every group, so only "
+                "torch.optim's elementwise classes take them (not Muon, not Adafactor, none of other packages), and "
+                f"distributed.gather_state makes them complete; got {self!r}"
             )
 
 

@@ -85,7 +85,7 @@ class TraceDraws:
         # contiguous tensor.
         filled = written[0] if len(written) == 1 and written[0] is args[0] else None
         if filled is not None:
-            written = [_in_memory_order(filled)]
+            written = [_in_memory_order(func, filled)]
             args = (written[0], *args[1:])
 
         if position < self._next_position:
@@ -144,9 +144,11 @@ def _call(func: Operation, args: Args, kwargs: Kwargs) -> object:
     return memory
 
 
-def _in_memory_order(tensor: Tensor) -> Tensor:
-    """Return a view of a tensor whose elements are in the order of its memory."""
+def _in_memory_order(func: Operation, tensor: Tensor) -> Tensor:
+    """Return a view of a tensor that func draws into, whose elements are in the order of its memory."""
     if tensor.is_contiguous():  # true also of a size that follows from values, with which no stride can be compared
+        return tensor
+    if func is _aten.normal_.default and tensor.numel() >= 16:  # it would draw other numbers if contiguous
         return tensor
     return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
 

@@ -28,13 +28,8 @@ def line_in_traceback(error: BaseException) -> str:
 
 def asks_whether_compiled(error: BaseException) -> bool:
     """Return whether an error came out of user code that asks if it is being compiled (by a name like is_compiling)."""
-    for frame, _ in _innermost_first(error):
-        code = frame.f_code
-        if code.co_filename.startswith(_NOT_USERS):
-            continue
-        if any(name.endswith("compiling") for name in code.co_names):
-            return True
-    return False
+    names = [name for frame, _ in _innermost_first(error) if _is_users(frame) for name in frame.f_code.co_names]
+    return any(name.endswith("compiling") for name in names)
 
 
 def in_nested_tensor(error: BaseException) -> bool:
@@ -56,7 +51,12 @@ def _innermost_first(error: BaseException) -> Iterator[tuple[FrameType, int]]:
 def _first_user_line(frames: Iterable[tuple[FrameType, int]]) -> str:
     """Return the first line of user code among some frames and their lines, from the inside out."""
     for frame, line in frames:
-        file = frame.f_code.co_filename
-        if not file.startswith(_NOT_USERS):
+        if _is_users(frame):
+            file = frame.f_code.co_filename
             return f"{file}:{line} ({linecache.getline(file, line).strip()})"
     return "a line that is not known"
+
+
+def _is_users(frame: FrameType) -> bool:
+    """Return whether a frame is of user code; what is typed, or given to `python -c`, is in no file."""
+    return frame.f_globals.get("__name__") == "__main__" or not frame.f_code.co_filename.startswith(_NOT_USERS)

@@ -56,7 +56,7 @@ class DataParallel(Parallel):
     Args:
         group: a ProcessGroup, or a DeviceMesh of one dimension; with shard=True also one of (replicas, shards). By
             default all processes.
-        shard: shard the state over the ranks; needs flat storage and elementwise optimizers (your own sees DTensors).
+        shard: shard the state over the ranks; needs flat storage and torch.optim's elementwise classes.
         dtype: the dtype in which gradients are summed, if not their own, float32: bfloat16 for less traffic.
         buckets: number of parts of flat storage, in the order of the parameters. Under `jit` the collective of a part
             starts when its gradients are ready and overlaps the backward pass of the earlier parts. Useful if
@@ -159,11 +159,13 @@ class DataParallel(Parallel):
             return
         # Tensors are compared one by one under their names, and sent in groups.
         by_tensor = expand(tree)
+        labels = tree.layout.label_of() if isinstance(tree, Params) else {}
         described: list[str] = []
         for name, leaf in zip(_tree.names(by_tensor), _tree.leaves(by_tensor)):
             without_device, _, _ = _tree.describe(leaf).rpartition(" on ")
-            described.append(f"{name} is {without_device}")
-        check_alike("params and buffers must have the same names, shapes and dtypes on all ranks", described, self.dims)
+            described.append(f"{name} is {without_device}, of group {labels.get(name, '')!r}")
+        rule = "params and buffers must have the same names, shapes, dtypes and groups on all ranks"
+        check_alike(rule, described, self.dims)
         for leaf in _tree.leaves(tree):
             if leaf is not None:
                 local(leaf).copy_(broadcast(local(leaf), self.dims))

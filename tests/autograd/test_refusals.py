@@ -204,7 +204,7 @@ ALWAYS: dict[str, tuple[Call, type[Exception], str]] = {
         *(ValueError, "it uses none: compute it from the output of the model"),
     ),
     "a parameter from before": (
-        # contract: "It keeps no parameter from before the call"
+        # contract: "A module keeps no parameter from before the call"
         of_module(lambda: LINEAR, lambda o, t: F.mse_loss(o, t) + KEPT[0].exp().sum()),
         *(ValueError, "must be read of the model .* got 'weight' as a tensor kept from before"),
     ),

@@ -73,7 +73,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "observe": (lambda: sharded(observe={"f": funcamp.found_inf_by_leaf}), ValueError, r"observe must not be given with DataParallel\(.*shard=True\); got a dict"),
     "a matrix's optimizer": (
         # contract: "What needs a parameter's own shape"
-        lambda: sharded(optimizer=funcamp.stateless(torch.optim.Adafactor)).init(), TypeError, "only an elementwise optimizer takes them"
+        lambda: sharded(optimizer=funcamp.stateless(torch.optim.Adafactor)).init(), TypeError, "only torch.optim's elementwise classes take them"
     ),
     "FSDP2": (lambda: made(model=fully_shard(nn.Linear(4, 4), mesh=mesh(4))), TypeError, "model must be the module itself"),
     "a complete state": (lambda: sharded()(made(Parallel()).init(), BATCH), ValueError, "state must be sharded over this step's ranks"),

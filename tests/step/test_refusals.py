@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 from torch.utils._pytree import tree_map
 
-from funcamp import loss, make_train_step, module_loss, ravel, stateless
+from funcamp import loss, make_train_step, module_loss, presets, ravel, stateless
 from tests.support.helpers import assert_refused, assert_same, clone
 from tests.support.masked import masked
 from tests.support.steps import SGD
@@ -63,6 +63,7 @@ TORCH.step()
 SAVED, SCALER = TORCH.state_dict(), torch.amp.GradScaler("cpu").state_dict()
 ADAMW = make_train_step(module_loss(LINEAR, mse_loss), stateless(torch.optim.AdamW, lr=0.01))
 LIKE = ADAMW.init()
+NADAM = make_train_step(module_loss(LINEAR, mse_loss), stateless(torch.optim.NAdam, lr=0.01))
 OF_SGD = make_train_step(module_loss(LINEAR, mse_loss), SGD).init()
 OTHER = make_train_step(module_loss(nn.Linear(3, 1), mse_loss), stateless(torch.optim.AdamW, lr=0.01))
 OF_OTHER = OTHER.init()
@@ -90,6 +91,11 @@ def of_stacked(call: Callable[[Any], object]) -> Call:
     return take_and_call
 
 
+def inside_evaluating() -> None:
+    with ADAMW.evaluating(LIKE):
+        ADAMW(LIKE, (X, X[:1]))
+
+
 #: What is called, the error, and its words.
 REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     # the loss
@@ -112,6 +118,11 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "evaluating without a module": (entered(lambda: STEP.evaluating(START)), TypeError, "evaluating: the step must have a loss of module_loss"),
     "stacked parameters": (of_stacked(lambda state: ADAMW(state, (X, X[:1]))), ValueError, r"step: params\['weight'\] must have the shape of the module's, \(1, 4\); got \(2, 1, 4\)"),
     "stacked, for another network": (of_stacked(ADAMW.compute_params), ValueError, r"compute_params: params\['weight'\] must have the shape"),
+    "a state of another rule": (lambda: make_train_step(plain, SGD, presets.megatron())(START, X), TypeError, "step: state must count hysteresis_tracker"),
+    "a step inside of evaluating": (inside_evaluating, RuntimeError, "step: it must be called outside of `with step.evaluating"),
+    "consume of a scripted layer": (lambda: make_train_step(module_loss(nn.Sequential(torch.jit.script(nn.Linear(4, 1))), mse_loss), SGD).init(consume=True), TypeError, "init: consume must be False .* scripted; got True, and '0' is"),
+    "state_dict of a state": (lambda: module_loss(LINEAR, mse_loss).state_dict(ANY), TypeError, "state_dict: params must be tensors by name, as state.params; got None"),
+    "state_dict without buffers": (lambda: module_loss(nn.BatchNorm1d(2), mse_loss).state_dict({}), TypeError, "state_dict: buffers must be given for a module with 'num_batches_tracked'"),
     "no bias": (lambda: ADAMW(LIKE._replace(params=ravel({"weight": LINEAR.weight, "bias": None})), X), ValueError, r"step: params\['bias'\] must have the shape of the module's, \(1,\); got None"),
     "like another model's": (lambda: ADAMW.load_state_dict(OTHER.state_dict(OF_OTHER), like=OF_OTHER, consume=True), ValueError, r"load_state_dict: params\['weight'\] must .*; got \(1, 3\)"),
     # to_torch
@@ -120,7 +131,8 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "of an optimizer with more": (lambda: make_train_step(module_loss(LINEAR, mse_loss), SGD).to_torch(LIKE), ValueError, r"to_torch: state must be one of this step"),
     # from_torch
     "another rate": (from_torch(lr=0.5), ValueError, "from_torch: optimizer must have the step's lr, 0.01; got 0.5 for 'weight'"),
-    "another class": (from_torch(state={"max_exp_avg_sq": X}), ValueError, "from_torch: optimizer must be of the step's class.* got 'max_exp_avg_sq'"),
+    "another class": (from_torch(state={"max_exp_avg_sq": X}), ValueError, "from_torch: optimizer must be of the step's class.* got .*'max_exp_avg_sq'"),
+    "a class that keeps more": (lambda: NADAM.from_torch(NADAM.init(), optimizer=SAVED), ValueError, "from_torch: optimizer must be of the step's class, which keeps .*'mu_product'"),
     "other names": (from_torch(param_names=["other", "bias"]), ValueError, r"from_torch: .*the step's parameters; .*param_names are \(other, bias"),
     "fewer parameters": (from_torch(params=[0]), ValueError, "from_torch: .*the step's parameters; it has 1 in 1 groups"),
     "another scaler": (from_torch(SCALER | {"growth_interval": 7}), ValueError, r"from_torch: scaler must have .*growth_interval=2000.*; got .*growth_interval=7"),

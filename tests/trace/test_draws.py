@@ -32,6 +32,7 @@ DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
     "random_ of a range": lambda x: torch.empty(3).random_(0, 10),
     "bernoulli of probabilities": lambda x: torch.bernoulli(x.abs()),
     "filled in place": lambda x: torch.empty(3, 2).t().normal_(),
+    "many filled in place": lambda x: torch.empty(8, 4).t().normal_(),
     "multinomial": lambda x: torch.multinomial(x.abs(), 2),
 }
 
@@ -81,3 +82,17 @@ def test_numbers_are_those_of_the_eager_step(name: str) -> None:
         return state + 1, draw(x)
 
     assert_as_eager(step, jit(step, backend="eager"), torch.zeros(()), [X] * 3)
+
+
+def test_a_draw_that_nothing_needs_makes_another_program() -> None:
+    settings = {"drawn": 0}
+
+    def step(state: Tensor, x: Tensor) -> Any:
+        torch.rand(settings["drawn"])
+        return state, x + torch.rand(6)
+
+    run = jit(step, backend="eager")
+    for drawn in (0, 3, 0):
+        settings["drawn"] = drawn
+        assert_as_eager(step, run, torch.zeros(()), [X])
+    assert run.programs == 2

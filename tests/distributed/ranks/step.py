@@ -195,9 +195,16 @@ def test_init_begins_with_the_first_ranks_values() -> None:
 
 def test_ranks_that_differ_are_refused_on_all() -> None:
     def init(
-        config: Any = LOW, lr: Any = 0.1, own: Any = None, params: Any = None, flat: bool = True, **more: Any
+        config: Any = LOW,
+        lr: Any = 0.1,
+        own: Any = None,
+        params: Any = None,
+        flat: bool = True,
+        label: str = "slow",
+        **more: Any,
     ) -> Any:
-        optimizer = funcamp.by_group({"vector": funcamp.stateless(torch.optim.SGD, lr=lr)})
+        optimizers = {"slow": funcamp.stateless(torch.optim.SGD, lr=lr), "fast": SGD}
+        optimizer = funcamp.by_group(optimizers, group=lambda *_: label)
         step = funcamp.make_train_step(
             lambda p, x: (p["w"] * x).sum(), optimizer, config, parallel=DataParallel(**(own or {})), **more
         )
@@ -214,8 +221,12 @@ def test_ranks_that_differ_are_refused_on_all() -> None:
         ({"weight": tokens if other else None}, "weight is 'given'"),
         ({"own": {"buckets": 1 + other, "group": mesh, "shard": True}}, f"on rank {last} buckets of DataParallel is 2"),
         ({"flat": not other}, "flat is False"),
-        ({"params": {"w": torch.ones(3 + other)}}, "params and buffers must have the same names, shapes and dtypes"),
+        (
+            {"params": {"w": torch.ones(3 + other)}},
+            "must have the same names, shapes, dtypes and groups",
+        ),
         ({"params": {"v" if other else "w": torch.ones(3)}}, "must have the same names"),
+        ({"label": "fast" if other else "slow"}, f"on rank 0 w is .*'slow', on rank {last} w is .*'fast'"),
     ]
     for options, words in refused:
         with pytest.raises(ValueError, match=f"(?s)init: .*{words}"):

@@ -117,7 +117,9 @@ def _take_step(step: Step, state: Tree, batch: Tree, state_metadata: Tree) -> tu
     """
     result = step(state, batch)
     if not isinstance(result, tuple) or len(result) != 2:
-        raise TypeError(f"jit: step must return the pair (state, metrics); got {type(result).__name__}")
+        raise TypeError(
+            f"jit: step must return the pair (state, metrics), an evaluation (state, result); got {_tree.brief(result)}"
+        )
     next_state, metrics = result
     check_like(("state", "the step's new state"), state_metadata, next_state)
     return [leaf for leaf in _tree.leaves(next_state) if leaf is not None], metrics

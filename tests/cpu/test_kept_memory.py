@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 import weakref
 from pathlib import Path
@@ -9,15 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from funcamp import jit, load_step, make_train_step, module_loss, stateless
 from funcamp._cpu import kept_memory
 from funcamp._cpu.kept_memory import KeptMemory, in_kept_memory
 from funcamp._jit import compile as compiler
+from funcamp._jit.passes.program import Program
 from tests.support.helpers import assert_same
 from tests.support.steps import assert_as_eager
 
+ANY: Any = None
 SOURCE = """void inductor_entry_impl(
     AtenTensorHandle* input_handles, AtenTensorHandle* output_handles) {
     auto inputs = steal_from_raw_handles_to_raii_handles(input_handles, 3);
@@ -83,6 +86,18 @@ def test_programs_of_a_thread_share_a_block_unless_one_calls_the_other() -> None
     assert block() is None  # as after JitStep.release()
 
 
+@pytest.mark.parametrize(("operations", "is_planned"), [(500, True), (600, False)])
+def test_a_program_of_many_small_values_is_not_planned(operations: int, is_planned: bool) -> None:
+    graph = fx.Graph()
+    node = graph.placeholder("x")
+    node.meta["val"] = example = torch.empty(2**18, device="meta")
+    for _ in range(operations):
+        node = graph.call_function(torch.sin, (node,))
+    module, options = fx.GraphModule(nn.Module(), graph), {"cpp_wrapper": True}
+    program = Program(module, [example], contextlib.nullcontext(), ANY, b"", options)
+    assert kept_memory.PASS.run(program).options.get("memory_planning", False) == is_planned
+
+
 def page_faults() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
@@ -120,6 +135,7 @@ def test_no_page_is_cleared_again_and_no_number_changes(tmp_path: Path) -> None:
 @pytest.mark.inductor
 def test_a_program_whose_code_is_not_found_keeps_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept_memory, "LARGE", 1)
+    monkeypatch.setattr(kept_memory, "LARGE_FOR_EACH", 0)
     monkeypatch.setattr(compiler, "_modules_of_inductor", list)
     assert_as_eager(step_of_products, jit(step_of_products), torch.eye(3), [torch.ones(3, 3)] * 2, 1e-6)
 

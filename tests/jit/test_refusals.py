@@ -67,7 +67,7 @@ ARGUMENTS: dict[str, tuple[Call, type[Exception], str]] = {
     "an array": (constant([numpy.zeros(2)]), TypeError, r"batch\['x'\]\[0\] must be a tensor, or a constant"),
     "an object": (constant(Box(torch.ones(2))), TypeError, r"batch\['x'\] must be .* without tensors in it; got a Box: pass a dict"),
     "a number in the state": (called(add, {"w": 1.0}), TypeError, r"state\['w'\] must be a tensor or None; got 1.0"),
-    "no pair": (called(lambda state, _: state), TypeError, r"must return the pair \(state, metrics\); got dict"),
+    "no pair": (called(lambda state, _: state), TypeError, r"must return the pair \(state, metrics\).*; got a dict"),
     "another dtype": (
         called(lambda state, _: ({**state, "w": state["w"].double()}, None)),
         *(ValueError, r"new state must have .* at \['w'\] it has a torch.float64 .* for a torch.float32"),

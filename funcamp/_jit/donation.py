@@ -62,22 +62,25 @@ class OwnedState:
     def refill(self, state: Tree, like: Tree) -> None:
         """Copy another state into this one's storage; tensors that callers still have keep their values."""
         check_like(_NAMES, like, state)
+        # The values, which may be in the storage.
         values: list[Tensor] = []
         for leaf in _tree.leaves(state):
             if leaf is not None:
                 values.append(leaf.detach().clone() if self.memory.meets(leaf) else leaf.detach())
-        handles = self.leaves
-        statics = self.statics
-        self.leaves = statics
+
+        # New tensors on the storage. The former ones get other memory one by one, and those that no caller has are
+        # freed before the next: nothing else may refer to them.
+        former_leaves, self.leaves = self.leaves, self.statics
         self.tree = None
         self._containers = []
-        self.statics = [static.detach() for static in statics]
-        while handles:  # one after the other: those that no caller has are freed
-            handle = local(handles.pop())
-            handle.set_(handle.clone())  # type: ignore[call-overload]
-        for static, value in zip(statics, values):
-            static.copy_(value)
-        self.tree = self.filled(statics)
+        self.statics = [static.detach() for static in self.leaves]
+        while former_leaves:
+            former = local(former_leaves.pop())
+            former.set_(former.clone())  # type: ignore[call-overload]
+
+        for leaf, value in zip(self.leaves, values):
+            leaf.copy_(value)
+        self.tree = self.filled(self.leaves)
         self._containers = _tree.contents(self.tree)
 
 

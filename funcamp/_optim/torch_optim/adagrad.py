@@ -6,13 +6,21 @@ import torch
 from torch import Tensor
 
 from funcamp._optim.arithmetic import add, addcdiv, is_zero, lerp, plus, times
-from funcamp._optim.torch_optim.rule import Arguments, State, UpdateRule, average_of_squares, count, with_l2, zeros
+from funcamp._optim.torch_optim.rule import (
+    Arguments,
+    State,
+    UpdateRule,
+    average_of_squares,
+    count,
+    count_and_zeros,
+    with_l2,
+)
 
 # Adagrad (Duchi et al., 2011).
 
 
 def _init(param: Tensor, h: Arguments) -> State:
-    state = zeros("sum")(param, h)
+    state = count_and_zeros(param, "sum")
     state["sum"] = plus(state["sum"], h.initial_accumulator_value)
     return state
 
@@ -40,7 +48,9 @@ def _adadelta_step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> t
 
 
 ADADELTA = UpdateRule(
-    zeros("square_avg", "acc_delta"), _adadelta_step, ("lr", "rho", "eps", "weight_decay", "maximize")
+    lambda param, _: count_and_zeros(param, "square_avg", "acc_delta"),
+    _adadelta_step,
+    ("lr", "rho", "eps", "weight_decay", "maximize"),
 )
 
 
@@ -53,7 +63,7 @@ def _rmsprop_init(param: Tensor, h: Arguments) -> State:
         names.append("momentum_buffer")
     if h.centered:
         names.append("grad_avg")
-    return zeros(*names)(param, h)
+    return count_and_zeros(param, *names)
 
 
 def _rmsprop_step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:

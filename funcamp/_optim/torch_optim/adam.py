@@ -12,10 +12,10 @@ from funcamp._optim.torch_optim.rule import (
     UpdateRule,
     average_of_squares,
     count,
+    count_and_zeros,
     scalar,
     with_decay,
     with_l2,
-    zeros,
 )
 from funcamp._scaler.state import widen
 
@@ -26,7 +26,7 @@ def _init(param: Tensor, h: Arguments) -> State:
     names = ["exp_avg", "exp_avg_sq"]
     if h.amsgrad:
         names.append("max_exp_avg_sq")
-    return zeros(*names)(param, h)
+    return count_and_zeros(param, *names)
 
 
 def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
@@ -63,14 +63,18 @@ def _adamax_step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tup
     return addcdiv(param, exp_avg, exp_inf, -rate), new_state
 
 
-ADAMAX = UpdateRule(zeros("exp_avg", "exp_inf"), _adamax_step, ("lr", "betas", "eps", "weight_decay", "maximize"))
+ADAMAX = UpdateRule(
+    lambda param, _: count_and_zeros(param, "exp_avg", "exp_inf"),
+    _adamax_step,
+    ("lr", "betas", "eps", "weight_decay", "maximize"),
+)
 
 
 # NAdam (Dozat, 2016): Nesterov's momentum.
 
 
-def _nadam_init(param: Tensor, h: Arguments) -> State:
-    return {**zeros("exp_avg", "exp_avg_sq")(param, h), "mu_product": scalar(1.0, param)}
+def _nadam_init(param: Tensor, _: Arguments) -> State:
+    return {**count_and_zeros(param, "exp_avg", "exp_avg_sq"), "mu_product": scalar(1.0, param)}
 
 
 def _nadam_step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:
@@ -128,7 +132,7 @@ def _radam_step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tupl
 
 
 RADAM = UpdateRule(
-    zeros("exp_avg", "exp_avg_sq"),
+    lambda param, _: count_and_zeros(param, "exp_avg", "exp_avg_sq"),
     _radam_step,
     ("lr", "betas", "eps", "weight_decay", "decoupled_weight_decay", "maximize"),
 )

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from funcamp._optim.arithmetic import add, clamp, lerp
-from funcamp._optim.torch_optim.rule import Arguments, State, UpdateRule, decayed, zeros_like
+from funcamp._optim.torch_optim.rule import Arguments, State, UpdateRule, decayed, zeros
 
 
 def _init(param: Tensor, _: Arguments) -> State:
-    return zeros_like(param, "momentum_buffer")
+    return zeros(param, "momentum_buffer")
 
 
 def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from funcamp._optim.arithmetic import clamp, like, plus
-from funcamp._optim.torch_optim.rule import Arguments, State, UpdateRule, zeros
+from funcamp._optim.torch_optim.rule import Arguments, State, UpdateRule, count_and_zeros
 
 
 def _init(param: Tensor, h: Arguments) -> State:
-    state = zeros("prev", "step_size")(param, h)
+    state = count_and_zeros(param, "prev", "step_size")
     state["step_size"] = plus(state["step_size"], h.lr)
     return state
 

@@ -55,18 +55,14 @@ class UpdateRule(NamedTuple):
     """Numbers that Python reads: no tensors."""
 
 
-def zeros(*names: str) -> Callable[[Tensor, Arguments], State]:
-    """Return an `init` that makes a count of steps, and zeros under some names."""
-
-    def init(param: Tensor, _: Arguments) -> State:
-        return {"step": scalar(0.0, param), **zeros_like(param, *names)}
-
-    return init
-
-
-def zeros_like(param: Tensor, *names: str) -> State:
+def zeros(param: Tensor, *names: str) -> State:
     """Return zeros under some names."""
     return {name: torch.zeros_like(param) for name in names}
+
+
+def count_and_zeros(param: Tensor, *names: str) -> State:
+    """Return a count of steps, and zeros under some names."""
+    return {"step": scalar(0.0, param), **zeros(param, *names)}
 
 
 def scalar(number: Number, like: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from funcamp._optim.arithmetic import add, is_zero, times
-from funcamp._optim.torch_optim.rule import Arguments, State, UpdateRule, count, scalar, with_l2, zeros, zeros_like
+from funcamp._optim.torch_optim.rule import Arguments, State, UpdateRule, count, count_and_zeros, scalar, with_l2, zeros
 from funcamp._scaler.state import widen
 
 # SGD with momentum (Sutskever et al., 2013), Nesterov's too.
@@ -20,7 +20,7 @@ APPLIED_ENTRY = "funcamp_applied"
 def _init(param: Tensor, h: Arguments) -> State:
     if is_zero(h.momentum):
         return {}
-    state = zeros_like(param, "momentum_buffer")
+    state = zeros(param, "momentum_buffer")
     if not is_zero(h.dampening):
         state[APPLIED_ENTRY] = torch.zeros((), dtype=torch.int64, device=param.device)
     return state
@@ -48,7 +48,7 @@ SGD = UpdateRule(_init, _step, ("lr", "momentum", "dampening", "weight_decay", "
 
 
 def _asgd_init(param: Tensor, h: Arguments) -> State:
-    return {**zeros("ax")(param, h), "eta": scalar(h.lr, param), "mu": scalar(1.0, param)}
+    return {**count_and_zeros(param, "ax"), "eta": scalar(h.lr, param), "mu": scalar(1.0, param)}
 
 
 def _asgd_step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tensor, State]:

@@ -123,7 +123,7 @@ MOST_TOKENS: dict[str, int] = {
     "report": 26_649,
     "_optim": 20_775,
     "_trace": 14_175,
-    "_autograd": 9_266,
+    "_autograd": 9_285,
     "_step": 9_943,
     "_cpu": 6_923,
     "numerics": 6_013,

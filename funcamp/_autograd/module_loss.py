@@ -277,25 +277,25 @@ class ModuleLoss(Loss):
 
         Args:
             params: the parameters, by stored name or as `Params` (`TrainState.params`, `TrainState.ema`).
-            buffers: the buffers by stored name (`TrainState.buffers`); left out if the module has none.
+            buffers: the buffers by stored name (`TrainState.buffers`); left out if the module saves none.
 
         Raises:
             KeyError: a parameter or buffer is missing.
-            TypeError: params is not a mapping; buffers is left out, and the module has some.
+            TypeError: params is not a mapping; buffers is left out, and the module saves some.
         """
         if not isinstance(params, Params | Mapping):
             raise TypeError(f"state_dict: params must be tensors by name, as state.params; got {_tree.brief(params)}")
         with self._lock():
             self.tensors.check_kinds()
-            if buffers is None:
-                buffers = {}
-                if own_buffers := self.tensors.own_buffers():
-                    raise TypeError(
-                        f"state_dict: buffers must be given for a module with {min(own_buffers)!r}; got None: write "
-                        "state_dict(state.params, state.buffers), as its own are not the state's"
-                    )
-            with self._holding(self.tensors.values_by_name(expand(params), buffers)):
+            values = self.tensors.own_buffers() if buffers is None else buffers
+            with self._holding(self.tensors.values_by_name(expand(params), values)):
                 entries = self.model.state_dict()
+        saved_buffers = entries.keys() & self.tensors.buffer_names.keys()
+        if buffers is None and saved_buffers:
+            raise TypeError(
+                f"state_dict: buffers must be given for a module that saves {min(saved_buffers)!r}; got None: write "
+                "state_dict(state.params, state.buffers), as its own are not the state's"
+            )
         # Copies; what a module has registered as extra state may be no tensor.
         return {name: entry.clone() if isinstance(entry, Tensor) else entry for name, entry in entries.items()}
 

@@ -122,7 +122,7 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "a step inside of evaluating": (inside_evaluating, RuntimeError, "step: it must be called outside of `with step.evaluating"),
     "consume of a scripted layer": (lambda: make_train_step(module_loss(nn.Sequential(torch.jit.script(nn.Linear(4, 1))), mse_loss), SGD).init(consume=True), TypeError, "init: consume must be False .* scripted; got True, and '0' is"),
     "state_dict of a state": (lambda: module_loss(LINEAR, mse_loss).state_dict(ANY), TypeError, "state_dict: params must be tensors by name, as state.params; got None"),
-    "state_dict without buffers": (lambda: module_loss(nn.BatchNorm1d(2), mse_loss).state_dict({}), TypeError, "state_dict: buffers must be given for a module with 'num_batches_tracked'"),
+    "state_dict without buffers": (lambda: module_loss(nn.BatchNorm1d(2, affine=False), mse_loss).state_dict({}), TypeError, "state_dict: buffers must be given for a module that saves 'num_batches_tracked'"),
     "no bias": (lambda: ADAMW(LIKE._replace(params=ravel({"weight": LINEAR.weight, "bias": None})), X), ValueError, r"step: params\['bias'\] must have the shape of the module's, \(1,\); got None"),
     "like another model's": (lambda: ADAMW.load_state_dict(OTHER.state_dict(OF_OTHER), like=OF_OTHER, consume=True), ValueError, r"load_state_dict: params\['weight'\] must .*; got \(1, 3\)"),
     # to_torch

@@ -34,6 +34,8 @@ _log = logging.getLogger("funcamp")
 #: The context manager of which `torch.func.functional_call` is made: here the backward pass runs inside it too.
 _reparametrized: Any = _upstream.find("torch.nn.utils.stateless._reparametrize_module")
 
+#: The modules that have the values of a state while they are evaluated.
+_evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 #: While a thread calls a module with other tensors, others wait: the tensors are put into the module itself.
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
@@ -66,8 +68,6 @@ class ModuleLoss(Loss):
         self.has_buffers = bool(self.tensors.buffer_names)
         self._left_behind: LeftBehind | None = None
         self._has_logged_eval_mode = False
-        self._is_evaluated = False
-        """Whether the module has the values of `with_values`."""
         self._recurrent_layers = [module for module in model.modules() if isinstance(module, nn.RNNBase)]
         self._modes_checked: set[bool] = set()
         """The values of model.training with which a call was checked."""
@@ -182,6 +182,10 @@ class ModuleLoss(Loss):
         self.tensors.check_ties()
         check_hooks(self.model)
 
+    def _check_not_evaluated(self, call: str) -> None:
+        if self.model in _evaluated:
+            raise RuntimeError(f"{call}: it must be called outside of `with step.evaluating(...)`; got a call inside")
+
     def module_parameters(self) -> dict[str, Tensor]:
         """Return the module's parameters themselves, frozen ones too, by name."""
         return dict(self.model.named_parameters())
@@ -221,8 +225,7 @@ class ModuleLoss(Loss):
             RuntimeError: the module is being evaluated.
         """
         with self._lock():
-            if self._is_evaluated:
-                raise RuntimeError("step: it must be called outside of `with step.evaluating(...)`; got a call inside")
+            self._check_not_evaluated("step")
             if running() is None:
                 # In every eager step, because torch does not report that a parameter was unfrozen: it would silently
                 # not be trained.
@@ -262,6 +265,7 @@ class ModuleLoss(Loss):
             TypeError: a parameter or buffer is a tensor subclass of several parts, whose memory cannot be replaced.
             ValueError: as in `params`.
         """
+        self._check_not_evaluated("init")
         self._check_unchanged()
         self.tensors.check_memory_can_be_shared()
         torch.clear_autocast_cache()  # it contains casts of the previous memory
@@ -306,11 +310,13 @@ class ModuleLoss(Loss):
             self.tensors.check_kinds()
             values = self.tensors.values_by_name(clone(expand(params)), clone(buffers))
             with self._holding(self.tensors.like_own(values)):
-                self._is_evaluated = True
+                is_nested = self.model in _evaluated
+                _evaluated.add(self.model)
                 try:
                     yield self.model
                 finally:
-                    self._is_evaluated = False
+                    if not is_nested:
+                        _evaluated.remove(self.model)
 
 
 def module_loss(

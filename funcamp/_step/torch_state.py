@@ -220,8 +220,8 @@ def _read_optimizer(call: str, state_dict: StateDict, groups: Sequence[TorchGrou
         for name in group.names:
             if f"params.{name}" in saved:  # frozen ones are in the module
                 number, saved_group = numbers_and_groups[name]
-                _write_entries(call, group, name, state_dict["state"].get(number, {}), saved)
                 _check_hyperparameters(call, group.optimizer, saved_group, name)
+                _write_entries(call, group, name, state_dict["state"].get(number, {}), saved)
 
 
 def _numbers_and_groups(
@@ -278,10 +278,11 @@ def _write_entries(
     own_entries = group.entries_in(saved, name)
     # A class may save None for an entry that it does not use.
     values = {entry: value for entry, value in entries.items() if value is not None}
+    # torch has no entries of a parameter that no step has changed, and no buffer where the momentum is 0.
+    may_lack = {APPLIED_ENTRY, "momentum_buffer"} if values else own_entries.keys()
     if APPLIED_ENTRY in own_entries:
-        # torch has no entries of a parameter that no step has changed.
         values[APPLIED_ENTRY] = bool(values)
-    if values and values.keys() != own_entries.keys():
+    if not own_entries.keys() - may_lack <= values.keys() <= own_entries.keys():
         raise ValueError(
             f"{call}: optimizer must be of the step's class, which keeps {sorted(own_entries)} for {name!r}; got "
             f"{sorted(values)}"

@@ -85,8 +85,8 @@ class TraceDraws:
         # contiguous tensor.
         filled = written[0] if len(written) == 1 and written[0] is args[0] else None
         if filled is not None:
-            written = [_in_memory_order(func, filled)]
-            args = (written[0], *args[1:])
+            args = _in_memory_order(func, filled, args)
+            written = [args[0]]
 
         if position < self._next_position:
             drawn = self._drawn_in_forward_pass(key)
@@ -144,13 +144,15 @@ def _call(func: Operation, args: Args, kwargs: Kwargs) -> object:
     return memory
 
 
-def _in_memory_order(func: Operation, tensor: Tensor) -> Tensor:
-    """Return a view of a tensor that func draws into, whose elements are in the order of its memory."""
-    if tensor.is_contiguous():  # true also of a size that follows from values, with which no stride can be compared
-        return tensor
-    if func is _aten.normal_.default and tensor.numel() >= 16:  # it would draw other numbers if contiguous
-        return tensor
-    return tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+def _in_memory_order(func: Operation, filled: Tensor, args: Args) -> Args:
+    """Return the arguments of a draw with the elements of tensors in the order of memory of the one that is filled."""
+    if filled.is_contiguous():  # true also of a size that follows from values, with which no stride can be compared
+        return args
+    real_count = filled.numel() * (2 if filled.is_complex() else 1)
+    if func is _aten.normal_.default and real_count >= 16:  # it would draw other numbers if contiguous
+        return args
+    order = sorted(range(filled.dim()), key=filled.stride, reverse=True)
+    return tuple(arg.expand_as(filled).permute(order) if isinstance(arg, Tensor) else arg for arg in args)
 
 
 def _copies(tree: Tree) -> Any:

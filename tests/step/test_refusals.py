@@ -63,7 +63,8 @@ TORCH.step()
 SAVED, SCALER = TORCH.state_dict(), torch.amp.GradScaler("cpu").state_dict()
 ADAMW = make_train_step(module_loss(LINEAR, mse_loss), stateless(torch.optim.AdamW, lr=0.01))
 LIKE = ADAMW.init()
-NADAM = make_train_step(module_loss(LINEAR, mse_loss), stateless(torch.optim.NAdam, lr=0.01))
+DECAY = {"weight_decay": 0.01, "decoupled_weight_decay": True}
+NADAM = make_train_step(module_loss(LINEAR, mse_loss), stateless(torch.optim.NAdam, lr=0.01, **DECAY))
 OF_SGD = make_train_step(module_loss(LINEAR, mse_loss), SGD).init()
 OTHER = make_train_step(module_loss(nn.Linear(3, 1), mse_loss), stateless(torch.optim.AdamW, lr=0.01))
 OF_OTHER = OTHER.init()
@@ -91,9 +92,14 @@ def of_stacked(call: Callable[[Any], object]) -> Call:
     return take_and_call
 
 
-def inside_evaluating() -> None:
-    with ADAMW.evaluating(LIKE):
-        ADAMW(LIKE, (X, X[:1]))
+def inside_evaluating(call: Call) -> Call:
+    def evaluate() -> None:
+        with ADAMW.evaluating(LIKE):
+            with ADAMW.evaluating(LIKE):
+                pass
+            call()
+
+    return evaluate
 
 
 #: What is called, the error, and its words.
@@ -119,7 +125,8 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "stacked parameters": (of_stacked(lambda state: ADAMW(state, (X, X[:1]))), ValueError, r"step: params\['weight'\] must have the shape of the module's, \(1, 4\); got \(2, 1, 4\)"),
     "stacked, for another network": (of_stacked(ADAMW.compute_params), ValueError, r"compute_params: params\['weight'\] must have the shape"),
     "a state of another rule": (lambda: make_train_step(plain, SGD, presets.megatron())(START, X), TypeError, "step: state must count hysteresis_tracker"),
-    "a step inside of evaluating": (inside_evaluating, RuntimeError, "step: it must be called outside of `with step.evaluating"),
+    "another step of a module that is evaluated": (inside_evaluating(lambda: NADAM(NADAM.init(), (X, X[:1]))), RuntimeError, "step: it must be called outside of `with step.evaluating"),
+    "consume of a module that is evaluated": (inside_evaluating(lambda: ADAMW.init(consume=True)), RuntimeError, "init: it must be called outside of"),
     "consume of a scripted layer": (lambda: make_train_step(module_loss(nn.Sequential(torch.jit.script(nn.Linear(4, 1))), mse_loss), SGD).init(consume=True), TypeError, "init: consume must be False .* scripted; got True, and '0' is"),
     "state_dict of a state": (lambda: module_loss(LINEAR, mse_loss).state_dict(ANY), TypeError, "state_dict: params must be tensors by name, as state.params; got None"),
     "state_dict without buffers": (lambda: module_loss(nn.BatchNorm1d(2, affine=False), mse_loss).state_dict({}), TypeError, "state_dict: buffers must be given for a module that saves 'num_batches_tracked'"),

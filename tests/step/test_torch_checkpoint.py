@@ -153,6 +153,26 @@ def test_classes_that_differ_are_optimizers_that_differ() -> None:
         step.from_torch(step.init(), optimizer=both["matrix"].state_dict())
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_first_state_goes_to_torch_and_back(name: str) -> None:
+    step = step_of(name, mlp())
+    start = step.init()
+    back = step.from_torch(start, optimizer=step.to_torch(start)["optimizer"])
+    assert_same(step.state_dict(back), step.state_dict(start))
+
+
+def test_a_momentum_that_torch_leaves_out_is_zero() -> None:
+    task = mlp()
+    optimizer = optim.RMSprop(task.model.parameters(), lr=0.01, centered=True)
+    for param in task.model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    step = step_of("RMSprop", task, momentum=torch.tensor(0.0))
+    state: Any = step.from_torch(step.init(), optimizer=optimizer.state_dict())
+    assert all(group.any() for group in state.opt_state.state["square_avg"].groups)
+    assert not any(group.any() for group in state.opt_state.state["momentum_buffer"].groups)
+
+
 def test_frozen_parameters_keep_their_places() -> None:
     task = mlp()
     task.model.get_parameter("0.weight").requires_grad_(False)

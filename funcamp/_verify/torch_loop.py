@@ -111,7 +111,10 @@ class TorchLoop:
             with torch.autocast(self._applied.device.type, dtype, enabled=dtype != torch.float32):
                 returned: Any = loss_fn.evaluate(piece)
             loss = returned[0] if loss_fn.has_aux else returned
-            share = loss * (weight / total)
+            factor: Any = weight / total
+            if options.weight is not None:  # a tensor, with which a loss in 16 bits becomes one in float32
+                factor = torch.tensor(factor, dtype=torch.promote_types(loss.dtype, torch.float32))
+            share = loss * factor
             after_forward = clone(loss_fn.buffers())
             scaler.scale(share).backward()
             self._write_buffers(after_forward)

@@ -17,7 +17,7 @@ from tests.fuzz.case import case_of
 
 @pytest.mark.thorough(keep=6)
 @pytest.mark.compiled
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", [*range(60), 5103])  # the last one: weights of a loss in float16
 def test_traced_training_is_torchs(seed: int) -> None:
     torch.set_num_threads(1)
     case = case_of(seed)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, fields
 from typing import Any
@@ -101,7 +100,7 @@ class ScalerConfig:
         """Return whether the scale is clamped after the rule."""
         return self.min_scale is not None or self.max_scale is not None
 
-    @functools.cached_property
+    @property
     def is_torchs(self) -> bool:
         """Return whether torch's kernel, which gets four numbers, moves the scale in the same way."""
         others = fields(self)[4:]

@@ -35,3 +35,9 @@ def test_code_beside_torch_is_a_users_and_code_inside_is_not(file: str, is_users
     assert found[0].startswith(f"{file}:3 ") == is_users
     assert line.startswith(f"{file}:4 ") == is_users
     assert is_users or line.startswith(f"{__file__}:")
+
+
+def test_code_that_is_typed_is_a_users() -> None:
+    found: list[str] = []
+    exec("found.append(line())", {"found": found, "line": user_line.line_in_stack, "__name__": "__main__"})
+    assert found[0].startswith("<string>:1 ")

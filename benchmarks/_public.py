@@ -47,8 +47,7 @@ def public_task(size: Size, device: str = "cpu") -> tuple[nn.Module, Any, Callab
             bos_token_id=0,
             eos_token_id=0,
         )
-        tokens = torch.randint(size.vocabulary, (size.batch, size.context))
-        tokens = tokens.to(device)
+        tokens = torch.randint(size.vocabulary, (size.batch, size.context)).to(device)
         return GPT2LMHeadModel(config).to(device), {"input_ids": tokens, "labels": tokens}, None
     import timm
 

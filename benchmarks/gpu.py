@@ -5,8 +5,8 @@
 Parts: tests, step, phase, price and rest, half an hour together and what runs if no part is named; verify, public,
 bfloat16, large, rl, float8, parity, sanitize and roofline. It needs torch, numpy, pytest and what torch.compile needs,
 installs nothing, and takes JAX and optax if they are there; public and verify need timm and torchvision, and sanitize
-CUDA's compute-sanitizer. A part goes on past a line that
-fails or takes too long, says at the end which did, and fails then. What was measured is in the result files.
+CUDA's compute-sanitizer. A part goes on past a line that fails or takes too long, says at the end which did, and fails
+then. What was measured is in the result files.
 --device, --sizes and --rounds replace those of every line of a part: with `--device cpu` and a small size they
 rehearse it, in four times the time. Tests are then only collected.
 """

@@ -395,10 +395,6 @@ class GradScaler(torch.amp.GradScaler):
 
     def _configure(self, **values: Any) -> None:
         """Change constants that torch's class lets users change; if a value is invalid, change none."""
-        if not self._enabled:  # has no configuration; as in torch, the getters return what was set
-            for name, value in values.items():
-                setattr(self, f"_{name}", value)
-            return
         growth_factor = values.get("growth_factor", self._growth_factor)
         backoff_factor = values.get("backoff_factor", self._backoff_factor)
         growth_interval = values.get("growth_interval", self._growth_interval)

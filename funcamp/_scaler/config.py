@@ -102,7 +102,7 @@ class ScalerConfig:
 
     @property
     def is_torchs(self) -> bool:
-        """Return whether torch's kernel, which gets four numbers, moves the scale in the same way."""
+        """Return whether torch's kernel, which gets the first four fields, moves the scale in the same way."""
         others = fields(self)[4:]
         return all(getattr(self, field.name) == field.default for field in others)
 

@@ -238,7 +238,7 @@ class TrainStep(Fixed):
         Raises:
             TypeError: params is missing; a leaf is an integer tensor, a sparse tensor or not a tensor; buffers is not a
                 dict of tensors; flat or consume is not a bool; group is not callable; consume is set for a loss that is
-                not of `module_loss`, or for a module with DTensors or other tensor subclasses.
+                not of `module_loss`, or for a module with DTensors, other tensor subclasses or scripted layers.
             ValueError: params has no tensor, or not the names of the module; buffers are given for a loss without, or
                 with other names than the module's; flat is False with a group, or for a sharded state; consume is set
                 with params or buffers, or for a sharded state.
@@ -306,8 +306,8 @@ class TrainStep(Fixed):
         optimizer evaluates with; else the state's parameters; and the state's buffers. Call the module, take its
         `state_dict()`, copy or save it in there. Afterwards it is as before: its tensors, the memory that they share,
         and the training flag of each submodule. The forward pass is in float32: add `step.autocast(state)` for the
-        precision of the policy. For gradients with respect to an input, enter `torch.enable_grad()`. Another thread's
-        step of the module waits. With a sharded state this is a collective. No sync.
+        precision of the policy. For gradients with respect to an input, enter `torch.enable_grad()`. A step of the
+        module in there is an error; another thread's waits. With a sharded state this is a collective. No sync.
 
         Args:
             state: from `init` or a step.

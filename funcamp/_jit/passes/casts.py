@@ -5,7 +5,8 @@ parts of one tensor, and so are the gradients. A cast of a part is the part of a
 the cast of a concatenation. So one kernel casts all weights of a group, once for all micro-batches, and their gradients
 stay in the low precision until the optimizer's loop reads them: half of the bytes. No number changes.
 
-A group that is gathered from slices is cast part by part, and so are parameters that are not in flat storage.
+A group that is gathered from slices is cast part by part, and so are parameters that are not in flat storage, and small
+vectors that a layer passes as separate inputs: what reads them casts them.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from funcamp import _tree
@@ -81,7 +82,8 @@ def jit(
 
     Raises:
         TypeError: step is not callable, or is a module, a loss or a class; an argument is not of the type given above.
-        ValueError: unroll or max_signatures is below 1, or compile_after below 0; without has an unknown name.
+        ValueError: unroll or max_signatures is below 1, or compile_after below 0; torch has no such backend; without
+            has an unknown name.
 
     Example:
         >>> def count(state, batch):
@@ -100,8 +102,7 @@ def jit(
         integer("jit", "unroll", unroll, 1)
     integer("jit", "compile_after", compile_after, 0)
     integer("jit", "max_signatures", max_signatures, 1)
-    if not isinstance(backend, str):
-        raise TypeError(f"jit: backend must be a string; got {backend!r}")
+    _check_backend(backend)
     options = JitOptions(
         donate=donate,
         capture=capture,
@@ -130,6 +131,14 @@ def check_step(call: str, step: object) -> None:
         )
     if isinstance(step, JitStep):
         raise TypeError(f"{call}: step must not be compiled already; got {step!r}")
+
+
+def _check_backend(backend: object) -> None:
+    """Raise TypeError or ValueError if this is not the name of a backend of torch.compile."""
+    if not isinstance(backend, str):
+        raise TypeError(f"jit: backend must be a string; got {backend!r}")
+    if backend not in torch.compiler.list_backends(exclude_tags=()):
+        raise ValueError(f"jit: backend must be 'inductor', 'eager', or another that torch has; got {backend!r}")
 
 
 def _names_left_out(without: Collection[str]) -> frozenset[str]:

@@ -106,6 +106,8 @@ def verify(
     integer("verify", "steps", steps, _LEAST_STEPS)
     if state is not None:
         check_train_state("verify", "state", state)
+    elif not plain_step.loss_fn.has_module:
+        raise TypeError("verify: state must be given for a loss without a module; got None: pass step.init(params)")
     contents = CopiedContents(plain_step.loss_fn.python_parts().values())
     with generators_restored(contents.tensors + _tree.tensors_in(state)):
         chosen = _first_batches(batches, steps)  # which may draw random numbers

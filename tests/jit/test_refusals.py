@@ -60,6 +60,7 @@ ARGUMENTS: dict[str, tuple[Call, type[Exception], str]] = {
     "unroll": (lambda: jit(add, unroll=0), ValueError, "unroll must be 1 or more; got 0"),
     "half a step": (lambda: jit(add, unroll=1.5), TypeError, "unroll must be an integer; got 1.5"),  # type: ignore[arg-type]
     "backend": (lambda: jit(add, backend=ANY), TypeError, "backend must be a string; got None"),
+    "a typo": (lambda: jit(add, backend="eagr"), ValueError, "backend must be 'inductor', .*; got 'eagr'"),
     "also no function": (lambda: jit(add).also(ANY), TypeError, "step must be callable; got None"),
     "jit of jit": (lambda: jit(jit(add)), TypeError, "compiled already"),
     "without a text": (lambda: jit(add, without="layouts"), TypeError, "without must be a collection of names"),

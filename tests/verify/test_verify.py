@@ -401,6 +401,7 @@ def test_an_update_may_be_smaller_than_a_unit_in_the_last_place(policy: str, mon
 # Bad input.
 
 STEP, MANY, ONE = make(mlp()), batches(), batches(1)[0]
+OF_A_FUNCTION = funcamp.make_train_step(lambda params, batch: params["w"].sum(), funcamp.stateless(torch.optim.SGD))
 #: Arguments, the error, and its words.
 REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     (
@@ -413,6 +414,7 @@ REFUSED: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
     ((STEP, ONE), {}, ValueError, r"batches must be at least 4.* of one batch write \[batch\] \* 4"),
     ((STEP, MANY), {"steps": 2}, ValueError, "steps must be 3 or more; got 2"),
     ((STEP, MANY), {"state": ()}, TypeError, "state must be"),
+    ((OF_A_FUNCTION, MANY), {}, TypeError, r"state must be given for a loss without a module.* step.init\(params\)"),
 ]
 
 

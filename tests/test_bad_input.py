@@ -109,6 +109,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "clone module": (lambda: funcamp.clone({"model": torch.nn.Linear(1, 1)}), TypeError, r"clone: tree .* got a Linear: write copy\.deepcopy"),
     # update and merge
     "new_scale zero": (lambda: update(STATE, new_scale=0.0), ValueError, "new_scale must be positive.*got 0.0"),
+    "new_scale 0 in float32": (lambda: update(STATE, new_scale=1e-50), ValueError, "new_scale must be .*got 1e-50"),
     "new_scale dtype": (lambda: update(STATE, new_scale=W[0].double()), TypeError, "new_scale must be a float32.*float64"),
     "new_scale shape": (lambda: update(STATE, new_scale=W), ValueError, r"new_scale must have one element.*\(2,\)"),
     "merge nothing": (lambda: merge(), TypeError, "merge: states must be one scaler state or more; got none"),

@@ -38,11 +38,13 @@ class TensorSlot(NamedTuple):
         found: Tensor | None = self.owner[self.key]
         return found
 
-    def mark(self) -> object:
-        """Return what changes if another tensor comes here, or if the tensor is written."""
+    def mark(self, *, with_version: bool = True) -> object:
+        """Return what changes if another tensor comes here, or, with the version, if the tensor is written."""
         tensor = self.tensor()
+        if tensor is None:
+            return None
         # A later tensor may have the id of one that is gone, and not the reference to it.
-        return None if tensor is None else (id(tensor), tensor._version, weakref.ref(tensor))
+        return id(tensor), tensor._version if with_version else None, weakref.ref(tensor)
 
 
 class LeftBehind:
@@ -75,18 +77,27 @@ class LeftBehind:
         self._buffers = buffers
         self._is_behind = False
         self._has_warned = False
+        tensor = parameter.tensor()
+        self._shared_address = tensor.data_ptr() if shares_memory and tensor is not None else None
+        """Where the parameter is in the memory of the state; None if it is elsewhere."""
+        self._has_version = True
+        """Whether the version of the parameter tells who wrote it."""
         self._parameter_mark = None if shares_memory else parameter.mark()
         self._buffer_marks = self._marks_of_buffers()
 
     def values_are_back(self) -> None:
         """Note that the tensors of the module were written, and that each has its former values again."""
         if self._parameter_mark is not None:
-            self._parameter_mark = self._parameter.mark()
+            self._parameter_mark = self._mark_of_parameter()
         self._buffer_marks = self._marks_of_buffers()
 
     def state_moves(self) -> None:
         """Note that a step moves the state on; warn if the caller has written what the step does not read."""
-        parameter_mark, buffer_marks = self._parameter.mark(), self._marks_of_buffers()
+        tensor = self._parameter.tensor()
+        if self._shared_address is not None and tensor is not None and tensor.data_ptr() != self._shared_address:
+            # It got other memory (`Module.half`), but counts its versions with the state's, which each step writes.
+            self._shared_address, self._has_version = None, False
+        parameter_mark, buffer_marks = self._mark_of_parameter(), self._marks_of_buffers()
         if parameter_mark != self._parameter_mark:
             if not self._is_behind and self._parameter_mark is not None:
                 self._warn_of_parameters()
@@ -110,7 +121,7 @@ class LeftBehind:
 
     def _warn(self) -> None:
         """Warn if the module is behind. In a step, or with a state's values, it has another parameter in this place."""
-        if not self._is_behind or self._has_warned or self._parameter.mark() != self._parameter_mark:
+        if not self._is_behind or self._has_warned or self._mark_of_parameter() != self._parameter_mark:
             return
         self._has_warned = True
         warnings.warn(
@@ -120,6 +131,9 @@ class LeftBehind:
             "state.buffers)); another step gets them in its batch, step.compute_params(state)",
             stacklevel=3,
         )
+
+    def _mark_of_parameter(self) -> object:
+        return self._parameter.mark(with_version=self._has_version)
 
     def _marks_of_buffers(self) -> list[object]:
         return [slot.mark() for slot in self._buffers.values()]

@@ -220,18 +220,18 @@ class ModuleLoss(Loss):
         """Note that the Python of a step runs. Says once that the module is in eval mode.
 
         Raises:
-            ValueError: a parameter was added, removed, frozen or unfrozen since the loss was made; in a trace also if
-                one was tied or got a hook.
+            ValueError: a parameter was added, removed, frozen or unfrozen, or got a hook, since the loss was made; in a
+                trace also if one was tied.
             RuntimeError: the module is being evaluated.
         """
         with self._lock():
             self._check_not_evaluated("step")
-            if running() is None:
-                # In every eager step, because torch does not report that a parameter was unfrozen: it would silently
-                # not be trained.
-                self.tensors.check_kinds()
-            else:
-                self._check_unchanged()
+            # In every eager step, because torch reports neither that a parameter was unfrozen, which would silently not
+            # be trained, nor a new hook.
+            self.tensors.check_kinds()
+            check_hooks(self.model)
+            if running() is not None:
+                self.tensors.check_ties()
         if not self._has_logged_eval_mode and not self.model.training:
             self._has_logged_eval_mode = True
             _log.warning(

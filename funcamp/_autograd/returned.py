@@ -92,6 +92,7 @@ def buffers_and_aux(before: dict[str, Tensor], beside: Tree, has_aux: bool) -> t
         if was is None or now is None or was.shape != now.shape or was.dtype != now.dtype:
             raise ValueError(
                 f"step: loss_fn must return buffers like those given; {name!r} was {_tree.describe(was)}, is "
-                f"{_tree.describe(now)}; call a model that fills a buffer in its first call once before init"
+                f"{_tree.describe(now)}: call a model that fills a buffer in its first call once before init, and "
+                "leave out a smaller last batch (drop_last=True) if a buffer has the size of the batch"
             )
     return {name: after[name] for name in before}, aux

@@ -41,7 +41,8 @@ def scaled_grad_and_value(
             torch.func, which nests and vmaps, but supports neither `torch.utils.checkpoint` nor attention with dropout
             under autocast (a dtype error of torch's). None chooses at each call: "func" inside a transform (vmap, grad,
             jvp), inside another loss, if an argument requires a gradient, and under your own torch.compile unless
-            `torch._dynamo.config.trace_autograd_ops` is set; otherwise "autograd".
+            `torch._dynamo.config.trace_autograd_ops` is set; otherwise "autograd", whose results have no graph. So give
+            "func" if you differentiate them with respect to what loss_fn closes over: a penalty on a module's gradient.
 
     Returns:
         A function `(state, params, *args, **kwargs) -> ((grads, state), loss)`, or `-> ((grads, state), (loss, aux))`.

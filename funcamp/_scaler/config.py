@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from funcamp import _tree
 from funcamp._check import integer, real
-from funcamp._scaler.rule import TORCH_RULE, Outcome, Rule
+from funcamp._scaler.rule import Outcome, Rule, Torch
 from funcamp._scaler.state import ScalerState, check_state, counters_of, tensors_of, with_counters
 
-_FLOAT32_MAX = torch.finfo(torch.float32).max
-_FLOAT32_LEAST = 2.0**-149
-POSITIVE_FLOAT32 = f"positive and finite in float32, from 2**-149 to {_FLOAT32_MAX}"
 _INT32_MAX = torch.iinfo(torch.int32).max
 _CALL = "ScalerConfig"
+_FLOAT32_MAX = torch.finfo(torch.float32).max
+
+
+def positive_float32(call: str, name: str, value: object, kind: str = "a Python number") -> float:
+    """Return a number; raise TypeError or ValueError if it is none, or in float32 not above 0 or infinite."""
+    number = real(call, name, value, kind)
+    if not 2.0**-149 <= number <= _FLOAT32_MAX:
+        rule = f"positive and finite in float32, from 2**-149 to {_FLOAT32_MAX}"
+        raise ValueError(f"{call}: {name} must be {rule}; got {value}")
+    return number
 
 
 def _between(name: str, value: object, least: float, most: float, requirement: str) -> float:
@@ -64,7 +71,7 @@ class ScalerConfig:
     growth_interval: int = 2000
     min_scale: float | None = None
     max_scale: float | None = None
-    rule: Rule = TORCH_RULE
+    rule: Rule = field(default_factory=lambda: Torch())  # Dynamo traces a function here, and neither class nor object
 
     def __post_init__(self) -> None:
         growth = _between("growth_factor", self.growth_factor, 1.0, _FLOAT32_MAX, "1 or more and finite in float32")
@@ -74,7 +81,7 @@ class ScalerConfig:
         for name in ("init_scale", "min_scale", "max_scale"):
             value = getattr(self, name)
             if value is not None or name == "init_scale":
-                checked[name] = _between(name, value, _FLOAT32_LEAST, _FLOAT32_MAX, POSITIVE_FLOAT32)
+                checked[name] = positive_float32(_CALL, name, value)
         _check_rule(self.rule)
         min_scale = checked.get("min_scale")
         max_scale = checked.get("max_scale")
@@ -103,8 +110,7 @@ class ScalerConfig:
     @property
     def is_torchs(self) -> bool:
         """Return whether torch's kernel, which gets the first four fields, moves the scale in the same way."""
-        others = fields(self)[4:]
-        return all(getattr(self, field.name) == field.default for field in others)
+        return self == ScalerConfig(self.init_scale, self.growth_factor, self.backoff_factor, self.growth_interval)
 
 
 def _check_rule(rule: object) -> None:

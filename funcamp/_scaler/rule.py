@@ -110,9 +110,6 @@ class Torch(Rule):
         )
 
 
-TORCH_RULE = Torch()
-
-
 class Static(Rule):
     """The scale never changes."""
 

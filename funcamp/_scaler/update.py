@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
-from funcamp._check import real
-from funcamp._scaler.config import ScalerConfig, check_state_and_config
+from funcamp._scaler.config import ScalerConfig, check_state_and_config, positive_float32
 from funcamp._scaler.rule import Outcome
 from funcamp._scaler.state import ScalerState, check_state, replace
 
@@ -113,10 +112,7 @@ def _new_scale(state: ScalerState, value: object) -> Tensor:
                 f"got {_tree.describe(value)}, requires_grad={value.requires_grad}"
             )
         return value.reshape(()).to(state.scale.device, non_blocking=True, copy=True)
-    number = real("update", "new_scale", value, "a float32 tensor or a number")
-    if not 0.0 < number <= torch.finfo(torch.float32).max:
-        raise ValueError(f"update: new_scale must be positive and finite in float32; got {value}")
-    return torch.full_like(state.scale, number)
+    return torch.full_like(state.scale, positive_float32("update", "new_scale", value, "a float32 tensor or a number"))
 
 
 def exhausted(state: ScalerState, config: ScalerConfig = ScalerConfig()) -> Tensor:

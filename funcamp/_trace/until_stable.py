@@ -261,8 +261,8 @@ def _log_notes(graph: Graph, changes: Iterable[_Change]) -> None:
     notes = sorted(graph.notes)
     if left:
         notes.append(
-            "what the step's Python keeps stays that of the first call, and tensors have no values (they are on meta): "
-            f"return them in the metrics; {_described(left)}"
+            "what the step leaves in Python has no values after it (tensors are on meta, others are those of the first "
+            f"call): return in the metrics what you read outside of the step; {_described(left)}"
         )
     for note in notes:
         _log.warning("jit: %s", note)

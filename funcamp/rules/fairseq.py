@@ -7,12 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from funcamp._check import real
-from funcamp._scaler.config import POSITIVE_FLOAT32, ScalerConfig
+from funcamp._scaler.config import ScalerConfig, positive_float32
 from funcamp._scaler.rule import Outcome, Rule
 from funcamp._scaler.state import ScalerState, counters_of, widen
 from funcamp.rules.arithmetic import MovedScales, growth_due_again, inverse, is_overflow, move, moved_scales
-
-_FLOAT32_MAX = torch.finfo(torch.float32).max
 
 
 @dataclass(frozen=True)
@@ -40,11 +38,8 @@ class Fairseq(Rule):
         tolerance = real(self.name, "tolerance", self.tolerance)
         if not 0.0 <= tolerance <= 1.0:
             raise ValueError(f"{self.name}: tolerance must be from 0 to 1; got {self.tolerance}")
-        stop_scale = real(self.name, "stop_scale", self.stop_scale)
-        if not 2.0**-149 <= stop_scale <= _FLOAT32_MAX:
-            raise ValueError(f"{self.name}: stop_scale must be {POSITIVE_FLOAT32}; got {self.stop_scale}")
         object.__setattr__(self, "tolerance", tolerance)
-        object.__setattr__(self, "stop_scale", stop_scale)
+        object.__setattr__(self, "stop_scale", positive_float32(self.name, "stop_scale", self.stop_scale))
 
     def first_counters(self) -> dict[str, int]:
         """Return the steps since the scale last changed, at first 1 as in fairseq, and the overflows among them."""

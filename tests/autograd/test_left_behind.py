@@ -54,7 +54,7 @@ READS: dict[str, Callable[[Any], object]] = {
 @pytest.mark.parametrize(("wrap", "options"), [(eager, {}), (traced, {}), (eager, {"consume": True, "steps": 1})])
 @pytest.mark.parametrize("read", READS)
 def test_the_first_read_warns(read: str, wrap: Any, options: Any) -> None:
-    # contract: "A module that stays behind its state warns"
+    # contract: "A module behind its state warns"
     module = model()
     step, state = taken(module, wrap, **options)
     with assert_silent():
@@ -71,9 +71,22 @@ def loaded(module: nn.Module, step: Any, state: Any) -> None:
     module.load_state_dict(step.loss_fn.state_dict(state.params, state.buffers))
 
 
+@pytest.mark.compiled
+def test_a_module_that_leaves_the_memory_of_the_state_warns_after_the_next_step() -> None:
+    module = model()
+    step = make_train_step(module_loss(module, F.mse_loss), SGD)
+    run, state = traced(step), step.init(consume=True)
+    state, _ = run(state, (X, Y))
+    module.double().float()
+    state, _ = run(state, (X, Y))
+    with pytest.warns(UserWarning, match=BEHIND):
+        module.state_dict()
+
+
 FOLLOWS: dict[str, Callable[[nn.Module], object]] = {
     "no step": lambda module: taken(module, steps=0),
     "in the memory of a donated state": lambda module: taken(module, traced, consume=True),
+    "the values of that memory": lambda module: taken(module, traced, consume=True) and module.double().float(),
     "the state's values loaded": lambda module: loaded(module, *taken(module)),
 }
 

@@ -220,6 +220,7 @@ ALWAYS: dict[str, tuple[Call, type[Exception], str]] = {
     "a hook after accumulation": (
         of_module(hooked(lambda p: p.register_post_accumulate_grad_hook(lambda p: None))), ValueError, HOOK
     ),
+    "a hook that comes later": (of_module(two, then=late_hook), ValueError, HOOK),
     "a layer of another shape": (
         of_module(two, then=other_shape), ValueError, r"'1.weight' had the shape \(4, 8\) and has \(5, 8\): make the"
     ),
@@ -272,7 +273,6 @@ EAGER: dict[str, tuple[Call, type[Exception], str]] = {
 }  # fmt: skip
 #: The same under `jit`.
 JIT: dict[str, tuple[Call, type[Exception], str]] = {
-    "a hook that comes later": (of_module(two, then=late_hook), ValueError, HOOK),
     "a hessian under vmap": (of_function(curvature), RuntimeError, r"vmap\(hessian\(f\)\): take vmap\(jacrev"),
     "no rows": (
         of_module(two, batch=(X[:0], Y[:0])),

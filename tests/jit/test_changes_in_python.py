@@ -148,6 +148,29 @@ class Config:
         return 2 * self.factor
 
 
+class Described:
+    """An attribute in another one, whose name no code has."""
+
+    def __set_name__(self, _: Any, name: str) -> None:
+        self.name = f"_{name}"
+
+    def __get__(self, holder: Any, _: Any = None) -> Any:
+        return getattr(holder, self.name)
+
+    def __set__(self, holder: Any, value: float) -> None:
+        setattr(holder, self.name, value)
+
+
+class Loss:
+    scale = Described()
+
+    class Options:
+        weight = 1.0
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+
 class Items(dict[str, float]):
     """Options by name or as attributes, as many projects write them. One that is not there raises KeyError."""
 
@@ -207,6 +230,14 @@ def criterion_partial() -> Program:
 def criterion_method() -> Program:
     trainer = Trainer()
     return Program(linear(), trainer.loss, lambda index: setattr(trainer, "epoch", index // 2))
+
+
+def criterion_of_a_nested_class() -> Program:
+    return Program(
+        linear(),
+        lambda out, y: F.mse_loss(out, y) * Loss.Options.weight,
+        late(lambda: setattr(Loss.Options, "weight", 2.0)),
+    )
 
 
 def criterion_of_torch() -> Program:
@@ -352,7 +383,10 @@ FOLLOWED: dict[str, Make] = {
     ),
     "an inner item": held({"a": {"b": [1.0]}}, lambda held: held["a"]["b"][0], lambda held: held["a"].update(b=[2.0])),
     "a property": held(Config(), lambda held: held.doubled, lambda held: setattr(held, "factor", 2.0)),
+    "a descriptor": held(Loss(), lambda held: held.scale, lambda held: setattr(held, "scale", 2.0)),
     "a class attribute": class_attribute,
+    "an attribute of a nested class": criterion_of_a_nested_class,
+    "a class in an attribute": held(Loss.Options, lambda held: held.weight, lambda held: setattr(held, "weight", 2.0)),
     "the rate of a dropout": layers(nn.Dropout(0.0), before=lambda model, i: setattr(model[1], "p", float(i >= LATE))),
     "an object of a closure": object_of_a_closure,
     "a variable of a closure": variable_of_the_criterion,
@@ -548,6 +582,7 @@ def first_values(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     def put_back() -> None:
         monkeypatch.setitem(globals(), "WEIGHT", 1.0)
         monkeypatch.setattr(SETTINGS, "scale", 1.0)
+        monkeypatch.setattr(Loss.Options, "weight", 1.0)
         monkeypatch.setenv(VARIABLE, "1")
 
     put_back()

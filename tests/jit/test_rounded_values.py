@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -89,6 +90,30 @@ def test_a_stored_value_is_read_rounded_in_its_own_loop() -> None:
     x = torch.full((64,), 1 + 2.0**-12)
     _, found = jit(step)(torch.zeros(()), x)
     assert_same(found, step(torch.zeros(()), x)[1])
+
+
+#: Products and quotients of a tensor in 16 bits and a number in a tensor of shape ().
+SCALED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda x, number: x * number,
+    "product, the number first": lambda x, number: number * x,
+    "quotient": lambda x, number: x / number,
+    "quotient, the number first": lambda x, number: number / x,
+    "in place": lambda x, number: x.clone().mul_(number),
+    "sum": lambda x, number: x + number,
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_number_in_a_tensor_is_rounded_where_eager_code_rounds_it(dtype: torch.dtype) -> None:
+    x = torch.linspace(0.25, 2.25, 64).to(dtype)
+    numbers = {"float32": torch.tensor(3.01), "float64": torch.tensor(3.01).double(), "count": torch.tensor(100_001)}
+
+    def step(state: Tensor, numbers: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        computed = itertools.product(SCALED.items(), numbers.items())
+        return state + 1, {f"{name}, {kind}": compute(x, number) for (name, compute), (kind, number) in computed}
+
+    _, found = jit(step)(torch.zeros(()), numbers)
+    assert_same(found, step(torch.zeros(()), numbers)[1])
 
 
 def test_no_probability_of_a_category_is_above_one() -> None:

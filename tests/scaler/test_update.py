@@ -77,8 +77,8 @@ def test_a_tracker_around_a_lowered_interval_moves_as_torchs(tracker: int) -> No
 
 @pytest.mark.compiled
 def test_the_rule_is_torchs_under_every_transform(transform: Transform) -> None:
-    config = ScalerConfig(growth_factor=1.1, backoff_factor=0.3, growth_interval=2)
-    run = transform(lambda state: update(state, config))
+    # A configuration may be made in a trace.
+    run = transform(lambda state: update(state, ScalerConfig(growth_factor=1.1, backoff_factor=0.3, growth_interval=2)))
     for scale, tracker, flag in itertools.product([2.0**16, 3.7e4, FLOAT32_MAX, 5 * 2.0**-149], [0, 1, 5], [0.0, 1.0]):
         kernel = TorchRule(state_of(scale, tracker), 1.1, 0.3, 2)
         kernel.update(flag)

@@ -112,7 +112,7 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "aux forgotten": (beside(lambda n: {"n": n}, has_aux=True), TypeError, r"step: loss_fn must return \(loss, \(buffers, aux\)\) with both; got a dict"),
     "a buffer less": (beside(lambda n: {}), ValueError, "step: .* 'n' was .*, is None"),
     "dtype of a buffer": (beside(lambda n: {"n": n.double()}), ValueError, "step: .* 'n' was .*float32.* is .*float64"),
-    "shape of a buffer": (beside(lambda n: {"n": n.expand(2)}), ValueError, r"step: .* 'n' was .*\(\).* is .*\(2,\).*; call a model .* once before init"),
+    "shape of a buffer": (beside(lambda n: {"n": n.expand(2)}), ValueError, r"step: .* 'n' was .*\(\).* is .*\(2,\).*: call a model .* once before init"),
     # options
     "weight returns a vector": (weighted(lambda batch: batch[1]), ValueError, r"step: weight must return a tensor of shape \(\); got a torch.float32 tensor of shape \(8,\)"),
     "weight is negative": (weighted(lambda _: -1), ValueError, "step: weight must return 0 or a positive number; got -1"),

@@ -16,6 +16,7 @@ from funcamp._jit.passes import (
     layouts,
     open_sizes,
     permutations,
+    scalar_factors,
     whole_operations,
     write_backs,
     zero_tensors,
@@ -50,6 +51,7 @@ AFTER_LAYERS: tuple[Pass, ...] = (
     casts.PASS,
     # Of what the compiler takes instead of some operations.
     zero_tensors.PASS,
+    scalar_factors.PASS,
     float16_sums.PASS,
     batch_norms.PASS,
     # Of the graph again, given that table.

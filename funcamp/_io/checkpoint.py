@@ -61,8 +61,8 @@ def _check_that_it_loads(name: str) -> None:
     if refused:
         raise TypeError(
             "save: saved must hold tensors, numbers and strings in dicts, lists and tuples, which load reads back; got "
-            f"{_tree.listed(sorted(refused))}: convert it first, as by float(x), str(path), dict(x), vars(x) or "
-            "torch.from_numpy(x)"
+            f"{_tree.listed(sorted(refused))}: convert it first, as by float(x), str(path), dict(x), vars(x), "
+            "torch.from_numpy(x), or to_state_dict(x, config) for a scaler's state"
         )
 
 

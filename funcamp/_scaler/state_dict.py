@@ -63,7 +63,8 @@ def from_state_dict(
 
     Raises:
         TypeError: saved is not a dict, config not a `ScalerConfig`, or an entry not a number.
-        ValueError: an entry is missing or out of range; saved is empty, as a disabled scaler saves it.
+        ValueError: an entry is missing or out of range, or is not one of the configuration's rule; saved is empty, as a
+            disabled scaler saves it.
 
     Example:
         >>> scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
@@ -82,6 +83,12 @@ def from_state_dict(
         if name not in saved:
             why = "is empty, as a disabled scaler saves it" if not saved else f"has {', '.join(map(str, saved))}"
             raise ValueError(f"{call}: saved must have {name!r}; it {why}")
+    counters_of_others = saved.keys() - {"scale", *CONSTANTS, "_growth_tracker", *config.rule.first_counters()}
+    if counters_of_others:
+        raise ValueError(
+            f"{call}: config must have the rule of the saved state; got {config.rule.name}, which does not keep "
+            f"{_tree.listed(sorted(map(str, counters_of_others)))}: pass the configuration of the saved run"
+        )
     scale = saved_scale(call, saved["scale"])
     constants = {name: saved[name] for name in CONSTANTS}
     config = replace(config, **constants)

@@ -254,3 +254,9 @@ def test_what_a_step_must_not_do_is_refused_with_its_line(name: str) -> None:
     assert WEIGHT.grad is None
     assert "data" not in vars(Tensor)
     assert not torch.compiler.is_compiling()
+
+
+def test_an_error_of_shapes_comes_without_torchs_log(caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(RuntimeError, match="reduction dim"):
+        called(lambda state, _: (state, torch.ones(2, 5) @ torch.ones(4, 1)))()
+    assert not caplog.records

@@ -78,8 +78,11 @@ REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
     "a part": ({"scale": 1.0}, ValueError, "saved must have 'growth_factor'; it has scale"),
     "NaN": (FIVE | {"scale": math.nan}, ValueError, r"saved\['scale'\] must be 0 or more, within .* got nan"),
     "beyond int32": (FIVE | {"_growth_tracker": 2**40}, ValueError, r"must be -2147483648 to 2147483647"),
+    "a counter of another rule": (
+        FIVE | {"hysteresis_tracker": 2}, ValueError, "config must have the rule of the saved state; got Torch, .*hyst"
+    ),
     "a factor": (FIVE | {"backoff_factor": 1.1}, ValueError, "backoff_factor must be above 0 and at most 1; got 1.1"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)

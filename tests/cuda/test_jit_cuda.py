@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from funcamp import MetricReader, ScalerConfig, clone, jit, stateless
+from tests.jit.test_rounded_values import scaled
 from tests.support.helpers import assert_close, assert_no_sync, assert_same, to
 from tests.support.launch import BOUND, ENVIRONMENT, ROOT
 from tests.support.models import Task, cnn, mlp, on_gpu
@@ -159,3 +160,8 @@ def test_an_operation_illegal_in_a_capture_is_named_and_spoils_nothing() -> None
     assert found["same_stream"] == [True, True]
     assert (found["kept"], found["total"]) == (0.0, 10.0)
     assert len({tuple(row) for row in [found["drawn"], *found["rows"]]}) == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_number_in_a_tensor_is_rounded_where_eager_code_rounds_it(dtype: torch.dtype) -> None:
+    torch.testing.assert_close(*scaled(dtype, "cuda"))

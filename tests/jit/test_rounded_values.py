@@ -103,17 +103,23 @@ SCALED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_number_in_a_tensor_is_rounded_where_eager_code_rounds_it(dtype: torch.dtype) -> None:
-    x = torch.linspace(0.25, 2.25, 64).to(dtype)
+def scaled(dtype: torch.dtype, device: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return what a program computes of them, and what eager code does."""
+    x = torch.linspace(0.25, 2.25, 64).to(device, dtype)
     numbers = {"float32": torch.tensor(3.01), "float64": torch.tensor(3.01).double(), "count": torch.tensor(100_001)}
 
     def step(state: Tensor, numbers: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         computed = itertools.product(SCALED.items(), numbers.items())
         return state + 1, {f"{name}, {kind}": compute(x, number) for (name, compute), (kind, number) in computed}
 
-    _, found = jit(step)(torch.zeros(()), numbers)
-    assert_same(found, step(torch.zeros(()), numbers)[1])
+    batch = {name: number.to(device) for name, number in numbers.items()}
+    _, found = jit(step)(torch.zeros((), device=device), batch)
+    return found, step(torch.zeros((), device=device), batch)[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_number_in_a_tensor_is_rounded_where_eager_code_rounds_it(dtype: torch.dtype) -> None:
+    assert_same(*scaled(dtype, "cpu"))
 
 
 def test_no_probability_of_a_category_is_above_one() -> None:

@@ -122,7 +122,7 @@ MOST_TOKENS: dict[str, int] = {
     "_jit": 21_629,
     "report": 26_649,
     "_optim": 20_775,
-    "_trace": 14_298,
+    "_trace": 14_306,
     "_autograd": 9_446,
     "_step": 9_965,
     "_cpu": 6_923,

@@ -201,7 +201,8 @@ def main() -> None:
     jax = importlib.util.find_spec("jax") and importlib.metadata.version("jax")
     facts = about(args.device, jax=jax or "not installed", rounds=args.rounds)
     kind = "rl-tricks" if args.tricks else "rl-one-thread" if args.threads == 1 else "rl"
-    report = Report(args.out, f"{kind}-{args.device}", "An update of a reinforcement learning agent", facts, columns, by_learner)
+    title = "An update of a reinforcement learning agent"
+    report = Report(args.out, f"{kind}-{args.device}", title, facts, columns, by_learner)
     for name, size in sizes.items():
         report.add(measure(name, size, [known[way] for way in names], args.rounds, args.device))
     print(*report.summary(), sep="\n")

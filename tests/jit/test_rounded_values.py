@@ -100,6 +100,8 @@ SCALED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "quotient, the number first": lambda x, number: number / x,
     "in place": lambda x, number: x.clone().mul_(number),
     "sum": lambda x, number: x + number,
+    "of a total": lambda x, number: x.sum() / number,
+    "of a total, one in a list": lambda x, number: x.sum() * number.reshape(1),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -68,6 +69,33 @@ def test_multilabel_margin_loss_ends_at_the_first_negative_target() -> None:
         return state + 1, F.multilabel_margin_loss(x, target, reduction="none")
 
     assert_as_eager(step, jit(step, backend="aot_eager"), torch.zeros(()), [torch.randn(3, 5)], 1e-6)
+
+
+#: Of shape (2, 9, 9, 9), seen as so many channels; in some, windows or pixels do not fit the size.
+RESIZED: dict[str, Callable[[Tensor], Tensor]] = {
+    "windows over the edge in 1-d": lambda x: F.avg_pool1d(x.flatten(0, 1), 3, 2, ceil_mode=True),
+    "in 2-d": lambda x: F.avg_pool2d(x, 2, 2, ceil_mode=True),
+    "in 2-d, padded": lambda x: F.avg_pool2d(x, 4, 3, 1, ceil_mode=True),
+    "in 3-d": lambda x: F.avg_pool3d(x[None], 2, 2, ceil_mode=True),
+    "windows without the edge": lambda x: F.avg_pool2d(x, 2, 2, ceil_mode=True, count_include_pad=False),
+    "windows that fit": lambda x: F.avg_pool2d(x, 3, 3),
+    "a factor below 1": lambda x: F.interpolate(x, scale_factor=0.6),
+    "a factor above 1": lambda x: F.interpolate(x, scale_factor=(1.7, 2.0)),
+    "a whole factor": lambda x: F.interpolate(x, scale_factor=2),
+    "sizes": lambda x: F.interpolate(x, size=(5, 13)),
+}
+
+
+def gradients(state: Tensor, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    x = x.detach().requires_grad_()
+    outputs = {name: resize(x).sin() for name, resize in RESIZED.items()}
+    ramps = {name: torch.arange(1.0, out.numel() + 1).view_as(out) for name, out in outputs.items()}
+    return state + 1, {name: torch.autograd.grad((out * ramps[name]).sum(), x)[0] for name, out in outputs.items()}
+
+
+@pytest.mark.inductor
+def test_gradients_of_resized_images_are_the_eager_ones() -> None:
+    assert_as_eager(gradients, jit(gradients), torch.zeros(()), [torch.linspace(-3, 3, 1458).view(2, 9, 9, 9)], 1e-5)
 
 
 @pytest.mark.inductor

@@ -137,6 +137,14 @@ def permutations() -> bool:
     )
 
 
+def pooled_at_the_edge(x: Tensor) -> Any:
+    return torch.func.grad(lambda x: F.avg_pool2d(x, 2, 2, ceil_mode=True).square().sum())(x)
+
+
+def shrunk(gradient: Tensor) -> Any:
+    return torch.ops.aten.upsample_nearest2d_backward(gradient, [4, 4], [1, 1, 8, 8], 0.6, 0.6)
+
+
 NAN, PADDED = torch.tensor([[1.0, float("nan"), 0.5]]), torch.tensor([[0, 1, -1, -1, -1]])
 #: By what shows the defect: whether torch is right, and whether the installed one has the defect.
 INDUCTOR: dict[str, tuple[Callable[[], bool], bool]] = {
@@ -166,6 +174,10 @@ INDUCTOR: dict[str, tuple[Callable[[], bool], bool]] = {
         _upstream.PADDED_TARGETS,
     ),
     "rows taken by a permutation": (permutations, True),
+    "a window over the edge is a whole one": (
+        lambda: agrees(pooled_at_the_edge, torch.arange(81.0).view(1, 1, 9, 9)), True
+    ),
+    "a factor is the ratio of sizes": (lambda: agrees(shrunk, torch.arange(16.0).view(1, 1, 4, 4)), True),
 }  # fmt: skip
 
 

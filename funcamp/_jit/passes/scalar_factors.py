@@ -1,9 +1,9 @@
 """x * s and x / s on a CPU, of x in 16 bits and s in a tensor of shape (): s is not rounded to 16 bits before.
 
-Beside a tensor with dimensions s decides no dtype. torch's kernels on a CPU compute these two with s in float32, and
-round once. Inductor rounds s first (with `emulate_precision_casts`): in float16 a count of 100,000 tokens was infinite,
-and a loss divided by it 0. In all other operations, also s * x, torch's kernels round s first too; a GPU's do in these
-two (native/cuda/Loops.cuh). Torch 2.11 to 2.15.
+Where s decides no dtype, as beside a tensor with dimensions, or as a count beside a loss in float16, torch's kernels
+on a CPU compute these two with s in float32, and round once. Inductor rounds s first (with `emulate_precision_casts`):
+in float16 a count of 100,000 tokens was infinite, and a loss divided by it 0. In all other operations, also s * x,
+torch's kernels round s first too; a GPU's do in these two (native/cuda/Loops.cuh). Torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def scalar_factors(_: Decompositions) -> Decompositions:
 
 
 def _computed(operation: Operation, x: Tensor, other: Any) -> Any:
-    """Return the result with the other factor in float32, if it has shape () and another dtype; else leave it as is."""
-    is_scalar = isinstance(other, Tensor) and other.dim() == 0 and not other.is_complex()
-    if is_scalar and x.dtype in NARROW and x.dim() and other.dtype != x.dtype and x.device.type == "cpu":
+    """Return the result with the other factor in float32, if it is one number of another dtype; else leave it as is."""
+    is_scalar = isinstance(other, Tensor) and other.numel() == 1 and other.dtype != x.dtype
+    if is_scalar and x.dtype in NARROW and torch.result_type(x, other) == x.dtype and x.device.type == "cpu":
         return operation(x.float(), other.float()).to(x.dtype)
     return NotImplemented
 

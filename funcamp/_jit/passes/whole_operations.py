@@ -15,14 +15,22 @@ for an infinite input, and 0 for NaN, which hides an overflow. Torch 2.11 to 2.1
 
 The gradient of a soft margin loss: torch.compile's own form, sigmoid(z) - 1, has no digits left for a
 large margin (14 % off at 15). Torch 2.11 to 2.15.
+
+The gradient of an average pool with ceil_mode: Inductor's own form divides the windows over the edge by the number of
+elements of a whole one, the forward pass by those inside. Torch 2.11 to 2.15;
+https://github.com/pytorch/pytorch/issues/198119
+
+The gradient of `interpolate(scale_factor=1.7)`, by nearest neighbours: Inductor's own form takes the ratio of the sizes
+for the factor, and gives it to other pixels. In `torch.compile` the forward pass has another form. Torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 
 from funcamp._jit.passes.program import Pass, Program
 from funcamp._types import Operation
@@ -33,8 +41,18 @@ if TYPE_CHECKING:
     from torch._ops import OpOverload
 
 _aten = torch.ops.aten
-#: The operations that a program calls, by those that it was traced with.
-_replacements: dict[OpOverload, OpOverload] = {}
+
+
+class _Replacement(NamedTuple):
+    """What a program calls instead of an operation."""
+
+    operation: OpOverload
+    where: Callable[..., bool]
+    """Whether it does, given the arguments by name."""
+
+
+#: By the operations that a program was traced with.
+_replacements: dict[OpOverload, _Replacement] = {}
 
 
 def _contiguous(value: object) -> object:
@@ -67,32 +85,63 @@ def _layer_backward(*args: Any) -> tuple[Tensor, ...]:
     return *gradients, bias_gradient.clone(), grad_hx, grad_cx
 
 
-def _define(name: str, original: OpOverload, run: Operation) -> None:
+def _define(
+    name: str, original: OpOverload, run: Operation | None = None, where: Callable[..., bool] = lambda **_: True
+) -> None:
     """Make programs call an operation under a name of this library, for which the compiler has no other form."""
-    _replacements[original] = renamed(name, original, run)
+    _replacements[original] = _Replacement(renamed(name, original, run or original), where)
+
+
+def _counts_over_the_edge(*, ceil_mode: bool, count_include_pad: bool, divisor_override: object, **_: object) -> bool:
+    """Return whether windows of an average pool differ in what they divide by."""
+    return ceil_mode and count_include_pad and divisor_override is None
+
+
+def _is_no_ratio(
+    *,
+    output_size: Sequence[object],
+    input_size: Sequence[object],
+    scales_h: float | None = None,
+    scales_w: float | None = None,
+    **_: object,
+) -> bool:
+    """Return whether a factor of an interpolation is not the ratio of the sizes."""
+    sizes = zip((scales_h, scales_w), input_size[-2:], output_size)
+    return any(scale is not None and isinstance(size, int) and size * scale != out for scale, size, out in sizes)
 
 
 _define("lstm_layer", _aten.mkldnn_rnn_layer.default, _layer)
 _define("lstm_layer_backward", _aten.mkldnn_rnn_layer_backward.default, _layer_backward)
 if PADDED_TARGETS:
-    _margin = _aten.multilabel_margin_loss_forward.default
-    _define("multilabel_margin_loss", _margin, _margin)
-_define("multi_margin_loss", _aten.multi_margin_loss.default, _aten.multi_margin_loss.default)
-_margin_backward = _aten.soft_margin_loss_backward.default
-_define("soft_margin_loss_backward", _margin_backward, _margin_backward)
+    _define("multilabel_margin_loss", _aten.multilabel_margin_loss_forward.default)
+_define("multi_margin_loss", _aten.multi_margin_loss.default)
+_define("soft_margin_loss_backward", _aten.soft_margin_loss_backward.default)
 if NAN_SHRUNK:
-    _define("softshrink", _aten.softshrink.default, _aten.softshrink.default)
+    _define("softshrink", _aten.softshrink.default)
+_define("avg_pool2d_backward", _aten.avg_pool2d_backward.default, where=_counts_over_the_edge)
+_define("avg_pool3d_backward", _aten.avg_pool3d_backward.default, where=_counts_over_the_edge)
+_define("upsample_nearest2d_backward", _aten.upsample_nearest2d_backward.default, where=_is_no_ratio)
 
 
 def _run(program: Program) -> Program:
     for node in program.module.graph.nodes:
-        node.target = _replacements.get(node.target, node.target)
+        replacement = _replacements.get(node.target)
+        if replacement is not None and replacement.where(**_arguments(node)):
+            node.target = replacement.operation
     return program
+
+
+def _arguments(node: fx.Node) -> dict[str, Any]:
+    """Return the arguments of an operation by name."""
+    target: Any = node.target
+    names = [argument.name for argument in target._schema.arguments]
+    return {**dict(zip(names, node.args)), **node.kwargs}
 
 
 PASS = Pass(
     name="whole_operations",
-    why="torch.compile computes these wrongly or not at all: LSTM layers on a CPU, margin losses, softshrink of NaN",
+    why="torch.compile computes these wrongly or not at all: LSTM layers on a CPU, margin losses, softshrink of NaN, "
+    "gradients of pools over the edge and of interpolations",
     evidence="https://github.com/pytorch/pytorch/issues/158007; tests/upstream/test_upstream.py",
     where=lambda _: bool(_replacements),
     run=_run,

@@ -140,8 +140,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 PASS = Pass(
     name="whole_operations",
-    why="torch.compile computes these wrongly or not at all: LSTM layers on a CPU, margin losses, softshrink of NaN, "
-    "gradients of pools over the edge and of interpolations",
+    why="torch.compile computes these wrongly or not at all: LSTM layers, margin losses, pools, interpolations, softshrink",
     evidence="https://github.com/pytorch/pytorch/issues/158007; tests/upstream/test_upstream.py",
     where=lambda _: bool(_replacements),
     run=_run,

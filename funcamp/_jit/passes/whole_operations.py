@@ -140,7 +140,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 PASS = Pass(
     name="whole_operations",
-    why="torch.compile computes these wrongly or not at all: LSTM layers, margin losses, pools, interpolations, softshrink",
+    why="torch.compile computes these wrongly or not at all: LSTMs, margin losses, pools, interpolations, softshrink",
     evidence="https://github.com/pytorch/pytorch/issues/158007; tests/upstream/test_upstream.py",
     where=lambda _: bool(_replacements),
     run=_run,

@@ -83,6 +83,8 @@ RESIZED: dict[str, Callable[[Tensor], Tensor]] = {
     "a factor above 1": lambda x: F.interpolate(x, scale_factor=(1.7, 2.0)),
     "a whole factor": lambda x: F.interpolate(x, scale_factor=2),
     "sizes": lambda x: F.interpolate(x, size=(5, 13)),
+    "the largest of -inf": lambda x: F.max_pool3d(x.where(x > 0, -torch.inf)[None], 3, 2, 1).clamp(min=-1),
+    "powers of 2": lambda x: torch.ldexp(x[..., :4], torch.arange(4)),
 }
 
 
@@ -96,6 +98,20 @@ def gradients(state: Tensor, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.inductor
 def test_gradients_of_resized_images_are_the_eager_ones() -> None:
     assert_as_eager(gradients, jit(gradients), torch.zeros(()), [torch.linspace(-3, 3, 1458).view(2, 9, 9, 9)], 1e-5)
+
+
+@pytest.mark.inductor
+def test_powers_of_a_number_are_the_eager_ones() -> None:
+    def step(state: Tensor, exponents: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        powers = {
+            "2": 2**exponents,
+            "of a bool": 3 ** (exponents > 1),
+            "read": state * 2**exponents,
+            "1.5": 1.5**exponents,
+        }
+        return state + 1, powers
+
+    assert_as_eager(step, jit(step), torch.ones(4), [torch.arange(4)], 1e-6)
 
 
 @pytest.mark.inductor

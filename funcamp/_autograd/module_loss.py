@@ -176,11 +176,12 @@ class ModuleLoss(Loss):
         with self._lock():
             return {name: buffer.detach() for name, buffer in self.tensors.own_buffers().items()}
 
-    def _check_unchanged(self) -> None:
-        """Raise ValueError if the module's parameters, buffers, requires_grad flags, ties or hooks have changed."""
+    def _check_unchanged(self, *, with_ties: bool = True) -> None:
+        """Raise ValueError if the module's parameters, buffers, requires_grad flags, hooks or ties have changed."""
         self.tensors.check_kinds()
-        self.tensors.check_ties()
         check_hooks(self.model)
+        if with_ties:
+            self.tensors.check_ties()
 
     def _check_not_evaluated(self, call: str) -> None:
         if self.model in _evaluated:
@@ -228,10 +229,7 @@ class ModuleLoss(Loss):
             self._check_not_evaluated("step")
             # In every eager step, because torch reports neither that a parameter was unfrozen, which would silently not
             # be trained, nor a new hook.
-            self.tensors.check_kinds()
-            check_hooks(self.model)
-            if running() is not None:
-                self.tensors.check_ties()
+            self._check_unchanged(with_ties=running() is not None)
         if not self._has_logged_eval_mode and not self.model.training:
             self._has_logged_eval_mode = True
             _log.warning(

@@ -20,18 +20,23 @@ _FLOAT32_MAX = torch.finfo(torch.float32).max
 
 def positive_float32(call: str, name: str, value: object, kind: str = "a Python number") -> float:
     """Return a number; raise TypeError or ValueError if it is none, or in float32 not above 0 or infinite."""
-    number = real(call, name, value, kind)
-    if not 2.0**-149 <= number <= _FLOAT32_MAX:
-        rule = f"positive and finite in float32, from 2**-149 to {_FLOAT32_MAX}"
-        raise ValueError(f"{call}: {name} must be {rule}; got {value}")
-    return number
+    requirement = f"positive and finite in float32, from 2**-149 to {_FLOAT32_MAX}"
+    return _between(call, name, value, 2.0**-149, _FLOAT32_MAX, requirement, kind)
 
 
-def _between(name: str, value: object, least: float, most: float, requirement: str) -> float:
+def _between(
+    call: str,
+    name: str,
+    value: object,
+    least: float,
+    most: float,
+    requirement: str,
+    kind: str = "a Python number",
+) -> float:
     """Return a number from least to most."""
-    number = real(_CALL, name, value)
+    number = real(call, name, value, kind)
     if not least <= number <= most:
-        raise ValueError(f"{_CALL}: {name} must be {requirement}; got {value}")
+        raise ValueError(f"{call}: {name} must be {requirement}; got {value}")
     return number
 
 
@@ -74,8 +79,10 @@ class ScalerConfig:
     rule: Rule = field(default_factory=lambda: Torch())  # Dynamo traces a function here, and neither class nor object
 
     def __post_init__(self) -> None:
-        growth = _between("growth_factor", self.growth_factor, 1.0, _FLOAT32_MAX, "1 or more and finite in float32")
-        backoff = _between("backoff_factor", self.backoff_factor, math.ulp(0.0), 1.0, "above 0 and at most 1")
+        growth = _between(
+            _CALL, "growth_factor", self.growth_factor, 1.0, _FLOAT32_MAX, "1 or more and finite in float32"
+        )
+        backoff = _between(_CALL, "backoff_factor", self.backoff_factor, math.ulp(0.0), 1.0, "above 0 and at most 1")
         checked: dict[str, Any] = {"growth_factor": growth, "backoff_factor": backoff}
         checked["growth_interval"] = integer(_CALL, "growth_interval", self.growth_interval, 1, _INT32_MAX)
         for name in ("init_scale", "min_scale", "max_scale"):
@@ -110,7 +117,8 @@ class ScalerConfig:
     @property
     def is_torchs(self) -> bool:
         """Return whether torch's kernel, which gets the first four fields, moves the scale in the same way."""
-        return self == ScalerConfig(self.init_scale, self.growth_factor, self.backoff_factor, self.growth_interval)
+        others = [field.name for field in fields(self)[4:]]
+        return all(getattr(self, name) == getattr(_DEFAULT, name) for name in others)
 
 
 def _check_rule(rule: object) -> None:
@@ -185,3 +193,7 @@ def check_state_and_config(call: str, state: ScalerState, config: ScalerConfig) 
             "must be the one that the state was made with)"
         )
     return state, config
+
+
+#: What `is_torchs` compares with.
+_DEFAULT = ScalerConfig()

@@ -37,8 +37,8 @@ from funcamp._trace.until_stable import trace_until_stable
 from funcamp._trace.user_line import asks_whether_compiled
 from funcamp._trace.watch import TraceWatch
 from funcamp._types import Tree
-from funcamp._upstream.batch_norm_layout import give_kernels_layouts
 from funcamp._upstream.fake_tensors import FakeTensor, FakeTensorMode
+from funcamp._upstream.kernel_layouts import give_kernels_layouts
 
 #: What a trace cannot do without.
 _NEEDED_NAMES = (

@@ -41,6 +41,8 @@ else:
 _aten = torch.ops.aten
 _ITEM = _aten._local_scalar_dense.default
 _DEVICE = torch.ops.prim.device.default
+_ZEROS = _aten.zeros.default
+_META = torch.device("meta")
 #: What torch.tensor calls with its tensor, which is a constant of the graph.
 _LIFTS = {_aten.lift_fresh.default, _aten.lift_fresh_copy.default, _aten.lift.default}
 
@@ -95,6 +97,9 @@ class TraceWatch(TorchDispatchMode):
         refuse_waiting(func)
         tags = getattr(func, "tags", ())
         draws = torch.Tag.nondeterministic_seeded in tags
+        if func is _ZEROS and kwargs.get("device") == _META:
+            # Memory for zeros that have none, such as the derivative of torch.sgn, on what C++ takes for the device.
+            kwargs = {**kwargs, "device": torch.device(next(iter(self._home)))}
         args, kwargs = self._with_fakes(func, args, kwargs)
         if func is _ITEM and (answer := answer_to_read()) is not None:
             return answer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -37,6 +39,34 @@ def test_what_follows_a_batch_norm_of_a_transposed_input_draws_and_sums_in_eager
 
     step, x = make_train_step(module_loss(Turned(), F.mse_loss), SGD, policy="bfloat16"), torch.randn(6, 4, 6)
     assert_as_eager(step, jit(step, backend="eager"), step.init(), [(x, x.exp())] * 2)
+
+
+#: Operations whose gradient is torch's own kernel, and inputs of other layouts.
+OF_LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
+    "padding in 2 dimensions": (
+        lambda x: F.pad(x, [1] * 4, "replicate"),
+        torch.arange(96.0).view(2, 4, 4, 3).movedim(-1, 1),
+    ),
+    "padding in 3 dimensions": (
+        lambda x: F.pad(x, [1] * 6, "replicate"),
+        torch.arange(384.0).view(2, 4, 4, 4, 3).movedim(-1, 1),
+    ),
+    "pool in 3 dimensions": (lambda x: F.max_pool3d(x.sin(), 3, 2), torch.arange(750.0).view(2, 3, 5, 5, 5).mT),
+}
+
+
+@pytest.mark.inductor
+@pytest.mark.parametrize("name", OF_LAYOUTS)
+def test_gradient_of_an_input_of_another_layout(name: str) -> None:
+    operation, x = OF_LAYOUTS[name]
+
+    def gradient(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        out = operation(x)
+        weights = torch.arange(1.0, out.numel() + 1).view_as(out)
+        return state + 1, torch.autograd.grad((out * weights).sum(), x)[0].sin()
+
+    assert_as_eager(gradient, jit(gradient), torch.ones(()), [x], 1e-6)
 
 
 def test_operation_that_promised_another_layout() -> None:

@@ -91,3 +91,14 @@ def test_nothing_is_said_if_that_is_asked_or_cannot_be(
         assert compiled(stream, torch.ones(3)) == ""
     stream.close()
     assert compiled(other, torch.ones(3)) == ""
+
+
+@pytest.mark.inductor
+def test_torch_logs_nothing_of_products_and_of_calls_through_python(caplog: pytest.LogCaptureFixture) -> None:
+    def step(weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        root: Tensor = torch.linalg.cholesky(weight @ weight.t() + torch.eye(3))
+        return weight + 1, torch.addmm(x[0], x, root.view(3, 3))
+
+    jit(step)(torch.ones(3, 3), torch.ones(4, 3))
+    warned = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert warned == []

@@ -123,6 +123,17 @@ def test_trilinear_interpolation_where_tests_run(monkeypatch: pytest.MonkeyPatch
     assert_as_eager(step, jit(step), torch.ones(1), [torch.arange(24.0).view(1, 1, 2, 3, 4)], 1e-5)
 
 
+def test_the_derivative_of_a_sign_goes_through_a_product() -> None:
+    # It is zeros without memory. torch gives them memory for the product, in a trace on the wrong device.
+    def step(weight: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x.detach().requires_grad_()
+        sign: Tensor = torch.sgn((x * 2).view(1, 1, -1) @ weight)
+        (gradient,) = torch.autograd.grad(sign.sum(), x)
+        return weight + 1, gradient
+
+    assert_as_eager(step, jit(step, backend="eager"), torch.ones(6, 4), [torch.ones(2, 3)])
+
+
 def hessian_product(params: dict[str, Tensor], x: Tensor) -> Tensor:
     """Forward over reverse; torch.func.jvp makes zeros without memory for what does not depend on x."""
 

@@ -23,6 +23,8 @@ from torch import Tensor
 from torch.utils import _pytree
 
 import funcamp
+from funcamp._trace.trace import trace
+from funcamp._trace.tracing import HostError
 
 #: Samples of an operation in float32, and in a dtype that autocast does not cast.
 SAMPLES, OTHER_SAMPLES = 4, 1
@@ -347,7 +349,7 @@ def error_in_roundings(found: Any, expected: Any, reference: Any) -> float:
 
 
 class Expected(NamedTuple):
-    """What a case computes in plain Python."""
+    """What a case computes in plain Python, but for its loss."""
 
     case: Case
     results: object
@@ -382,10 +384,11 @@ def convolutions(x: Tensor) -> Tensor:
 
 
 class Setting(NamedTuple):
-    """What an operation's input is computed by, and its dtype."""
+    """The dtype of an operation's input, what computes it, and how many samples."""
 
     dtype: torch.dtype
-    layers: Callable[[Tensor], Tensor]
+    layers: Callable[[Tensor], Tensor] | None
+    samples: int
 
 
 def _after(layers: Callable[[Tensor], Tensor], operation: Callable[..., object]) -> Callable[..., object]:
@@ -400,40 +403,58 @@ def _after(layers: Callable[[Tensor], Tensor], operation: Callable[..., object])
     return call
 
 
-def expected_of(name: str, setting: Setting | None = None) -> Expected | str:
-    """Return what the first sample of an operation computes, or why it is left out."""
-    operation = operations()[name]
-    function: Callable[..., object] = operation.op
-    if setting is None:
-        dtype = next(iter(dtypes_of(operation)), None)
-    else:
-        function = _after(setting.layers, function)
-        has_derivative = setting.dtype in operation.supported_backward_dtypes("cpu")
-        dtype = setting.dtype if setting.dtype in operation.dtypes and has_derivative else None
-    samples = samples_of(operation, dtype, 1) if dtype else []
-    case = working_case(function, samples[0]) if samples else None
-    if case is None:
-        return "no sample that runs"
-    eager = outcome(function, samples[0], "plain")
-    if eager != "equal":
-        return f"without a compiler {eager}"
+def is_compiled(case: Case) -> bool:
+    """Return whether a compiler gets a case: `jit` does not refuse it, and no shape follows from values."""
+    count = len(case.state)
 
+    def on_leaves(leaves: list[Tensor]) -> tuple[list[Tensor], object]:
+        new, metrics = case.step(leaves[:count], leaves[count:])
+        return _pytree.tree_leaves(new), metrics
+
+    try:
+        graph = trace(on_leaves, clones(case.state + case.batch), {"cpu"}, state_count=count)
+    except HostError:
+        return False
+    return not graph.is_open
+
+
+def expected_of(name: str, setting: Setting) -> dict[str, Expected]:
+    """Return what the samples of an operation compute, by name, if they run in plain Python and are compiled."""
+    operation = operations()[name]
+    if setting.dtype not in operation.dtypes:
+        return {}
+    function: Callable[..., object] = operation.op
+    if setting.layers is not None:
+        function = _after(setting.layers, function)
+    found = {}
+    for number, sample in enumerate(samples_of(operation, setting.dtype, setting.samples)):
+        case = working_case(function, sample)
+        if case is not None and is_compiled(case):
+            exact = working_case(function, in_double(sample))
+            found[f"{name} {number}"] = _expected(case, exact)
+    return found
+
+
+def _without_loss(results: Any) -> object:
+    """Return what a step computes but for its loss, a sum whose parts may cancel to fewer digits than they have."""
+    new, metrics = results
+    return new, {name: value for name, value in metrics.items() if name != "loss"}
+
+
+def _expected(case: Case, exact: Case | None) -> Expected:
     def run(one: Case, seed: int) -> object:
         torch.manual_seed(seed)
-        return one.step(clones(one.state), clones(one.batch))
+        return _without_loss(one.step(clones(one.state), clones(one.batch)))
 
     results = run(case, SEED)
     other_draws = zip(_pytree.tree_leaves(results), _pytree.tree_leaves(run(case, SEED + 1)))
     is_random = not all(is_same(one, other) for one, other in other_draws)
-    reference = None
-    with contextlib.suppress(Exception):
-        reference = run(case_of(function, in_double(samples[0])), SEED)
-    return Expected(case, results, reference, is_random)
+    return Expected(case, results, None if exact is None else run(exact, SEED), is_random)
 
 
 def worst_error(found: object, expected: Expected) -> float:
     """Return the largest error of a result in a step."""
-    leaves, spec = _pytree.tree_flatten(found)
+    leaves, spec = _pytree.tree_flatten(_without_loss(found))
     right, right_spec = _pytree.tree_flatten(expected.results)
     if spec != right_spec:
         return math.inf
@@ -441,7 +462,7 @@ def worst_error(found: object, expected: Expected) -> float:
         return 0.0 if all(map(is_same_kind, leaves, right)) else math.inf
     exact, exact_spec = _pytree.tree_flatten(expected.reference)
     if exact_spec != spec:
-        exact = [None] * len(leaves)
+        exact = [None] * len(right)
     return max(map(error_in_roundings, leaves, right, exact), default=0.0)
 
 

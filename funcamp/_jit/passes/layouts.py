@@ -2,7 +2,7 @@
 
 Inductor decomposes operations: `cat` of a tensor and an empty one is contiguous, and Inductor's clone of the tensor has
 the tensor's own order. A batch norm of a transposed tensor is contiguous on a CPU, and transposed if it is decomposed
-(pytorch#192668, open; a trace has the kernel's layout, `_upstream/batch_norm_layout.py`).
+(pytorch#192668, open; a trace has the kernel's layout, `_upstream/kernel_layouts.py`).
 """
 
 from __future__ import annotations

@@ -26,8 +26,9 @@ for the factor, and gives it to other pixels. In `torch.compile` the forward pas
 2 ** i of integers i on a CPU: C++ in place of Python (`cpp_wrapper`) gives torch the 2 as a float, and reads the floats
 that are returned as integers. Torch 2.11 to 2.15.
 
-A padded 3-d max pool: in a window of -inf Inductor's own form finds the largest number in the padding, and the gradient
-is written outside of its memory. Torch 2.11 to 2.15.
+A 3-d max pool: of a transposed input Inductor's own form gives the backward pass, which is torch's, the places of the
+largest numbers in another order than it reads; in a padded window of -inf it finds the largest number in the padding,
+and the gradient is written outside of its memory. Torch 2.11 to 2.15.
 """
 
 from __future__ import annotations
@@ -121,10 +122,6 @@ def _is_of_integers(*, exponent: fx.Node, **_: object) -> bool:
     return not exponent.meta["val"].is_floating_point()
 
 
-def _is_padded(*, padding: Sequence[int] = (), **_: object) -> bool:
-    return any(padding)
-
-
 _define("lstm_layer", _aten.mkldnn_rnn_layer.default, _layer)
 _define("lstm_layer_backward", _aten.mkldnn_rnn_layer_backward.default, _layer_backward)
 if PADDED_TARGETS:
@@ -136,7 +133,7 @@ if NAN_SHRUNK:
 _define("avg_pool2d_backward", _aten.avg_pool2d_backward.default, where=_counts_over_the_edge)
 _define("avg_pool3d_backward", _aten.avg_pool3d_backward.default, where=_counts_over_the_edge)
 _define("pow", _aten.pow.Scalar, where=_is_of_integers)
-_define("max_pool3d_with_indices", _aten.max_pool3d_with_indices.default, where=_is_padded)
+_define("max_pool3d_with_indices", _aten.max_pool3d_with_indices.default)
 _define("upsample_nearest2d_backward", _aten.upsample_nearest2d_backward.default, where=_is_no_ratio)
 
 

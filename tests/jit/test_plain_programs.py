@@ -41,7 +41,11 @@ def test_compiled_losses_of_values_that_are_not_finite() -> None:
 
     def losses(x: Tensor) -> tuple[Tensor, ...]:
         leaf = x.detach().requires_grad_()
-        values = F.multi_margin_loss(leaf, target, reduction="none"), F.softshrink(leaf)
+        values = (
+            F.multi_margin_loss(leaf, target, reduction="none"),
+            F.softshrink(leaf),
+            F.smooth_l1_loss(leaf, torch.zeros_like(leaf), reduction="none"),
+        )
         return *values, *(torch.autograd.grad(value.sum(), leaf)[0] for value in values)
 
     _, found = jit(lambda state, x: (state + 1, losses(x)))(torch.zeros(1), x)

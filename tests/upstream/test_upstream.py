@@ -119,6 +119,10 @@ def exact_margin() -> bool:
     return torch.allclose(compiled(gradient, x), gradient(x), atol=0)
 
 
+def smooth_gradient(x: Tensor) -> Any:
+    return torch.func.grad(lambda x: F.smooth_l1_loss(x, torch.zeros_like(x)))(x)
+
+
 def keywords() -> bool:
     # Up to torch 2.12 there is no pattern that loses alpha; the one for cumsum loses the dtype.
     as_asked = compiled(lambda: torch.cumsum(torch.full((3, 4), 2.7), 0, dtype=torch.int64)).dtype == torch.int64
@@ -163,6 +167,7 @@ INDUCTOR: dict[str, tuple[Callable[[], bool], bool]] = {
         True,
     ),
     "a margin of NaN is a number": (lambda: agrees(lambda x: F.multi_margin_loss(x, PADDED[0, :1]), NAN), True),
+    "a smooth loss of NaN has a gradient": (lambda: agrees(smooth_gradient, NAN), True),
     "a shrunk NaN is a number": (lambda: agrees(F.softshrink, NAN), _upstream.NAN_SHRUNK),
     "a large soft margin's gradient is inexact": (exact_margin, True),
     "patterns lose keyword arguments": (keywords, _upstream.LOST_KEYWORDS),

@@ -14,6 +14,7 @@ import itertools
 import os
 import random
 import types
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -382,6 +383,10 @@ FOLLOWED: dict[str, Make] = {
         [torch.ones(())], lambda held: sum(held), lambda held: held.append(torch.tensor(2.0))
     ),
     "an inner item": held({"a": {"b": [1.0]}}, lambda held: held["a"]["b"][0], lambda held: held["a"].update(b=[2.0])),
+    "an item with a default": held(defaultdict(float), lambda held: held["a"], lambda held: held.update(a=2.0)),
+    "an item with a default that is gone": held(
+        defaultdict(float, a=2.0), lambda held: held["a"], lambda held: held.pop("a")
+    ),
     "a property": held(Config(), lambda held: held.doubled, lambda held: setattr(held, "factor", 2.0)),
     "a descriptor": held(Loss(), lambda held: held.scale, lambda held: setattr(held, "scale", 2.0)),
     "a class attribute": class_attribute,

@@ -186,8 +186,7 @@ def _compiled(
     # What is compiled later must not keep this state alive, so no function below refers to `leaves`.
     steps: Steps | None = None
     if options.unroll is not None:
-        batch_tensors = [graph_input for graph_input in graph.inputs if graph_input.role == "batch"]
-        steps = Steps(options.unroll, len(leaves), len(batch_tensors), options.donate)
+        steps = Steps(options.unroll, len(leaves), graph.roles.count("batch"), options.donate)
     gpus = frozenset(leaf.device for leaf in leaves if leaf.device.type == "cuda")
     devices = frozenset(leaf.device.type for leaf in leaves)
     target = target_of(graph, options.backend, devices, exact=options.exact)

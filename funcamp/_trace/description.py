@@ -51,11 +51,7 @@ def written_inputs(graph: Graph) -> list[int]:
 def changed_state(graph: Graph) -> set[int]:
     """Return the numbers of the state's leaves that have other values after a step."""
     nodes = graph.module.graph
-    state = [
-        node
-        for node, graph_input in zip(nodes.find_nodes(op="placeholder"), graph.inputs)
-        if graph_input.role == "state"
-    ]
+    state = [node for node, role in zip(nodes.find_nodes(op="placeholder"), graph.roles) if role == "state"]
     results: Any = nodes.output_node().args[0]
     changed = graph.aliases.changed_inputs(state, results[: graph.outputs.next_state_count])
     return {number for number, node in enumerate(state) if node in changed}

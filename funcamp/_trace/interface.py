@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from funcamp import _tree
 from funcamp._types import Tree
 
-
-class Input(NamedTuple):
-    """What an input of a program is."""
-
-    role: Literal["state", "batch", "captured"]
-    """A leaf of the state, a tensor of the batch, or a tensor that the step reads besides its arguments."""
-    number: int
-    """Its number among those of its role. The plain parts of a DTensor have one number."""
+#: What an input of a program is: a leaf of the state, a tensor of the batch, or one that the step reads besides these.
+Role: TypeAlias = Literal["state", "batch", "captured"]
 
 
 class Outputs(NamedTuple):

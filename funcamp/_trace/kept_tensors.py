@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from funcamp import _tree
 from funcamp._trace.aliases import Aliases
-from funcamp._trace.interface import Input
+from funcamp._trace.interface import Role
 from funcamp._trace.places import Place
 from funcamp._upstream.fake_tensors import FakeTensor
 
@@ -28,7 +28,7 @@ def give_values_to_kept(
     places: Iterable[Place],
     node_of: NodeOf,
     module: fx.GraphModule,
-    inputs: Sequence[Input],
+    roles: Sequence[Role],
     values: Sequence[Tensor],
     state_result_count: int,
 ) -> None:
@@ -38,7 +38,7 @@ def give_values_to_kept(
         places: where Python may keep them.
         node_of: returns the node of a tensor of the trace.
         module: the trace.
-        inputs: what each of its inputs is.
+        roles: what each of its inputs is.
         values: the values of its inputs.
         state_result_count: the number of its results, the first ones, that are the next state.
     """
@@ -49,8 +49,8 @@ def give_values_to_kept(
     graph = module.graph
     aliases = Aliases(graph)
     placeholders = graph.find_nodes(op="placeholder")
-    state = [node for node, graph_input in zip(placeholders, inputs) if graph_input.role == "state"]
-    batch = {node for node, graph_input in zip(placeholders, inputs) if graph_input.role == "batch"}
+    state = [node for node, role in zip(placeholders, roles) if role == "state"]
+    batch = {node for node, role in zip(placeholders, roles) if role == "batch"}
     next_state: Any = graph.output_node().args[0]
     changing = batch | aliases.changed_inputs(state, next_state[:state_result_count])
 

@@ -25,7 +25,7 @@ from funcamp._trace.as_compiled import as_compiled
 from funcamp._trace.captured_inputs import captured_as_inputs
 from funcamp._trace.host_values import compute_host_values
 from funcamp._trace.inner_casts import watch_autocast
-from funcamp._trace.interface import Input, Outputs, outputs_of
+from funcamp._trace.interface import Outputs, Role, outputs_of
 from funcamp._trace.kept_tensors import give_values_to_kept
 from funcamp._trace.open_shapes import has_open_result, is_open
 from funcamp._trace.places import Identity, Survey
@@ -61,8 +61,8 @@ class Graph(NamedTuple):
 
     module: fx.GraphModule
     """From the plain parts of the arguments and captured tensors to the plain parts of the results; not recompiled."""
-    inputs: list[Input]
-    """What each of its inputs is."""
+    roles: list[Role]
+    """What each of its inputs is; the captured ones are the last."""
     examples: list[Tensor]
     """Fake tensors like its inputs."""
     mode: FakeTensorMode
@@ -148,7 +148,7 @@ def _trace_once(
     # Tensors without values like the arguments, and what watches the operations on them.
     fake_mode = _new_fake_mode(in_cuda_graph=in_cuda_graph)
     watch = TraceWatch(home, fake_mode, in_cuda_graph=in_cuda_graph)
-    arguments, inputs = _unwrap_arguments(args, state_count)
+    arguments, roles = _unwrap_arguments(args, state_count)
     with fake_mode:  # new ones, because it is unknown what later arguments share with each other
         examples = [_new_like(argument) for argument in arguments]
 
@@ -159,14 +159,14 @@ def _trace_once(
 
     # The tensors that it reads besides its arguments are further inputs.
     captured = captured_as_inputs(module, watch.captured)
-    inputs += [Input("captured", number) for number in range(len(captured))]
+    roles += ["captured"] * len(captured)
     with fake_mode:  # with a ShapeEnv, torch makes symbols of sizes if they are not said to be static
         examples += [fake_mode.from_tensor(tensor.detach(), static_shapes=True) for tensor in captured]
 
     # Tensors without values that its Python keeps get values.
     places = Survey(roots).places.values()
     values = [*arguments, *captured]
-    give_values_to_kept(places, watch.node_of, module, inputs, values, plain_function.plain_state_count)
+    give_values_to_kept(places, watch.node_of, module, roles, values, plain_function.plain_state_count)
 
     # Copies for draws that did not come are left out; a CUDA graph runs nothing on the host.
     _erase_unused_copies(module.graph)
@@ -175,7 +175,7 @@ def _trace_once(
 
     return Graph(
         module=module,
-        inputs=inputs,
+        roles=roles,
         examples=examples,
         mode=fake_mode,
         captured=captured,
@@ -268,16 +268,13 @@ class _PlainFunction:
         return unwrap_all(results)
 
 
-def _unwrap_arguments(args: list[Tensor], state_count: int) -> tuple[list[Tensor], list[Input]]:
+def _unwrap_arguments(args: list[Tensor], state_count: int) -> tuple[list[Tensor], list[Role]]:
     """Return the plain tensors of arguments, the first of which are the state, and what each of them is."""
-    arguments: list[Tensor] = []
-    inputs: list[Input] = []
-    for number, arg in enumerate(args):
-        part_input = Input("state", number) if number < state_count else Input("batch", number - state_count)
-        for part in unwrap_all([arg]):
-            arguments.append(part)
-            inputs.append(part_input)
-    return arguments, inputs
+    state = unwrap_all(args[:state_count])
+    batch = unwrap_all(args[state_count:])
+    roles: list[Role] = ["state"] * len(state)
+    roles += ["batch"] * len(batch)
+    return [*state, *batch], roles
 
 
 def _new_like(tensor: Tensor) -> Tensor:

@@ -190,13 +190,13 @@ def _refuse_writes(graph: Graph, values: _Values) -> None:
     In eager code such a write shows in every tensor over the same memory; a program assumes that its inputs share none.
     """
     for number in written_inputs(graph):
-        written = graph.inputs[number]
-        if written.role == "batch":
+        role = graph.roles[number]
+        if role == "batch":
             raise HostError(
                 f"not write into its batch; it writes into {_tree.describe(graph.examples[number])}: clone it"
             )
-        if written.role == "captured":
-            tensor = graph.captured[written.number]
+        if role == "captured":
+            tensor = graph.captured[number - len(graph.roles)]
             raise HostError(
                 f"write into nothing but its state; it writes into {_path_of(tensor, values)}, "
                 f"{_tree.describe(tensor)}: {_FIX}; a module outside of the model, such as a teacher, must be in eval "
@@ -234,7 +234,7 @@ def _path_of(tensor: Tensor, values: _Values) -> str:
 def _ids_of_read(graph: Graph) -> list[int]:
     """Return the ids of the captured tensors on which a result or a written input depends, in their order."""
     live = live_nodes(graph)
-    inputs = graph.module.graph.find_nodes(op="placeholder")[len(graph.inputs) - len(graph.captured) :]
+    inputs = graph.module.graph.find_nodes(op="placeholder")[len(graph.roles) - len(graph.captured) :]
     return [id(tensor) for tensor, node in zip(graph.captured, inputs) if node in live]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx
 
 from funcamp import _tree
 from funcamp._trace.aliases import Aliases
-from funcamp._trace.interface import Role
+from funcamp._trace.interface import Outputs, Role
 from funcamp._trace.places import Place
 from funcamp._upstream.fake_tensors import FakeTensor
 
@@ -30,7 +30,7 @@ def give_values_to_kept(
     module: fx.GraphModule,
     roles: Sequence[Role],
     values: Sequence[Tensor],
-    state_result_count: int,
+    outputs: Outputs,
 ) -> None:
     """Put values in the place of the tensors of a trace that Python keeps, those that they have after the step.
 
@@ -40,7 +40,7 @@ def give_values_to_kept(
         module: the trace.
         roles: what each of its inputs is.
         values: the values of its inputs.
-        state_result_count: the number of its results, the first ones, that are the next state.
+        outputs: what its results are.
     """
     places = [place for place in places if _tensors_of_trace(place.now(), node_of)]
     kept = {id(tensor): tensor for place in places for tensor in _tensors_of_trace(place.now(), node_of)}
@@ -51,8 +51,8 @@ def give_values_to_kept(
     placeholders = graph.find_nodes(op="placeholder")
     state = [node for node, role in zip(placeholders, roles) if role == "state"]
     batch = {node for node, role in zip(placeholders, roles) if role == "batch"}
-    next_state: Any = graph.output_node().args[0]
-    changing = batch | aliases.changed_inputs(state, next_state[:state_result_count])
+    results: Any = graph.output_node().args[0]
+    changing = batch | aliases.changed_inputs(state, results[: outputs.next_state_count])
 
     # Those that are the same at every call, and that are computed without a write into an input.
     constant: dict[int, fx.Node] = {}

@@ -166,7 +166,7 @@ def _trace_once(
     # Tensors without values that its Python keeps get values.
     places = Survey(roots).places.values()
     values = [*arguments, *captured]
-    give_values_to_kept(places, watch.node_of, module, roles, values, plain_function.plain_state_count)
+    give_values_to_kept(places, watch.node_of, module, roles, values, plain_function.outputs)
 
     # Copies for draws that did not come are left out; a CUDA graph runs nothing on the host.
     _erase_unused_copies(module.graph)
@@ -242,8 +242,6 @@ class _PlainFunction:
     """Those of the results of its run."""
     outputs: Outputs
     """What each of the results is."""
-    plain_state_count: int
-    """The number of plain tensors, the first results, that are the next state."""
 
     def __init__(
         self,
@@ -264,7 +262,6 @@ class _PlainFunction:
             results = [*next_state, *_tree.tensors_in(metrics)]
             self.wrappers = [wrapper_of(result) for result in results]
             self.outputs = outputs_of(len(next_state), metrics)
-            self.plain_state_count = len(unwrap_all(next_state))
         return unwrap_all(results)
 
 

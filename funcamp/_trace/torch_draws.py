@@ -59,10 +59,7 @@ class TraceDraws:
         """
         with torch.random.fork_rng(devices=()):
             torch.default_generator.manual_seed(_FIRST_POSITION)
-            try:
-                yield
-            finally:
-                self._drawn.clear()
+            yield
             if not _is_position(torch.default_generator.initial_seed()):
                 raise HostError(
                     "not seed torch's generator (torch.manual_seed), which a program cannot do: seed before the call"

@@ -30,6 +30,7 @@ def running() -> object:
 def compiling() -> bool:
     """Return whether Dynamo or a trace of this thread records what is called.
 
-    torch.compiler.is_compiling() is False in a trace as in eager mode (`as_compiled.py`).
+    torch.compiler.is_compiling() does not say so: it is False in parts of a trace (`as_compiled.py`), and True in all
+    threads in the others.
     """
     return torch.compiler.is_dynamo_compiling() or current.recorder is not None

@@ -13,6 +13,7 @@ import functools
 import itertools
 import os
 import random
+import sys
 import types
 from collections import defaultdict
 from collections.abc import Callable
@@ -32,6 +33,7 @@ STEPS = 6
 #: From this step on the changed value is there.
 LATE = 3
 WEIGHT = 1.0
+THIS_MODULE: Any = sys.modules[__name__]
 SETTINGS = types.SimpleNamespace(scale=1.0)
 VARIABLE = "TEST_OF_CHANGES_IN_PYTHON"
 Forward = Callable[[Any, Tensor], Any]
@@ -209,6 +211,13 @@ def variable_of_the_criterion() -> Program:
 
 def global_of_the_criterion() -> Program:
     return Program(linear(), lambda out, y: F.mse_loss(out, y) * WEIGHT, late(lambda: globals().update(WEIGHT=2.0)))
+
+
+def variable_of_a_module() -> Program:
+    def criterion(out: Tensor, y: Tensor) -> Tensor:
+        return THIS_MODULE.WEIGHT * F.mse_loss(out, y)
+
+    return Program(linear(), criterion, late(lambda: globals().update(WEIGHT=2.0)))
 
 
 def helper(out: Tensor) -> Any:
@@ -396,6 +405,7 @@ FOLLOWED: dict[str, Make] = {
     "an object of a closure": object_of_a_closure,
     "a variable of a closure": variable_of_the_criterion,
     "a global": global_of_the_criterion,
+    "a variable of a module": variable_of_a_module,
     "a global of a function that it calls": criterion_with_helper,
     "a partial": criterion_partial,
     "items of a set": held({1}, lambda held: sum(held), lambda held: (held.add(2), held.remove(1))),

@@ -220,6 +220,17 @@ def variable_of_a_module() -> Program:
     return Program(linear(), criterion, late(lambda: globals().update(WEIGHT=2.0)))
 
 
+class Weighing:
+    @staticmethod
+    def weighed(out: Tensor) -> Tensor:
+        return out * WEIGHT
+
+
+def global_of_a_class() -> Program:
+    model = Net(lambda self, x: self.kind.weighed(self.layer(x)), kind=Weighing)
+    return Program(model, before=late(lambda: globals().update(WEIGHT=2.0)))
+
+
 def helper(out: Tensor) -> Any:
     return out * SETTINGS.scale
 
@@ -406,6 +417,7 @@ FOLLOWED: dict[str, Make] = {
     "a variable of a closure": variable_of_the_criterion,
     "a global": global_of_the_criterion,
     "a variable of a module": variable_of_a_module,
+    "a global of a class in an attribute": global_of_a_class,
     "a global of a function that it calls": criterion_with_helper,
     "a partial": criterion_partial,
     "items of a set": held({1}, lambda held: sum(held), lambda held: (held.add(2), held.remove(1))),

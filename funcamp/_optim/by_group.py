@@ -45,9 +45,11 @@ class GroupedOptimizer(Fixed):
     def init(self, params: Tree) -> dict[str, OptState]:
         """Return the initial state of every optimizer, by label; see `StatelessOptimizer.init`."""
         labels = self._labels("init", params)
+        device = next((param.device for param in _tree.tensors_in(params)), torch.get_default_device())
         states = {}
-        for label, optimizer in self.optimizers.items():
-            states[label] = optimizer.init(_of_label(params, labels, label))
+        with torch.device(device):  # an optimizer without a parameter does not know where its counts belong
+            for label, optimizer in self.optimizers.items():
+                states[label] = optimizer.init(_of_label(params, labels, label))
         return states
 
     def update(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:

@@ -110,6 +110,17 @@ def test_a_step_stores_the_groups_of_an_optimizer_in_a_chain() -> None:
     assert not torch.equal(state.params["0.weight"], start.params["0.weight"])
 
 
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("of_vectors", [ADAMW, chain(every(2, ADAMW))], ids=["optimizer", "every"])
+def test_a_group_without_parameters_keeps_its_counts_where_the_others_are(of_vectors: Any, flat: bool) -> None:
+    """A model without biases on a GPU; the meta device stands for it."""
+    groups = by_group({"matrix": ADAMW, "vector": of_vectors})
+    step = make_train_step(lambda weights, x: (weights["w"] * x).sum(), groups, CONFIG)
+    weight = torch.ones(2, 2, device="meta")
+    state, _ = step(step.init({"w": weight}, flat=flat), weight)
+    assert {leaf.device.type for leaf in _pytree.tree_leaves(state)} == {"meta"}
+
+
 @pytest.mark.compiled
 @eager_and_traced
 @pytest.mark.parametrize("flat", [False, True])

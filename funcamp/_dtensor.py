@@ -74,15 +74,10 @@ def empty_full(leaf: Tensor) -> Tensor:
 
 def group_by_mesh_dims(leaves: Sequence[Tensor]) -> list[tuple[Across | None, list[Tensor]]]:
     """Group tensors by the mesh dimensions over which their parts differ (None for plain tensors and replicas)."""
-    grouped: list[tuple[Across | None, list[Tensor]]] = []
+    grouped: dict[Across | None, list[Tensor]] = {}
     for leaf in leaves:
-        across = _across(leaf)
-        members = next((members for known, members in grouped if known == across), None)
-        if members is None:
-            grouped.append((across, [leaf]))
-        else:
-            members.append(leaf)
-    return grouped
+        grouped.setdefault(_across(leaf), []).append(leaf)
+    return list(grouped.items())
 
 
 def _across(leaf: Tensor) -> Across | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Literal, NamedTuple
 
@@ -266,43 +266,29 @@ def _ties(model: nn.Module) -> tuple[dict[str, str], dict[str, str]]:
         ValueError: two tensors share memory and are not one.
     """
     entries = _entries_of(model)
-    kinds = {name: entry.kind for name, entry in entries.items()}
-    keys: dict[str, object] = {}
+    first_names: dict[object, str] = {}
+    stored_names: dict[str, str] = {}
     for name, (tensor, kind) in entries.items():
         # Two Parameters on one memory are two for an optimizer; for buffers only memory counts.
-        keys[name] = identity(tensor) if kind == BUFFER else id(tensor)
-    first_names = _first_names(keys, keys)
-    _refuse_common_memory(model, kinds, {name: entries[name].tensor for name in first_names.values()})
-
-    stored_params = _first_names(_names_of(kinds, TRAINED), keys)
-    stored_buffers = _first_names(_names_of(kinds, BUFFER), keys)
-    names = {name: stored_params[keys[name]] for name in _names_of(kinds, TRAINED)}
-    buffer_names = {name: stored_buffers[keys[name]] for name in _names_of(kinds, BUFFER)}
+        key = identity(tensor) if kind == BUFFER else id(tensor)
+        stored_names[name] = first_names.setdefault((kind, key), name)
+    _refuse_common_memory(model, {name: entries[name] for name in first_names.values()})
+    names = {name: stored_name for name, stored_name in stored_names.items() if entries[name].kind == TRAINED}
+    buffer_names = {name: stored_name for name, stored_name in stored_names.items() if entries[name].kind == BUFFER}
     return names, buffer_names
 
 
-def _names_of(kinds: Mapping[str, Kind], kind: Kind) -> list[str]:
-    return [name for name, other in kinds.items() if other == kind]
-
-
-def _first_names(names: Iterable[str], keys: Mapping[str, object]) -> dict[object, str]:
-    """Return the first name of each key."""
-    first_names: dict[object, str] = {}
-    for name in names:
-        first_names.setdefault(keys[name], name)
-    return first_names
-
-
-def _refuse_common_memory(model: nn.Module, kinds: Mapping[str, Kind], tensors: Mapping[str, Tensor]) -> None:
+def _refuse_common_memory(model: nn.Module, entries: Mapping[str, Entry]) -> None:
     """Raise ValueError if two tensors share memory without being one, so that a step of one would change the other."""
-    attributes = _plain_attributes(model)
-    all_kinds = {**kinds, **dict.fromkeys(attributes, ATTRIBUTE)}
-    for first, second in overlaps({**tensors, **attributes}):
-        if _may_share_memory({all_kinds[first], all_kinds[second]}):
+    attributes = {name: Entry(tensor, ATTRIBUTE) for name, tensor in _plain_attributes(model).items()}
+    all_entries = {**entries, **attributes}
+    for first, second in overlaps({name: entry.tensor for name, entry in all_entries.items()}):
+        first_kind, second_kind = all_entries[first].kind, all_entries[second].kind
+        if _may_share_memory({first_kind, second_kind}):
             continue
         raise ValueError(
             "module_loss: parameters and buffers must be one tensor or share no memory; got "
-            f"{all_kinds[first]} {first!r} and {all_kinds[second]} {second!r}: assign the one to the other "
+            f"{first_kind} {first!r} and {second_kind} {second!r}: assign the one to the other "
             "(layer.weight = other.weight), compute it in forward, or clone() it"
         )
 

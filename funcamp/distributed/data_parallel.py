@@ -197,21 +197,23 @@ class DataParallel(Parallel):
         if self.size == 1:
             summed_gradients, _ = self._summed(gradients, before.params, [])
             return result._replace(gradients=summed_gradients)
-        names = [name for name, value in result.buffers.items() if self.mean_buffers and value.is_floating_point()]
-        shares_of_means = _shares_of_means(result, share, before.buffers, names)
         if isinstance(share, Tensor):  # the backward pass of a mean over 0 examples gives NaN
             leaves, spec = _tree.flatten(gradients)
             gradients = _tree.map_leaves(lambda leaf: torch.where(share == 0, 0.0, leaf), leaves, spec)
-        summed_gradients, (means,) = self._summed(gradients, before.params, [torch.cat(shares_of_means)])
-        mean_loss, *sums = torch.split(means, [values.numel() for values in shares_of_means])
+
+        # One tensor has all that is averaged. A buffer that no rank wrote keeps its bits.
+        names = [name for name, value in result.buffers.items() if self.mean_buffers and value.is_floating_point()]
+        are_written = [(result.buffers[name] != before.buffers[name]).any() for name in names]
+        values = [result.loss, *[result.buffers[name] for name in names], *are_written]
+        summed_gradients, (sums,) = self._summed(gradients, before.params, [_joined_shares(values, share)])
+        mean_loss, *means = _taken_apart(sums, values)
+        buffer_means, written_shares = means[: len(names)], means[len(names) :]
+
         buffers = dict(result.buffers)
-        for number, name in enumerate(names):
+        for name, mean, written_share in zip(names, buffer_means, written_shares):
             buffer_before = before.buffers[name]
-            share_that_wrote = sums[-1][number]
-            mean = sums[number].view(buffer_before.shape)
-            buffers[name] = torch.where(share_that_wrote == 0, buffer_before, mean).to(buffer_before.dtype)
-        loss = mean_loss.reshape(()).to(result.loss.dtype)
-        return result._replace(gradients=summed_gradients, loss=loss, buffers=buffers)
+            buffers[name] = torch.where(written_share == 0, buffer_before, mean).to(buffer_before.dtype)
+        return result._replace(gradients=summed_gradients, loss=mean_loss.to(result.loss.dtype), buffers=buffers)
 
     def _summed(self, gradients: Params, params: Params, more: list[Tensor]) -> tuple[Params, list[Tensor]]:
         """Return the sums over ranks of gradients, placed as the parameters are, and of further tensors."""
@@ -238,27 +240,17 @@ class DataParallel(Parallel):
         return _tree.unflatten(groups, spec), sums[len(present_groups) :]
 
 
-def _shares_of_means(result: Result, share: Share, before: dict[str, Tensor], names: list[str]) -> list[Tensor]:
-    """Return this rank's shares of what is averaged over ranks, one-dimensional and in one dtype.
-
-    Args:
-        result: of this rank.
-        share: of this rank.
-        before: the buffers before the step.
-        names: the names of the buffers that are averaged.
-
-    Returns:
-        The shares of the loss and of each buffer; if there are buffers, then also for each whether the forward pass
-        wrote it, so that one that no rank wrote keeps its bits.
-    """
-    values = [result.loss, *[result.buffers[name] for name in names]]
+def _joined_shares(values: list[Tensor], share: Share) -> Tensor:
+    """Return this rank's shares of values one after the other, in one dtype."""
     has_float64 = any(value.dtype == torch.float64 for value in values)
     dtype = torch.float64 if has_float64 else torch.float32
-    shares = [weighed(value.reshape(-1).to(dtype), share) for value in values]
-    if names:
-        is_written = [(result.buffers[name] != before[name]).any().to(dtype) for name in names]
-        shares.append(weighed(torch.stack(is_written), share))
-    return shares
+    return weighed(torch.cat([value.reshape(-1).to(dtype) for value in values]), share)
+
+
+def _taken_apart(joined: Tensor, likes: list[Tensor]) -> list[Tensor]:
+    """Return the parts of what was joined, in the shapes of some tensors."""
+    parts = torch.split(joined, [like.numel() for like in likes])
+    return [part.view(like.shape) for part, like in zip(parts, likes)]
 
 
 def _in_dtype(group: Tensor | None, dtype: torch.dtype) -> Tensor | None:

@@ -55,15 +55,15 @@ class Calls(Run, TorchFunctionMode):
 
 def _with_numbers(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Return the result of a call with numbers among its arguments, rounded as torch rounds beside numbers."""
+    leaves, spec = _tree.flatten((args, kwargs))
+    floats = [leaf for leaf in leaves if _is_float(leaf)]
+    with_dims = [leaf for leaf in floats if leaf.dim()]
+    dtypes = [leaf.dtype for leaf in with_dims or floats]
+    dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
     base = name.rstrip("_")
     keyword = next((each for each in ("alpha", "value") if each in kwargs), "")
-    floats = [item for item in _tree.tensors_in((args, kwargs)) if item.is_floating_point() or item.is_complex()]
-    with_dims = [item for item in floats if item.dim()]
-    dtypes = [item.dtype for item in with_dims or floats]
-    dtype = functools.reduce(torch.promote_types, dtypes) if dtypes else torch.get_default_dtype()
-    leaves, spec = _tree.flatten((args, kwargs))
     if (base, keyword) in _TAKES_A_FLOAT:
-        promoted = [leaf.to(dtype) if any(leaf is item for item in floats) else value_of(leaf) for leaf in leaves]
+        promoted = [leaf.to(dtype) if _is_float(leaf) else value_of(leaf) for leaf in leaves]
         new_args, new_kwargs = _tree.unflatten(promoted, spec)
         result = _TAKES_A_FLOAT[base, keyword](*new_args, **new_kwargs)
         return result if base == name else args[0].copy_(result)
@@ -75,6 +75,10 @@ def _with_numbers(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     result = func(*new_args, **new_kwargs)
     is_wider = dtype in NARROW and isinstance(result, Tensor) and result.dtype == computed_in
     return result.to(dtype) if is_wider and not with_dims else result
+
+
+def _is_float(leaf: object) -> bool:
+    return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _finite(matrix: Tensor) -> Tensor:

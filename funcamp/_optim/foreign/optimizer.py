@@ -167,8 +167,9 @@ class ForeignOptimizer(StatelessOptimizer):
         firsts = [entries_of(each, params[0]) for each in recorded_in(optimizer, clones)]
         firsts[-1] |= shared_entries
         for state, first in zip(states, firsts):
-            same = {name for name in state.keys() & first.keys() if first[name].shape == state[name].shape}
-            state |= {name: first[name] for name in same}
+            for name, value in first.items():
+                if name in state and state[name].shape == value.shape:
+                    state[name] = value
         return states
 
     def _form(self, params: list[Tensor]) -> list[Contents]:

@@ -282,7 +282,9 @@ def _write_entries(
     may_lack = {APPLIED_ENTRY, "momentum_buffer"} if values else own_entries.keys()
     if APPLIED_ENTRY in own_entries:
         values[APPLIED_ENTRY] = bool(values)
-    if not own_entries.keys() - may_lack <= values.keys() <= own_entries.keys():
+    missing = own_entries.keys() - values.keys() - may_lack
+    unknown = values.keys() - own_entries.keys()
+    if missing or unknown:
         raise ValueError(
             f"{call}: optimizer must be of the step's class, which keeps {sorted(own_entries)} for {name!r}; got "
             f"{sorted(values)}"

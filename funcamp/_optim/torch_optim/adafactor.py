@@ -29,7 +29,7 @@ def _step(param: Tensor, grad: Tensor, state: State, h: Arguments) -> tuple[Tens
     new_state, variance = _variance(grad, state, step**h.beta2_decay, eps1)
     update = clamp(variance, eps1 * eps1).rsqrt() * grad
     clipping = clamp(_root_mean_square(update) / h.d, 1.0)
-    return add(param, update, -rate / clipping), {**new_state}
+    return add(param, update, -rate / clipping), new_state
 
 
 def _variance(grad: Tensor, state: State, weight: Tensor, eps1: Number) -> tuple[State, Tensor]:

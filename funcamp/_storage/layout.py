@@ -276,11 +276,11 @@ def _row_lengths(keys: list[GroupKey], tensors: list[Tensor], max_row_lengths: i
     """
     # Padding between matrices would not be a row, so each must fill whole units.
     row_keys: list[tuple[GroupKey, int] | None] = []
+    sizes: Counter[tuple[GroupKey, int]] = Counter()
     for key, tensor in zip(keys, tensors):
         is_unpadded_matrix = tensor.dim() == 2 and tensor.numel() % _ALIGNMENT == 0
-        row_keys.append((key, tensor.shape[1]) if is_unpadded_matrix else None)
-    sizes: Counter[tuple[GroupKey, int]] = Counter()
-    for row_key, tensor in zip(row_keys, tensors):
+        row_key = (key, tensor.shape[1]) if is_unpadded_matrix else None
+        row_keys.append(row_key)
         if row_key is not None:
             sizes[row_key] += tensor.numel()
     largest = {row_key for row_key, size in sizes.most_common(max_row_lengths) if size}

@@ -146,16 +146,12 @@ class Params:
         """
         self._refuse_shards()
         copies = [None if view is None else view.clone() for view in self.layout.views(self.groups)]
-        names = _tree.names(self.layout.tree(copies))
+        tree = self.layout.tree(copies)
+        names = _tree.names(tree)
         repeated = repeated_name(names)
         if repeated is not None:
             raise ValueError(f"state_dict: every leaf must have a unique dotted name; got {repeated!r} twice")
-        copies_by_name: dict[str, Tensor] = {}
-        for name, slot_number in zip(names, self.layout.leaves):
-            copy = None if slot_number is None else copies[slot_number]
-            if copy is not None:
-                copies_by_name[name] = copy
-        return copies_by_name
+        return {name: copy for name, copy in zip(names, _tree.leaves(tree)) if copy is not None}
 
     def is_sharded(self) -> bool:
         """Return whether ranks store parts of flat groups. Single tensors that are DTensors are the loss's own."""

@@ -509,14 +509,15 @@ class TrainStep(Fixed):
                 `to_torch` returns it. Its parameters are in the module's order, or their names are in its groups as
                 "param_names": an optimizer created with `named_parameters()` saves them.
             scaler: `torch.amp.GradScaler.state_dict()`; None to start anew.
-            steps: number of applied steps, for schedules; by default the optimizer's count (SGD has none).
+            steps: number of applied steps, for schedules, also of an optimizer that starts anew; by default the
+                optimizer's count (SGD has none).
             consume: let the module share the memory of the returned state, as in `init`.
 
         Raises:
             TypeError: like is not a `TrainState`; optimizer is not a state_dict, or the step's was not made by
-                `stateless` from a class of torch.optim.
+                `stateless` from a class of torch.optim; steps is not an integer.
             ValueError: optimizer keeps other entries than the step's class, or has other numbers (lr, betas) or
-                parameters than the step; scaler has other constants; steps are missing and needed.
+                parameters than the step; scaler has other constants; steps are missing and needed, or negative.
 
         Example:
             >>> model = torch.nn.Linear(2, 1)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from funcamp import _tree
+from funcamp._check import integer
 from funcamp._optim.arguments import torch_optimizer
 from funcamp._optim.by_group import GroupedOptimizer
 from funcamp._optim.chain import only_optimizer_of
@@ -190,6 +191,8 @@ def from_torch(
     """Return the state of `TrainStep.from_torch`: like's, into whose exported tensors torch's are written."""
     call = "from_torch"
     check_train_state(call, "like", like)
+    if steps is not None:
+        integer(call, "steps", steps, 0)
     if scaler is not None:
         like = like._replace(scaler=_scaler_state(call, step, scaler, like.scaler))
     saved = export(call, like)
@@ -201,7 +204,8 @@ def from_torch(
             raise ValueError(f"{call}: optimizer must have a state_dict for each of {labels}; got {list(optimizer)}")
         for label, groups in groups_by_label.items():
             _read_optimizer(call, state_dicts[label], groups, saved)
-        _read_counts(call, [group for groups in groups_by_label.values() for group in groups], steps, saved)
+    if optimizer is not None or steps is not None:
+        _read_counts(call, groups_of(call, step, like), steps, saved)
     return restore(call, saved, like, step.options.parallel)
 
 

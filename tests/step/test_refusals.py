@@ -63,6 +63,7 @@ TORCH.step()
 SAVED, SCALER = TORCH.state_dict(), torch.amp.GradScaler("cpu").state_dict()
 ADAMW = make_train_step(module_loss(LINEAR, mse_loss), stateless(torch.optim.AdamW, lr=0.01))
 LIKE = ADAMW.init()
+HALF: Any = 2.5
 DECAY = {"weight_decay": 0.01, "decoupled_weight_decay": True}
 NADAM = make_train_step(module_loss(LINEAR, mse_loss), stateless(torch.optim.NAdam, lr=0.01, **DECAY))
 OF_SGD = make_train_step(module_loss(LINEAR, mse_loss), SGD).init()
@@ -142,6 +143,8 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "a class that keeps more": (lambda: NADAM.from_torch(NADAM.init(), optimizer=SAVED), ValueError, "from_torch: optimizer must be of the step's class, which keeps .*'mu_product'"),
     "other names": (from_torch(param_names=["other", "bias"]), ValueError, r"from_torch: .*the step's parameters; .*param_names are \(other, bias"),
     "fewer parameters": (from_torch(params=[0]), ValueError, "from_torch: .*the step's parameters; it has 1 in 1 groups"),
+    "a part of a step": (lambda: ADAMW.from_torch(LIKE, steps=HALF), TypeError, "from_torch: steps must be an integer; got 2.5"),
+    "steps before the first": (lambda: ADAMW.from_torch(LIKE, steps=-1), ValueError, "from_torch: steps must be 0 or more; got -1"),
     "another scaler": (from_torch(SCALER | {"growth_interval": 7}), ValueError, r"from_torch: scaler must have .*growth_interval=2000.*; got .*growth_interval=7"),
     "a scale of 0": (from_torch(SCALER | {"scale": 0.0}), ValueError, r"from_torch: saved\['scaler.scale'\] must be above 0"),
     "like is no state": (lambda: ADAMW.from_torch(ANY, optimizer=SAVED), TypeError, "from_torch: like must be a TrainState, as init makes it"),

@@ -218,6 +218,7 @@ def test_a_schedule_goes_on_where_it_was(name: str) -> None:
             step.from_torch(step.init(), optimizer=saved)
     again = step.from_torch(step.init(), optimizer=saved, steps=count)
     assert [int(number) for number in (again.opt_state.applied, again.step, again.skipped)] == [applied, applied, 0]
+    assert step.from_torch(step.init(), steps=applied).opt_state.applied == applied  # with a new optimizer
 
 
 # Within a run.

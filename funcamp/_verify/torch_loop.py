@@ -46,7 +46,7 @@ class TorchLoop:
             raise NotImplementedError("the optimizer is a chain")
         self._loss_fn = loss_fn
         self._options = step.options
-        self._applied = state.step - state.skipped
+        self._device_type = state.step.device.type
         self._unused = unused
 
         # The state's values in the module. Of two names of one parameter the one under which it is stored.
@@ -59,9 +59,13 @@ class TorchLoop:
         self._average: dict[str, Tensor] = clone(dict(expand(state.ema)))
         """The average of the parameters by name; empty without `ema_decay`."""
 
+        groups = groups_of("verify", step, state)
+        exported = step.state_dict(state)
+        self._applied = {group.label: exported[f"{group.prefix}applied"] for group in groups}
+        """The steps that each group's optimizer has taken; a new one in a state of before has taken none."""
         self._optimizers: list[tuple[TorchGroup, torch.optim.Optimizer]] = []
-        saved = step.to_torch(state)["optimizer"] if int(self._applied) else {}
-        for index, group in enumerate(groups_of("verify", step, state)):
+        saved = step.to_torch(state)["optimizer"] if any(map(int, self._applied.values())) else {}
+        for index, group in enumerate(groups):
             if not group.names:  # torch makes no optimizer without parameters
                 continue
             given = [all_parameters[name] for name in group.names]  # frozen ones too
@@ -77,7 +81,7 @@ class TorchLoop:
         loss_fn = self._loss_fn
         loss_fn.model.zero_grad()
         buffers_before = clone(loss_fn.buffers())
-        scaler = torch.amp.GradScaler(self._applied.device.type, init_scale=scale)
+        scaler = torch.amp.GradScaler(self._device_type, init_scale=scale)
         loss = self._backward(batch, scaler)
         found_inf = self._unscale(scaler)
         if not found_inf:
@@ -108,7 +112,7 @@ class TorchLoop:
         total = sum(weights) or math.nan  # as in the step, which skips if all weights are 0
         mean_loss: Any = 0.0
         for piece, weight in zip(pieces, weights):
-            with torch.autocast(self._applied.device.type, dtype, enabled=dtype != torch.float32):
+            with torch.autocast(self._device_type, dtype, enabled=dtype != torch.float32):
                 returned: Any = loss_fn.evaluate(piece)
             loss = returned[0] if loss_fn.has_aux else returned
             factor: Any = weight / total
@@ -128,7 +132,7 @@ class TorchLoop:
                 self._unused.add(name)
                 parameter.grad = torch.zeros_like(parameter)
         for group, optimizer in self._optimizers:
-            numbers = hyperparameters_of(group.optimizer, self._applied)
+            numbers = hyperparameters_of(group.optimizer, self._applied[group.label])
             changing = {name: numbers[name] for name in group.optimizer.dynamic}  # others may be the class's to change
             optimizer.param_groups[0].update(changing)
             scaler.unscale_(optimizer)
@@ -146,4 +150,4 @@ class TorchLoop:
             scaler.step(optimizer)
         for name, average in self._average.items():
             average.lerp_(parameters[name].detach(), 1 - float(options.ema_decay or 0.0))
-        self._applied = self._applied + 1
+        self._applied = {label: count + 1 for label, count in self._applied.items()}

@@ -203,6 +203,16 @@ def test_a_state_in_mid_training_and_steps_that_are_all_skipped() -> None:
     assert "every step was skipped" in str(found)
 
 
+def test_a_schedule_begins_anew_with_a_new_optimizer_in_mid_training() -> None:
+    optimizer = funcamp.stateless(torch.optim.AdamW, lr=lambda applied: 0.1 / (1 + applied))
+    step = make(mlp(), optimizer=optimizer)
+    state = step.init()
+    for batch in batches(3):
+        state, _ = step(state, batch)
+    found = check(step, state=state._replace(opt_state=optimizer.init(state.params)))
+    assert outcomes(found) == ["EQUAL"] * 3, str(found)
+
+
 @pytest.mark.compiled
 @pytest.mark.inductor
 def test_compiled_by_default_with_exact() -> None:

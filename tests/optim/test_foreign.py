@@ -238,6 +238,8 @@ def test_evaluation_params_are_those_that_the_classs_eval_sets() -> None:
     evaluated = optimizer.evaluation_params(params, opt_state)
     assert_close(evaluated, loop.params(), 1e-6)
     assert not torch.equal(evaluated["w"], params["w"])
+    nothing = {"w": None}  # what by_group gives the optimizer of a label without parameters
+    assert optimizer.evaluation_params(nothing, optimizer.init(nothing)) == nothing
 
 
 def test_a_late_first_gradient_begins_a_parameter_late() -> None:

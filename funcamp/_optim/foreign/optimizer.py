@@ -92,6 +92,8 @@ class ForeignOptimizer(StatelessOptimizer):
         expanded = expand(params)
         flat, spec = _tree.parameters("evaluation_params", "params", expanded)
         positions = self._positions(flat, flat)
+        if not positions:
+            return params
         inputs = self._inputs(positions, flat, flat, self._states(expanded, flat, opt_state), opt_state)
         calls = Calls(self.cls, ())
         optimizer, clones = self._instance(inputs.params, inputs.hyper, calls)

@@ -14,9 +14,8 @@ def skip_step(state: ScalerState, *, new: Tree, old: Tree) -> Tree:
     """Select, leaf by leaf, the old value if a non-finite gradient was found and the new one otherwise.
 
     leaf = old if found_inf != 0 else new; a leaf that is the same object in both is returned as it is. Both trees are
-    computed; there is no branch. A leaf requires a gradient only
-    if its new value does: not after an optimizer's update, also if the old value is a module's parameter. Pure; safe
-    under torch.compile and vmap; no sync.
+    computed; there is no branch. A leaf requires a gradient only if its new value does: not after an optimizer's
+    update, also if the old value is a module's parameter. Pure; safe under torch.compile and vmap; no sync.
 
     Args:
         state: the state that `unscale_and_check` or `scaled_grad_and_value` returned, before `update`. Only this

@@ -43,9 +43,8 @@ class DataParallel(Parallel):
     flat storage above 1 MiB, and one per dtype for the smaller groups and the means of loss and buffers. The sum comes
     before the check, so all ranks find an overflow of one rank without another collective. The state stays bit for bit
     equal on all ranks, except buffers that are not averaged; `init` starts from rank 0's values. A flag that is set in
-    a state before a step must be set on all ranks. Auxiliary outputs of
-    the loss and counts of taps are per rank. Pure; torch.compile puts the collectives into the step's graph; no host
-    sync except in `init`.
+    a state before a step must be set on all ranks. Auxiliary outputs of the loss and counts of taps are per rank. Pure;
+    torch.compile puts the collectives into the step's graph; no host sync except in `init`.
 
     With shard=True the groups of the parameters, of the optimizer's state and of the average are DTensors with
     `Shard(0)`, of which each rank stores a part (ZeRO stages 1 and 2): all-gather in float32, forward and backward,

@@ -22,7 +22,7 @@ Transform = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 #: The longest files, which run first: each is one worker's, and at the end the other workers would wait for it.
 LONG = (
-    *("operations_jit", "modules_jit"),
+    *("operations_compiled", "operations_in_16_bits", "operations_jit", "modules_jit"),
     *("executed", "distributed", "private_names", "counted", "elastic", "step_parity", "donation", "stats", "step"),
     *("joint_counts", "fusion"),
 )

@@ -7,7 +7,7 @@ for Extern Choice" is logged, dozens of times a step (2.11 to 2.15; select_algor
 An operation on tensors without values that fails, such as a product of shapes that do not fit, is logged with a
 traceback of torch's own, before the error itself is raised (2.11 to 2.15; fake_tensor.py).
 
-On a CPU programs are C++ in place of Python (`cpp_wrapper`), and each operation that C++ calls through Python, such as a
+On a CPU programs are C++ in place of Python (`cpp_wrapper`). Each operation that C++ calls through Python, such as a
 Cholesky decomposition, is a warning (2.11 to 2.15; ir.py, `FallbackKernel`).
 """
 

@@ -214,7 +214,7 @@ def global_of_the_criterion() -> Program:
 
 
 def variable_of_a_module() -> Program:
-    def criterion(out: Tensor, y: Tensor) -> Tensor:
+    def criterion(out: Tensor, y: Tensor) -> Any:
         return THIS_MODULE.WEIGHT * F.mse_loss(out, y)
 
     return Program(linear(), criterion, late(lambda: globals().update(WEIGHT=2.0)))

@@ -9,15 +9,17 @@ import contextlib
 import functools
 import importlib
 import itertools
+import logging
 import math
 import sys
 import types
 import unittest
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 from torch.utils import _pytree
@@ -46,6 +48,8 @@ AUTOCAST = {
     "bfloat16 around": Autocast(around=torch.bfloat16),
 }
 SEED = 7
+#: How many operations are one program.
+TOGETHER = 25
 
 
 @contextlib.contextmanager
@@ -94,6 +98,12 @@ def operations() -> dict[str, Any]:
     database = methods.op_db
     names = [".".join(filter(None, (one.name, one.variant_test_name))) for one in database]
     return dict(zip(names, database))
+
+
+def programs(left_out: Set[str]) -> list[list[str]]:
+    """Return the names of operations, those of one program in a list: together they compile in seconds."""
+    names = sorted(operations().keys() - left_out)
+    return [names[first : first + TOGETHER] for first in range(0, len(names), TOGETHER)]
 
 
 @functools.cache
@@ -384,11 +394,13 @@ def convolutions(x: Tensor) -> Tensor:
 
 
 class Setting(NamedTuple):
-    """The dtype of an operation's input, what computes it, and how many samples."""
+    """The dtype of an operation's input, what computes it, and how many samples are taken."""
 
     dtype: torch.dtype
-    layers: Callable[[Tensor], Tensor] | None
-    samples: int
+    layers: Callable[[Tensor], Tensor] | None = None
+    samples: int = 1
+    samples_of_nn: int = 1
+    """Of a function of torch.nn, which has more arguments."""
 
 
 def _after(layers: Callable[[Tensor], Tensor], operation: Callable[..., object]) -> Callable[..., object]:
@@ -426,8 +438,9 @@ def expected_of(name: str, setting: Setting) -> dict[str, Expected]:
     function: Callable[..., object] = operation.op
     if setting.layers is not None:
         function = _after(setting.layers, function)
+    count = setting.samples_of_nn if name.startswith("nn.functional.") else setting.samples
     found = {}
-    for number, sample in enumerate(samples_of(operation, setting.dtype, setting.samples)):
+    for number, sample in enumerate(samples_of(operation, setting.dtype, count)):
         case = working_case(function, sample)
         if case is not None and is_compiled(case):
             exact = working_case(function, in_double(sample))
@@ -464,6 +477,24 @@ def worst_error(found: object, expected: Expected) -> float:
     if exact_spec != spec:
         exact = [None] * len(right)
     return max(map(error_in_roundings, leaves, right, exact), default=0.0)
+
+
+def assert_compiled_right(
+    names: Iterable[str], setting: Setting, left_out: Set[str], log: pytest.LogCaptureFixture
+) -> None:
+    """Assert that operations differ from eager code by rounding only if they are compiled, as one program."""
+    expected: dict[str, Expected] = {}
+    for name in names:
+        expected |= expected_of(name, setting)
+    for case in left_out & expected.keys():
+        del expected[case]
+    together = joined([found.case for found in expected.values()])
+    torch.manual_seed(SEED)
+    with log.at_level(logging.WARNING, "funcamp"):
+        state, metrics = funcamp.jit(together.step)(together.state, together.batch)
+    errors = {case: worst_error(pair, found) for (case, found), pair in zip(expected.items(), zip(state, metrics))}
+    assert {case: error for case, error in errors.items() if error > LIMIT} == {}
+    assert "one by one" not in log.text  # then nothing was compiled
 
 
 def outcomes_of(name: str, *, same: Callable[[Any, Any], bool] = is_same) -> Counter[str]:

@@ -123,7 +123,7 @@ MOST_TOKENS: dict[str, int] = {
     "report": 26_649,
     "_optim": 20_793,
     "_trace": 14_251,
-    "_autograd": 9_344,
+    "_autograd": 9_423,
     "_step": 10_002,
     "_cpu": 6_923,
     "numerics": 6_013,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from funcamp import _tree
 from funcamp._types import Args, Kwargs
@@ -35,6 +36,18 @@ def arguments_of(batch: object) -> tuple[Args, Kwargs]:
     if isinstance(batch, Tensor):
         return (batch,), {}
     raise _wrong_form(batch, "a mapping of keyword arguments, a tuple or list of arguments, or a tensor")
+
+
+def refuse_misfit(model: nn.Module, batch: object) -> None:
+    """Raise TypeError if a batch does not have the arguments of a model's forward."""
+    positional, by_name = arguments_of(batch)
+    try:
+        inspect.signature(model.forward).bind(*positional, **by_name)
+    except TypeError as error:
+        raise TypeError(
+            f"module_loss: batch must have the arguments of {type(model).__name__}.forward if there is no criterion; "
+            f"got {_tree.brief(batch)} ({error}). Pass module_loss a criterion for a batch (*inputs, target)"
+        ) from None
 
 
 def _wrong_form(batch: object, accepted_forms: str) -> TypeError:

@@ -21,7 +21,7 @@ from funcamp import _tree, _upstream
 from funcamp._autograd.differentiate import Engine
 from funcamp._autograd.left_behind import LeftBehind, TensorSlot
 from funcamp._autograd.loss import Loss
-from funcamp._autograd.module_batch import arguments_of, inputs_and_target_of, loss_in
+from funcamp._autograd.module_batch import arguments_of, inputs_and_target_of, loss_in, refuse_misfit
 from funcamp._autograd.module_checks import CallCheck, check_arguments, check_hooks
 from funcamp._autograd.module_tensors import ModuleTensors
 from funcamp._autograd.returned import pair
@@ -155,7 +155,12 @@ class ModuleLoss(Loss):
         """Return the loss of a batch, and aux if the criterion returns it, by the tensors that are in the module."""
         if self.criterion is None:
             positional, by_name = arguments_of(batch)
-            return loss_in(self.model(*positional, **by_name))
+            try:
+                outputs = self.model(*positional, **by_name)
+            except TypeError:
+                refuse_misfit(self.model, batch)
+                raise
+            return loss_in(outputs)
         *inputs, target = inputs_and_target_of(batch)
         return self.criterion(self.model(*inputs), target)
 

@@ -245,6 +245,9 @@ ALWAYS: dict[str, tuple[Call, type[Exception], str]] = {
     "a division of the loss's": (
         of_function(lambda p, x: p["w"].sum() * (1 / (x.shape[0] - 3))), ZeroDivisionError, "division"
     ),
+    "a forgotten criterion": (
+        of_module(two, None), TypeError, r"the arguments of Sequential.forward .*too many.*\. Pass module_loss a criterion"
+    ),
     "a text": (of_module(two, batch="hello"), TypeError, f"{PLAIN}; got 'hello'"),
 }  # fmt: skip
 #: The same of an eager step.

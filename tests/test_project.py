@@ -129,7 +129,7 @@ MOST_TOKENS: dict[str, int] = {
     "numerics": 6_013,
     "_verify": 4_711,
     "_upstream": 4_183,
-    "_amp": 5_677,
+    "_amp": 5_649,
     "files beside": 4_861,
     "_storage": 3_560,
     "_scaler": 4_695,

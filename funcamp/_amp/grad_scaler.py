@@ -317,9 +317,6 @@ class GradScaler(torch.amp.GradScaler):
             state |= {"_init_counters": self._read_counters(), "_counters": {}, "_found_inf": None}
         return state
 
-    def __setstate__(self, state: StateDict) -> None:
-        super().__setstate__({"_skips": _skips_in_a_row()} | state)  # an older one has none
-
     # Overrides of methods that torch's class provides for subclasses.
 
     def _unscale_grads_(

@@ -289,7 +289,7 @@ def outcome(
 
 
 #: How far a compiled number may be from an eager one, in multiples of the eager one's own error.
-LIMIT = 16.0
+LIMIT = 32.0
 
 
 class Joined(NamedTuple):

@@ -122,7 +122,7 @@ MOST_TOKENS: dict[str, int] = {
     "_jit": 21_932,
     "report": 26_649,
     "_optim": 20_793,
-    "_trace": 14_251,
+    "_trace": 14_275,
     "_autograd": 9_423,
     "_step": 10_002,
     "_cpu": 6_923,

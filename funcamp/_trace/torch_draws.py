@@ -149,7 +149,15 @@ def _in_memory_order(func: Operation, filled: Tensor, args: Args) -> Args:
     if func is _aten.normal_.default and real_count >= 16:  # it would draw other numbers if contiguous
         return args
     order = sorted(range(filled.dim()), key=filled.stride, reverse=True)
-    return tuple(arg.expand_as(filled).permute(order) if isinstance(arg, Tensor) else arg for arg in args)
+
+    def ordered(arg: object) -> object:
+        if not isinstance(arg, Tensor):
+            return arg
+        # The filled one is only permuted: a write through `expand` adds a difference to its old value, and it has none.
+        expanded = arg if arg is filled else arg.expand_as(filled)
+        return expanded.permute(order)
+
+    return tuple(map(ordered, args))
 
 
 def _copies(tree: Tree) -> Any:

@@ -119,9 +119,9 @@ def test_changelog_of_the_release_is_short() -> None:
 #: The tokens of code that a room may have. A figure may only be lowered, or raised in a commit that names the users who
 #: need it, and why nothing simpler serves them.
 MOST_TOKENS: dict[str, int] = {
-    "_jit": 21_932,
+    "_jit": 22_147,
     "report": 26_649,
-    "_optim": 20_793,
+    "_optim": 20_808,
     "_trace": 14_275,
     "_autograd": 9_423,
     "_step": 10_002,

@@ -52,6 +52,7 @@ OF_LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], Tensor]] = {
         torch.arange(384.0).view(2, 4, 4, 4, 3).movedim(-1, 1),
     ),
     "pool in 3 dimensions": (lambda x: F.max_pool3d(x.sin(), 3, 2), torch.arange(750.0).view(2, 3, 5, 5, 5).mT),
+    "smooth loss": (lambda x: F.smooth_l1_loss(x.sin(), x.cos(), reduction="none"), torch.arange(12.0).view(3, 4).mT),
 }
 
 

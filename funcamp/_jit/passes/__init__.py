@@ -17,6 +17,7 @@ from funcamp._jit.passes import (
     open_sizes,
     permutations,
     scalar_factors,
+    smooth_losses,
     whole_operations,
     write_backs,
     zero_tensors,
@@ -52,6 +53,7 @@ AFTER_LAYERS: tuple[Pass, ...] = (
     # Of what the compiler takes instead of some operations.
     zero_tensors.PASS,
     scalar_factors.PASS,
+    smooth_losses.PASS,
     float16_sums.PASS,
     batch_norms.PASS,
     # Of the graph again, given that table.

@@ -11,8 +11,7 @@ Multi-label margin loss: torch.compile's own form counts the classes after the f
 https://github.com/pytorch/pytorch/issues/141017
 
 Multi-margin loss and softshrink of values that are not finite: torch.compile's own forms give NaN
-for an infinite input, and 0 for NaN, which hides an overflow. Torch 2.11 to 2.15, and to 2.13. The gradient of a smooth
-l1 loss of NaN: torch.compile's own form gives 0, too. Torch 2.11 to 2.15.
+for an infinite input, and 0 for NaN, which hides an overflow. Torch 2.11 to 2.15, and to 2.13.
 
 The gradient of a soft margin loss: torch.compile's own form, sigmoid(z) - 1, has no digits left for a
 large margin (14 % off at 15). Torch 2.11 to 2.15.
@@ -128,7 +127,6 @@ _define("lstm_layer_backward", _aten.mkldnn_rnn_layer_backward.default, _layer_b
 if PADDED_TARGETS:
     _define("multilabel_margin_loss", _aten.multilabel_margin_loss_forward.default)
 _define("multi_margin_loss", _aten.multi_margin_loss.default)
-_define("smooth_l1_loss_backward", _aten.smooth_l1_loss_backward.default)
 _define("soft_margin_loss_backward", _aten.soft_margin_loss_backward.default)
 if NAN_SHRUNK:
     _define("softshrink", _aten.softshrink.default)

@@ -41,8 +41,8 @@ _FIXES = {
     "scaled_grad_and_value, torch.func.grad, or torch.autograd.grad with respect to `w.detach().requires_grad_()`",
     "One of the differentiated Tensors does not require grad": "the loss must not freeze a parameter that it is given, "
     "requires_grad_(False): freeze it before the loss is made, or take p.detach() in the loss",
-    "appears to not have been used in the graph": "under torch.func the loss has separate tensors, of which "
-    "torch.autograd.grad finds no way to those around it; take torch.func.grad there, or pass engine='autograd'",
+    "appears to not have been used in the graph": "torch.autograd.grad in the loss gets tensors that the loss does not "
+    "use, such as a module's parameters; give it those of the loss's argument",
     "backward() called inside a functorch transform": "the loss must not call backward(), because the step "
     "differentiates it: return it, and take torch.func.grad for a gradient inside it",
     "backward through the graph a second time": "the step differentiates the loss: return it without calling "
@@ -55,6 +55,8 @@ _FIXES = {
 #: Those that hold if torch.func differentiates the loss.
 _FIXES_FOR_FUNC = {
     **_FIXES,
+    "appears to not have been used in the graph": "under torch.func the loss has separate tensors, of which "
+    "torch.autograd.grad finds no way to those around it; take torch.func.grad there, or pass engine='autograd'",
     "expected scalar type BFloat16 but found Float": _NORM_UNDER_VMAP,
     "expected scalar type Half but found Float": _NORM_UNDER_VMAP,
     "call Tensor.requires_grad_() (or perhaps": "under torch.func a loss must not call requires_grad_(), as for "

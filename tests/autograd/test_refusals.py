@@ -245,6 +245,10 @@ ALWAYS: dict[str, tuple[Call, type[Exception], str]] = {
     "a division of the loss's": (
         of_function(lambda p, x: p["w"].sum() * (1 / (x.shape[0] - 3))), ZeroDivisionError, "division"
     ),
+    "a gradient with respect to other parameters": (
+        of_function(lambda p, x: torch.autograd.grad((p["w"] * x).sum(), [LINEAR.weight])[0].sum()),
+        *(RuntimeError, "such as a module's parameters; give it those of the loss's argument"),
+    ),
     "a forgotten criterion": (
         of_module(two, None), TypeError, r"the arguments of Sequential.forward .*too many.*\. Pass module_loss a criterion"
     ),

@@ -92,9 +92,9 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "scheduler": (lambda: stateless(torch.optim.SGD, lr=COSINE), TypeError, r"stateless: lr must be a number, a tensor or a schedule; got .*CosineAnnealingLR.*: write funcamp.schedule"),
     "LambdaLR": (lambda: SCHEDULE.LambdaLR(SGD, lambda n: 1.0), AttributeError, "has no 'param_groups': it is no torch.optim.Optimizer; call update, and funcamp.schedule for a scheduler of torch"),
     # checkpoints
-    "module's dict": (lambda: STEP.load_state_dict(MODEL_DICT, START), ValueError, r"it has unknown '0.bias'.*: .*from_torch\(step.init\(\), optimizer=..., scaler=...\)"),
+    "module's dict": (lambda: STEP.load_state_dict(MODEL_DICT, START), ValueError, r"it lacks 'params.0.bias': .*from_torch\(step.init\(\), optimizer=..., scaler=...\)"),
     "loop's dict": (lambda: STEP.load_state_dict(LOOP, START), ValueError, "load_state_dict: saved .*from_torch"),
-    "step's dict without": (lambda: STEP.load_state_dict({k: v for k, v in STEP.state_dict(START).items() if k != "skipped"}, START), ValueError, "it lacks 'skipped'$"),
+    "step's dict without": (lambda: STEP.load_state_dict({k: v for k, v in STEP.state_dict(START).items() if k != "skipped"}, START), ValueError, r"it lacks 'skipped'; 1 of \d+ names differ. To take those that both have: {"),
     "GradScaler, module's dict": (lambda: GradScaler("cpu").load_state_dict(MODEL_DICT), KeyError, "GradScaler.load_state_dict: state_dict must have 'scale', as scaler.state_dict.. has; got an OrderedDict with '0.weight', "),
     "GradScaler, no dict": (lambda: GradScaler("cpu").load_state_dict(None), TypeError, "GradScaler.load_state_dict: state_dict must be a dict; got None"),  # type: ignore[arg-type]
     "from_torch, instance": (lambda: STEP.from_torch(START, optimizer=ADAM), TypeError, r"from_torch: optimizer must be the state_dict\(\) .*; got an? Adam"),

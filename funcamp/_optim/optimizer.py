@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -63,8 +62,8 @@ class StatelessOptimizer(Fixed):
     """
 
     cls: type[torch.optim.Optimizer]
-    hyperparameters: MappingProxyType[str, Any]
-    """What the user gave; read-only."""
+    hyperparameters: Kwargs
+    """What the user gave."""
     dynamic: list[str]
     """The names of those that are tensors or schedules."""
     arguments: Kwargs
@@ -78,7 +77,7 @@ class StatelessOptimizer(Fixed):
 
     def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: Kwargs) -> None:
         self.cls = cls
-        self.hyperparameters = MappingProxyType(hyperparameters)
+        self.hyperparameters = hyperparameters
         self.dynamic = [name for name, value in hyperparameters.items() if is_dynamic(value)]
         signature = inspect.signature(cls).parameters
         self._default_lr = signature["lr"].default if "lr" in signature else None
@@ -106,7 +105,7 @@ class StatelessOptimizer(Fixed):
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.cls, dict(self.hyperparameters))
+        return type(self), (self.cls, self.hyperparameters)
 
     def init(self, params: Tree) -> OptState:
         """Return the optimizer's state before the first step.

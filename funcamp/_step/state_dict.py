@@ -17,6 +17,8 @@ from funcamp._step.parallel import Parallel
 from funcamp._step.state import TrainState, check_train_state, states_of_parts
 from funcamp._storage.params import Params, clone, collapse, expand
 
+#: For a state of another model or optimizer.
+_SHARED_NAMES = "{name: saved.get(name, value) for name, value in step.state_dict(like).items()}"
 _FROM_TORCH = (
     "a torch loop goes on by model.load_state_dict(...) before init, then "
     "step.from_torch(step.init(), optimizer=..., scaler=...) with the state_dicts of its optimizer and scaler"
@@ -106,10 +108,13 @@ def _check_names(call: str, saved: Mapping[str, Tensor], expected: AbstractSet[s
     odd = saved.keys() ^ expected
     if not odd:
         return
-    first = min(odd, key=str)
+    # A parameter says more than what the optimizer keeps of it.
+    first = min(odd, key=lambda name: (not str(name).startswith("params."), str(name)))
     kind = "has unknown" if first in saved else "lacks"
+    fix = f"; {len(odd)} of {len(expected)} names differ. To take those that both have: {_SHARED_NAMES}"
     # Nothing in common: the contents of a file, or another kind of state_dict, such as a module's.
-    fix = "" if saved.keys() & expected else f": {_FROM_TORCH}"
+    if not saved.keys() & expected:
+        fix = f": {_FROM_TORCH}"
     for key, value in saved.items():
         if isinstance(value, Mapping) and value.keys() & expected:
             fix = f": pass saved[{key!r}], which has them"

@@ -89,7 +89,7 @@ ROWS: dict[str, tuple[Callable[[], object], Any, str]] = {
     "another shape in slices": (
         loaded(changed(GROUP, lambda value: value[None]), True), ValueError, rf"\['{GROUP}'\] must be like a"
     ),
-    "slices without a name": (loaded(without, True), ValueError, f"{SHARDED}must hold the names .*; it lacks 'step'$"),
+    "slices without a name": (loaded(without, True), ValueError, f"{SHARDED}must hold the names .*; it lacks 'step'; 1 of"),
     "a list of slices": (loaded(list, True), TypeError, f"{SHARDED}must be a dict of tensors by name; got "),
 }  # fmt: skip
 

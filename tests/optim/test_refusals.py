@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -78,11 +77,6 @@ OPTIMIZERS: dict[str, Row] = {
         lambda: setattr(SGD, "lr", 0.1),
         AttributeError,
         "lr cannot be assigned.* Make another with lr=0.1",
-    ),
-    "assigned item": (
-        lambda: operator.setitem(vars(SGD)["hyperparameters"], "lr", 0.1),
-        TypeError,
-        "does not support item assignment",
     ),
     "assigned group": (lambda: setattr(GROUPED, "group", abs), AttributeError, "group cannot be assigned"),
     "state of a chain": (

@@ -1,9 +1,10 @@
 """Operations whose results have another layout in a trace than a CPU's kernel gives them.
 
-A batch norm of a transposed tensor is contiguous, and transposed in a trace; the gradient of padding by replication or
-reflection has the layout of the input, and is contiguous in a trace. Whatever follows the order in memory, such as
-dropout's random numbers and sums, would not be that of eager code, and a program that calls the kernel would find
-strides that it does not expect. Torch 2.11 to 2.15; https://github.com/pytorch/pytorch/issues/192668
+A batch norm of a transposed tensor is contiguous, and transposed in a trace; padding by replication, and its gradient,
+have the memory format of the input, and are contiguous in a trace (in 2 dimensions only the gradient). Whatever follows
+the order in memory, such as dropout's random numbers and sums, would not be that of eager code, and a program that
+calls the kernel would find strides that it does not expect. Torch 2.11 to 2.15;
+https://github.com/pytorch/pytorch/issues/192668
 """
 
 from __future__ import annotations

@@ -255,7 +255,7 @@ def float8_rows() -> object:
 
 
 def layout_of_a_batch_norm() -> bool:
-    # `kernel_layouts` can go when this is right.
+    # The batch norms in `kernel_layouts` can go when this is right.
     def stride_of(x: Tensor) -> tuple[int, ...]:
         return torch.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5)[0].stride()
 

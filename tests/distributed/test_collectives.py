@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils import _pytree
 
 import funcamp
@@ -21,7 +21,6 @@ from tests.support.generated import written
 from tests.support.helpers import assert_same
 from tests.support.models import Task, mlp
 from tests.support.operations import Operations
-from tests.support.stand_in import StandIn
 from tests.support.steps import build
 
 pytestmark = pytest.mark.usefixtures("rank_0_of_4")
@@ -81,20 +80,6 @@ def test_a_rank_stores_its_part_only() -> None:
             assert part.untyped_storage().nbytes() == 4 * part.numel() == leaf.numel()
 
 
-@pytest.mark.parametrize("donate", [True, False])
-def test_another_sharded_state_is_copied_into_a_captured_step(donate: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    StandIn().take_place(monkeypatch)
-    step = build(mlp(), ADAMW, parallel=DataParallel(shard=True))
-    run = funcamp.jit(step, backend="eager", donate=donate)
-    batch = mlp().batch(0)
-    first, _ = run(step.init(), batch)
-    other, _ = run(step.init(), batch)
-    kept = funcamp.clone(other)
-    assert_same(locals_of(first), locals_of(other))
-    run(other, batch)
-    assert_same(locals_of(first), locals_of(kept))
-
-
 def test_ranks_compile_every_program_at_once_so_that_none_rounds_otherwise(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "funcamp")
     step = build(mlp(), ADAMW, parallel=DataParallel())
@@ -116,11 +101,6 @@ def test_a_gathered_state_keeps_its_values_while_the_step_goes_on() -> None:
     assert_same(kept, expected)
 
 
-def locals_of(state: Any) -> Any:
-    """A state with this rank's parts of its DTensors."""
-    return _pytree.tree_map_only(DTensor, DTensor.to_local, state)
-
-
 @pytest.mark.compiled
 @pytest.mark.inductor
 def test_collectives_run_beside_computing() -> None:
@@ -131,8 +111,9 @@ def test_collectives_run_beside_computing() -> None:
         step = build(Task(large, nn.functional.mse_loss, mlp().batch), policy="bfloat16", parallel=parallel)
         program = written(funcamp.jit(step, without=["products"]), step.init(), batch)
         kinds = "mm|all_reduce|all_gather_into_tensor|reduce_scatter_tensor|wait_tensor"
-        prefixes = r"cpu_|functional_|extern_kernels\.(?:add)?|torch\.ops\._c10d_functional\."
-        calls = re.findall(rf"(?:{prefixes})({kinds})(?:_out|_|\.default)?\(", program)
+        prefixes = r"cpu_|functional_|extern_kernels\.|torch\.ops\._c10d_functional\."
+        # torch 2.11 and 2.15 look a collective up by its name, a string that is an argument of a call in a call.
+        calls = re.findall(rf"(?:{prefixes})(?:add)?({kinds})(?:_out|_|\.default)?(?:\(|\"\)\))", program)
         first, last = calls.index("mm"), len(calls) - 1 - calls[::-1].index("mm")
         before_last = Counter(calls[:last])
         if shard:

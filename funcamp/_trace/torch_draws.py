@@ -78,12 +78,12 @@ class TraceDraws:
         torch.default_generator.manual_seed(position + 1)
         key = position, func, str([(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         written = [leaf for leaf in aliased(func, args, kwargs, written=True) if isinstance(leaf, Tensor)]
-        # As `tensor.normal_()` does. Eager mode fills memory in its order; functionalized, the call would fill a
-        # contiguous tensor.
+        # As `tensor.normal_()` does.
         filled = written[0] if len(written) == 1 and written[0] is args[0] else None
         if filled is not None:
-            args = _in_memory_order(func, filled, args)
-            written = [args[0]]
+            memory, order = _memory_of(func, filled)
+            args = memory, *(_permuted(arg, filled, order) for arg in args[1:])
+            written = [memory]
 
         if position < self._next_position:
             drawn = self._drawn_in_forward_pass(key)
@@ -94,7 +94,9 @@ class TraceDraws:
             self._next_position = position + 1
             result = _call(func, args, kwargs)
             self._drawn[key] = _Drawn(_copies(result), _copies(written))  # removed from the graph if not drawn again
-        return result if filled is None else filled
+        if filled is None:
+            return result
+        return filled.copy_(memory.permute([order.index(dim) for dim in range(filled.dim())]))
 
     def _drawn_in_forward_pass(self, key: _DrawKey) -> _Drawn:
         """Return what an equal call has drawn at this position, to which the backward pass has set the generator back.
@@ -141,23 +143,24 @@ def _call(func: Operation, args: Args, kwargs: Kwargs) -> object:
     return memory
 
 
-def _in_memory_order(func: Operation, filled: Tensor, args: Args) -> Args:
-    """Return the arguments of a draw with the elements of tensors in the order of memory of the one that is filled."""
-    if filled.is_contiguous():  # true also of a size that follows from values, with which no stride can be compared
-        return args
-    real_count = filled.numel() * (2 if filled.is_complex() else 1)
-    if func is _aten.normal_.default and real_count >= 16:  # it would draw other numbers if contiguous
-        return args
-    order = sorted(range(filled.dim()), key=filled.stride, reverse=True)
+def _memory_of(func: Operation, filled: Tensor) -> tuple[Tensor, list[int]]:
+    """Return a new tensor to draw into in place of one that a draw fills, and the order of dimensions that it has.
 
-    def ordered(arg: object) -> object:
-        if not isinstance(arg, Tensor):
-            return arg
-        # The filled one is only permuted: a write through `expand` adds a difference to its old value, and it has none.
-        expanded = arg if arg is filled else arg.expand_as(filled)
-        return expanded.permute(order)
+    Eager mode fills memory in its order. A compiler fills a contiguous tensor so; the order in memory of another one is
+    its own choice, except if it is made by `empty_strided`.
+    """
+    order = list(range(filled.dim()))
+    if not filled.is_contiguous():  # no stride of a size that follows from values can be compared
+        if func is _aten.normal_.default and filled.numel() * (2 if filled.is_complex() else 1) >= 16:
+            # It would draw other numbers if contiguous.
+            return filled.new_empty_strided(filled.shape, torch.empty_like(filled).stride()), order
+        order.sort(key=filled.stride, reverse=True)
+    return filled.new_empty([filled.shape[dim] for dim in order]), order
 
-    return tuple(map(ordered, args))
+
+def _permuted(arg: object, filled: Tensor, order: list[int]) -> object:
+    """Return an argument of a draw as `_memory_of` orders the tensor that is filled."""
+    return arg.expand_as(filled).permute(order) if isinstance(arg, Tensor) else arg
 
 
 def _copies(tree: Tree) -> Any:

@@ -17,6 +17,7 @@ from funcamp._optim.part import (
     apply_part,
     check_optimizer,
     evaluation_params_of,
+    first_state,
     is_rate,
     learning_rate_of,
 )
@@ -49,7 +50,7 @@ class GroupedOptimizer(Fixed):
         states = {}
         with torch.device(device):  # an optimizer without a parameter does not know where its counts belong
             for label, optimizer in self.optimizers.items():
-                states[label] = optimizer.init(_of_label(params, labels, label))
+                states[label] = first_state(optimizer, _of_label(params, labels, label))
         return states
 
     def update(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:

@@ -19,6 +19,7 @@ from funcamp._optim.part import (
     apply_part,
     check_part,
     evaluation_params_of,
+    first_state,
     is_function,
     is_rate,
     learning_rate_of,
@@ -42,7 +43,7 @@ class Chain(Fixed):
 
     def init(self, params: Tree) -> Tree:
         """Return the states of the parts that have one: of a single part its state, of several a tuple of theirs."""
-        return self._packed([part.init(params) for part in self._with_state])
+        return self._packed([first_state(part, params) for part in self._with_state])
 
     def update(self, params: Tree, grads: Tree, opt_state: Tree) -> tuple[Tree, Tree]:
         """Return the parameters and the state after all parts; see `StatelessOptimizer.update`."""

@@ -17,7 +17,7 @@ from funcamp._optim.part import (
     apply_part,
     check_part,
     evaluation_params_of,
-    is_function,
+    first_state,
     learning_rate_of,
 )
 from funcamp._scaler.skip_step import old_where
@@ -47,8 +47,7 @@ class Delayed:
         """Return the part's state and a count of 0."""
         present = _tree.tensors_in(params)
         updates = torch.zeros((), dtype=torch.int64, device=present[0].device if present else None)
-        part_state = () if is_function(self.part) else self.part.init(params)
-        return Every(updates, part_state)
+        return Every(updates, first_state(self.part, params))
 
     def transform(self, update: Update, state: Every) -> tuple[Update, Every]:
         """Compute the part's update, and keep it at every interval-th call."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from funcamp import _tree
 from funcamp._memory import MemoryMark, memory_of
 from funcamp._optim.arguments import EXAMPLE
+from funcamp._storage.params import collapse, expand
 from funcamp._types import Tree
 
 
@@ -37,13 +38,21 @@ class Transform(Protocol):
 
 
 #: What a chain is made of: a function of an update, which has no state, a `Transform`, or an optimizer, an object with
-#: `init(params) -> state` and `update(params, grads, state) -> (params, state)`.
+#: `init(params) -> state` and `update(params, grads, state) -> (params, state)`. One of the user's own gets every
+#: parameter in its shape, as it may take a norm of each; the others take groups of them, `Params`.
 Part: TypeAlias = Any
 
 
 def is_function(part: Part) -> bool:
     """Return whether a part is a function of an update, which has no state."""
     return not hasattr(part, "init")
+
+
+def first_state(part: Part, params: Tree) -> Tree:
+    """Return the state of a part before the first step; `()` for a function."""
+    if is_function(part):
+        return ()
+    return part.init(expand(params) if _is_own(part) else params)
 
 
 def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
@@ -53,19 +62,27 @@ def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
         TypeError: the part returns something else than an `Update`.
         ValueError: it has written into what it got.
     """
-    is_of_this_package = type(part).__module__.startswith("funcamp.")
-    # Dynamo does not read the version of a tensor.
-    if is_of_this_package or torch.compiler.is_dynamo_compiling():
+    if not _is_own(part):
         return _applied(part, update, state)
-    marks_before = _marks(update, state)
-    result = _applied(part, update, state)
-    if _marks(update, state) != marks_before:
+    in_shapes = update._replace(params=expand(update.params), gradients=expand(update.gradients))
+    # Dynamo does not read the version of a tensor.
+    is_compared = not torch.compiler.is_dynamo_compiling()
+    marks_before = _marks(in_shapes, state) if is_compared else []
+    new_update, new_state = _applied(part, in_shapes, state)
+    if is_compared and _marks(in_shapes, state) != marks_before:
         raise ValueError(
             f"chain: {part!r} must not write into the parameters, the gradients or the state that it gets: a skipped "
             "step could not undo it, and a clip would not see it: compute new tensors, such as g * 0.5 instead of "
             "g.mul_(0.5), and torch.where(mask, 0, g) instead of g[mask] = 0"
         )
-    return result
+    params = _stored(update.params, in_shapes.params, new_update.params)
+    gradients = _stored(update.gradients, in_shapes.gradients, new_update.gradients)
+    return new_update._replace(params=params, gradients=gradients), new_state
+
+
+def _stored(before: Tree, in_shapes: Tree, new: Tree) -> Tree:
+    """Return what a part makes of a tree, stored as the tree is: the tree itself if the part returned what it got."""
+    return before if new is in_shapes else collapse(before, new)
 
 
 def _marks(update: Update, state: Tree) -> list[tuple[int, MemoryMark]]:
@@ -93,6 +110,11 @@ def _applied(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
     return new_update, state
 
 
+def _is_own(part: Part) -> bool:
+    """Return whether a part is the user's own."""
+    return not type(part).__module__.startswith("funcamp.")
+
+
 def learning_rate_of(part: object, state: Tree) -> Tree:
     """Return the learning rate of a part's next step; `()` if it has none."""
     learning_rate = getattr(part, "learning_rate", None)
@@ -107,7 +129,11 @@ def is_rate(rate: Tree) -> bool:
 def evaluation_params_of(part: object, params: Tree, state: Tree) -> Tree:
     """Return the parameters with which a part evaluates: the same if it has no others."""
     evaluation_params = getattr(part, "evaluation_params", None)
-    return params if evaluation_params is None else evaluation_params(params, state)
+    if evaluation_params is None:
+        return params
+    if not _is_own(part):
+        return evaluation_params(params, state)
+    return collapse(params, evaluation_params(expand(params), state))
 
 
 def check_part(call: str, name: str, part: object) -> None:

@@ -51,8 +51,8 @@ def make_train_step(
     Args:
         loss_fn: a loss of `module_loss`, a function `(params, batch) -> loss` of any pytree of parameters, or a
             function with more inputs or outputs, described by `loss`.
-        optimizer: the result of `stateless` or `by_group`, or any object with such an init and update. If it has
-            `learning_rate(opt_state)`, the metrics include the rate.
+        optimizer: the result of `stateless` or `by_group`, or any object with such an init and update, which gets every
+            parameter in its shape. If it has `learning_rate(opt_state)`, the metrics include the rate.
         config: the scaler's configuration. The default scales the loss in every precision, from 2**16 on, as torch's
             GradScaler does; float16 needs it, and whether a loss of yours uses float16 is not known here. If nothing
             does (bfloat16, float32), `presets.disabled()` has the constant scale 1; a line of the log at level INFO

@@ -1,0 +1,76 @@
+"""An optimizer of the user's own gets every parameter in its shape, however a step stores them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from funcamp import average, by_group, chain, every, stateless
+from tests.support.helpers import assert_close
+from tests.support.models import mlp
+from tests.support.steps import build, eager_and_traced
+
+MOMENTUM, RATE = 0.5, 0.1
+
+
+def stepped(param: Tensor, grad: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
+    """A step of LARS: as long as the parameter's norm."""
+    buffer = MOMENTUM * buffer + grad * (param.norm() / grad.norm())
+    return param - RATE * buffer, buffer
+
+
+class Lars:
+    """Reads shapes: its state has a buffer like each parameter, and evaluation takes directions."""
+
+    def init(self, params: Any) -> Any:
+        return _pytree.tree_map_only(Tensor, torch.zeros_like, params)
+
+    def update(self, params: Any, grads: Any, state: Any) -> Any:
+        leaves, spec = _pytree.tree_flatten(params)
+        all_leaves = zip(leaves, _pytree.tree_leaves(grads), _pytree.tree_leaves(state))
+        pairs = [(None, None) if one[0] is None else stepped(*one) for one in all_leaves]
+        new_params, new_state = zip(*pairs)
+        return _pytree.tree_unflatten(new_params, spec), _pytree.tree_unflatten(new_state, spec)
+
+    def evaluation_params(self, params: Any, state: Any) -> Any:
+        return _pytree.tree_map_only(Tensor, lambda param: param / param.norm(), params)
+
+
+VECTORS = stateless(torch.optim.SGD, lr=0.0)
+OPTIMIZERS: dict[str, Any] = {
+    "alone": Lars(),
+    "in a chain": chain(Lars(), average(0.5)),
+    "of a group": by_group({"matrix": Lars(), "vector": VECTORS}),
+    "at every update": chain(every(1, Lars())),
+}
+
+
+@pytest.mark.compiled
+@eager_and_traced
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_takes_the_steps_of_a_plain_loop(name: str, flat: bool, wrap: Any) -> None:
+    task, only_matrices = mlp(), name == "of a group"
+    step = build(task, OPTIMIZERS[name])
+    state, run = step.init(flat=flat), wrap(step)
+    params = {name: param.detach().clone().requires_grad_() for name, param in task.model.named_parameters()}
+    buffers = {name: torch.zeros_like(param) for name, param in params.items()}
+    for number in range(3):
+        x, y = task.batch(number)
+        state, _ = run(state, (x, y))
+        loss = task.criterion(torch.func.functional_call(task.model, params, (x,)), y)
+        grads = torch.autograd.grad(loss, list(params.values()))
+        for (label, param), grad in zip(params.items(), grads):
+            if param.dim() >= 2 or not only_matrices:
+                new, buffers[label] = stepped(param.detach(), grad, buffers[label])
+                params[label] = new.requires_grad_()
+    for label, param in params.items():
+        assert_close(state.params[label], param.detach(), 1e-5)
+    with step.evaluating(state, average=False) as model:
+        for _, param in model.named_parameters():
+            if param.dim() >= 2:
+                assert_close(param.norm(), torch.tensor(1.0), 1e-5)

@@ -39,7 +39,10 @@ def step(state: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], Any]:
     out = F.conv2d(x, kernel, padding=2, groups=CHANNELS)
     for part in flat.split(WIDTH):
         out = torch.tanh(out + part.sum() * 0.1)
-    loss = out.square().mean()
+    out = 2 * out
+    gate = torch.sigmoid(out)
+    out.view(-1).mul_(0.5)  # what the gate has read is written through a view
+    loss = (gate * out).square().mean()
     new = [leaf.detach() - 0.1 * grad for leaf, grad in zip(leaves, torch.autograd.grad(loss, leaves))]
     # The second count is the first one's old value: a write back in another order than that of the leaves.
     counts = torch.stack([state["counts"][0] + 1, state["counts"][0]])
@@ -91,6 +94,15 @@ def test_what_is_left_out_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     jit(lambda state, batch: (state + batch, None), backend="eager", without=without)(torch.ones(2), torch.ones(2))
     wanted = [one.name for one in every if one.name not in without]
     assert ran == wanted
+
+
+def test_one_that_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(program: Any) -> Any:
+        raise KeyError("x")
+
+    monkeypatch.setattr(passes, "pipeline", lambda: [passes.layouts.PASS._replace(run=run, where=lambda _: True)])
+    with pytest.raises(RuntimeError, match="pass 'layouts' raises KeyError: 'x'"):
+        jit(step, backend="eager")(state(), torch.randn(2, CHANNELS, 6, 6))
 
 
 def test_explain_prints_the_list(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,7 +37,7 @@ def test_compiled_code_keeps_keyword_arguments(dtype: torch.dtype) -> None:
 
 @pytest.mark.inductor
 def test_compiled_losses_of_values_that_are_not_finite() -> None:
-    x, target = torch.tensor([[1.0, float("inf"), float("nan"), -2.0]] * 4), torch.arange(4)
+    x, target = torch.tensor([[1.0, float("inf"), float("nan"), -2.0, 0.5]] * 4), torch.arange(4)
 
     def losses(x: Tensor) -> tuple[Tensor, ...]:
         leaf = x.detach().requires_grad_()
@@ -45,6 +45,10 @@ def test_compiled_losses_of_values_that_are_not_finite() -> None:
             F.multi_margin_loss(leaf, target, reduction="none"),
             F.softshrink(leaf),
             F.smooth_l1_loss(leaf, torch.zeros_like(leaf), reduction="none"),
+            torch.logit(leaf),
+            torch.logit(leaf, eps=0.1),
+            F.adaptive_max_pool1d(leaf, 2),
+            F.adaptive_max_pool2d(leaf[None], 2),
         )
         return *values, *(torch.autograd.grad(value.sum(), leaf)[0] for value in values)
 

@@ -14,10 +14,10 @@ from funcamp._jit.passes import (
     casts,
     float16_sums,
     layouts,
+    nan_gradients,
     open_sizes,
     permutations,
     scalar_factors,
-    smooth_losses,
     whole_operations,
     write_backs,
     zero_tensors,
@@ -53,7 +53,7 @@ AFTER_LAYERS: tuple[Pass, ...] = (
     # Of what the compiler takes instead of some operations.
     zero_tensors.PASS,
     scalar_factors.PASS,
-    smooth_losses.PASS,
+    nan_gradients.PASS,
     float16_sums.PASS,
     batch_norms.PASS,
     # Of the graph again, given that table.
@@ -71,8 +71,15 @@ def pipeline() -> tuple[Pass, ...]:
 
 
 def run_passes(program: Program, without: frozenset[str] = frozenset()) -> Program:
-    """Return the program after all passes that its target needs, except those left out."""
+    """Return the program after all passes that its target needs, except those left out.
+
+    Raises:
+        RuntimeError: a pass raised; it is named, so that it can be left out.
+    """
     for program_pass in pipeline():
         if program_pass.where(program.target) and program_pass.name not in without:
-            program = program_pass.run(program)
+            try:
+                program = program_pass.run(program)
+            except Exception as error:
+                raise RuntimeError(f"pass {program_pass.name!r} raises {type(error).__name__}: {error}") from error
     return program

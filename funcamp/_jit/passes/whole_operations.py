@@ -26,6 +26,9 @@ for the factor, and gives it to other pixels. In `torch.compile` the forward pas
 2 ** i of integers i on a CPU: C++ in place of Python (`cpp_wrapper`) gives torch the 2 as a float, and reads the floats
 that are returned as integers. Torch 2.11 to 2.15.
 
+An adaptive max pool: Inductor's own form takes no NaN for the largest number of a window, and gives the gradient to
+another one. Torch 2.11 to 2.15.
+
 A 3-d max pool: of a transposed input Inductor's own form gives the backward pass, which is torch's, the places of the
 largest numbers in another order than it reads; in a padded window of -inf it finds the largest number in the padding,
 and the gradient is written outside of its memory. Torch 2.11 to 2.15.
@@ -133,6 +136,7 @@ if NAN_SHRUNK:
 _define("avg_pool2d_backward", _aten.avg_pool2d_backward.default, where=_counts_over_the_edge)
 _define("avg_pool3d_backward", _aten.avg_pool3d_backward.default, where=_counts_over_the_edge)
 _define("pow", _aten.pow.Scalar, where=_is_of_integers)
+_define("adaptive_max_pool2d", _aten.adaptive_max_pool2d.default)
 _define("max_pool3d_with_indices", _aten.max_pool3d_with_indices.default)
 _define("upsample_nearest2d_backward", _aten.upsample_nearest2d_backward.default, where=_is_no_ratio)
 

@@ -174,6 +174,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "module_loss criterion class": (lambda: module_loss(LINEAR, torch.nn.MSELoss), TypeError, r"criterion must be a function or an object; got the class MSELoss: pass MSELoss\(\)"),
     "init module": (lambda: STEP.init(LINEAR), TypeError, r"init: params must be a pytree of tensors.*; got Linear: .* init\(\)"),
     "init integer": (lambda: STEP.init({"w": W.int()}), TypeError, r"init: params\['w'\] must be a strided floating"),
+    "init sparse buffers": (lambda: STEP.init({"w": W}, {"b": W.to_sparse()}), TypeError, r"buffers\['b'\] must be strided"),
     "init buffers": (lambda: STEP.init({"w": W}, {"b": 1}), TypeError, "buffers must be a dict of tensors"),  # type: ignore[dict-item]
     "init names": (lambda: make_train_step(MODULE, SGD).init({"weight": W}), ValueError, "must have the names .* differ in 'bias'"),
     "loss training": (lambda: STEP.loss(START, W, training=1), TypeError, "training must be True or False; got 1"),  # type: ignore[arg-type]

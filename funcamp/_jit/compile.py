@@ -34,25 +34,28 @@ def target_of(graph: Graph, backend: str, devices: frozenset[str], *, exact: boo
     """Return what a graph is compiled for.
 
     Before torch 2.15 Inductor computes some operations wrongly whose shape follows from values, so it gets no program
-    with such shapes: its operations run one by one.
+    with such shapes: its operations run one by one. With a sparse tensor Inductor's code raises at its first call.
     """
-    if graph.is_open and backend == "inductor" and _upstream.WRONG_ROWS:
-        one_by_one_instead(f"torch {torch.__version__} cannot be trusted with it (2.15 can)")
+    is_open = graph.open_operation is not None
+    if is_open and backend == "inductor" and (_upstream.WRONG_ROWS or graph.has_sparse):
+        newer = "" if graph.has_sparse else " (2.15 can)"
+        one_by_one_instead(graph, f"torch {torch.__version__} cannot be trusted with it{newer}")
         backend = "eager"
     return Target(
         backend=backend,
         devices=devices,
         exact=exact,
-        is_open=graph.is_open,
+        is_open=is_open,
         is_distributed=torch.distributed.is_available() and torch.distributed.is_initialized(),
     )
 
 
-def one_by_one_instead(why: str) -> None:
+def one_by_one_instead(graph: Graph, why: str) -> None:
     """Log that a program with open shapes is not compiled."""
     _log.warning(
-        "jit: a shape follows from values, such as that of x[mask], and %s, so that the operations of this step run "
-        "one by one, as in eager mode: a fixed shape (torch.where, a mask in the loss) is faster",
+        "jit: a shape follows from values, that of %s (such as x[mask]), and %s, so that the operations of this step "
+        "run one by one, as in eager mode: a fixed shape (torch.where, a mask in the loss) is faster",
+        graph.open_operation,
         why,
     )
 

@@ -226,7 +226,7 @@ def compile_traced(graph: Graph, target: Target, options: JitOptions, steps: Ste
             raise
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         if target.by_inductor and target.is_open:
-            one_by_one_instead(f"Inductor raises {reason}")
+            one_by_one_instead(graph, f"Inductor raises {reason}")
             return compile_traced(graph, target._replace(backend="eager"), options, steps)
         advise("jit", error)
         raise RuntimeError(

@@ -102,6 +102,12 @@ def _check_buffers(loss_fn: Loss, buffers: object) -> None:
     """Raise TypeError or ValueError if these are not the buffers that a loss takes."""
     if not isinstance(buffers, dict) or not all(isinstance(value, Tensor) for value in buffers.values()):
         raise TypeError(f"init: buffers must be a dict of tensors; got {_tree.brief(buffers)}")
+    for name, value in buffers.items():
+        if value.layout != torch.strided:
+            raise TypeError(
+                f"init: buffers[{name!r}] must be strided; got layout {value.layout}: keep its indices and values as "
+                "buffers, and make it in forward, by torch.sparse_coo_tensor"
+            )
     if buffers and not loss_fn.has_buffers:
         raise ValueError(f"init: buffers must be None for a loss without; got {_tree.brief(buffers)}")
     module_buffers = loss_fn.buffers()

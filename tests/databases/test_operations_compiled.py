@@ -1,4 +1,7 @@
-"""The claim: what Inductor generates for torch's operations differs from eager code by rounding only."""
+"""The claim: what Inductor generates for torch's operations differs from eager code by rounding only.
+
+With exact=True it draws eager mode's random numbers.
+"""
 
 from __future__ import annotations
 
@@ -21,4 +24,4 @@ pytestmark = [
 @pytest.mark.thorough
 @pytest.mark.parametrize("names", programs(UNINITIALIZED), ids=operator.itemgetter(0))
 def test_operations_are_the_eager_ones_but_for_rounding(names: list[str], caplog: pytest.LogCaptureFixture) -> None:
-    assert_compiled_right(names, Setting(torch.float32, samples=3, samples_of_nn=12), NOT_COMPILED, caplog)
+    assert_compiled_right(names, Setting(torch.float32, samples=3, samples_of_nn=12, exact=True), NOT_COMPILED, caplog)

@@ -290,6 +290,8 @@ def outcome(
 
 #: How far a compiled number may be from an eager one, in multiples of the eager one's own error.
 LIMIT = 32.0
+#: The same if that error is not known, because double precision draws other numbers: a wrong draw is beyond a million.
+LIMIT_OF_RANDOM = 10_000.0
 
 
 class Joined(NamedTuple):
@@ -358,16 +360,6 @@ def error_in_roundings(found: Any, expected: Any, reference: Any) -> float:
     return worst if worst == 0.0 else worst / max(rounding, torch.finfo(expected.dtype).tiny)
 
 
-class Expected(NamedTuple):
-    """What a case computes in plain Python, but for its loss."""
-
-    case: Case
-    results: object
-    reference: object
-    """In double precision; None if that fails."""
-    is_random: bool
-
-
 def _wide_and_narrow(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return the weights of two layers, of 8 features and of one: together they multiply by 1.02.
 
@@ -379,38 +371,57 @@ def _wide_and_narrow(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def linear_layers(x: Tensor) -> Tensor:
-    """Return a tensor after two linear layers, element by element."""
+    """Return a tensor after two linear layers, element by element; another dtype as it is."""
+    if not x.is_floating_point():
+        return x
     wide, narrow = _wide_and_narrow(x)
     return (x.reshape(-1, 1) @ wide[None] @ narrow[:, None]).reshape(x.shape)
 
 
 def convolutions(x: Tensor) -> Tensor:
-    """Return a tensor after two convolutions, element by element."""
-    if x.numel() == 0:
+    """Return a tensor after two convolutions, element by element; another dtype as it is."""
+    if not x.is_floating_point() or x.numel() == 0:
         return x
     wide, narrow = _wide_and_narrow(x)
     hidden = torch.nn.functional.conv1d(x.reshape(1, 1, -1), wide[:, None, None])
     return torch.nn.functional.conv1d(hidden, narrow[None, :, None]).reshape(x.shape)
 
 
+#: By the number of dimensions; a matrix, a sequence and others are transposed.
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def other_layout(x: Tensor) -> Tensor:
+    """Return a tensor with the same elements in another order in memory."""
+    if x.dim() < 2:
+        return x
+    if x.dim() in _CHANNELS_LAST:
+        return x.contiguous(memory_format=_CHANNELS_LAST[x.dim()])
+    return x.mT.contiguous().mT
+
+
 class Setting(NamedTuple):
-    """The dtype of an operation's input, what computes it, and how many samples are taken."""
+    """How operations are called and compiled, and how many samples of one are taken."""
 
     dtype: torch.dtype
-    layers: Callable[[Tensor], Tensor] | None = None
+    through: Callable[[Tensor], Tensor] | None = None
+    """What the arguments go through in the same program."""
     samples: int = 1
     samples_of_nn: int = 1
     """Of a function of torch.nn, which has more arguments."""
+    exact: bool = False
+    """Compiled with exact=True: then random numbers are compared too."""
 
 
-def _after(layers: Callable[[Tensor], Tensor], operation: Callable[..., object]) -> Callable[..., object]:
-    """Return an operation on what layers compute of its input."""
+def _after(through: Callable[[Tensor], Tensor], operation: Callable[..., object]) -> Callable[..., object]:
+    """Return an operation on what its arguments go through."""
 
-    def of_layers(leaf: Tensor) -> Tensor:
-        return layers(leaf) if leaf.is_floating_point() and leaf.layout == torch.strided else leaf
+    def changed(leaf: Tensor) -> Tensor:
+        return through(leaf) if leaf.layout == torch.strided else leaf
 
-    def call(first: object, *others: object, **keywords: object) -> object:
-        return operation(_pytree.tree_map_only(Tensor, of_layers, first), *others, **keywords)
+    def call(*args: object, **keywords: object) -> object:
+        args, keywords = _pytree.tree_map_only(Tensor, changed, (args, keywords))
+        return operation(*args, **keywords)
 
     return call
 
@@ -427,25 +438,53 @@ def is_compiled(case: Case) -> bool:
         graph = trace(on_leaves, clones(case.state + case.batch), {"cpu"}, state_count=count)
     except HostError:
         return False
-    return not graph.is_open
+    return graph.open_operation is None
 
 
-def expected_of(name: str, setting: Setting) -> dict[str, Expected]:
-    """Return what the samples of an operation compute, by name, if they run in plain Python and are compiled."""
+class Compared(NamedTuple):
+    """A case that is compiled, and what its numbers are compared by."""
+
+    case: Case
+    reference: object
+    """What it computes in double precision; None if that fails, or if it draws random numbers."""
+    is_random: bool
+
+
+def compared_of(name: str, setting: Setting) -> dict[str, Compared]:
+    """Return the samples of an operation that run in plain Python and are compiled, by name."""
     operation = operations()[name]
     if setting.dtype not in operation.dtypes:
         return {}
     function: Callable[..., object] = operation.op
-    if setting.layers is not None:
-        function = _after(setting.layers, function)
+    if setting.through is not None:
+        function = _after(setting.through, function)
     count = setting.samples_of_nn if name.startswith("nn.functional.") else setting.samples
     found = {}
     for number, sample in enumerate(samples_of(operation, setting.dtype, count)):
         case = working_case(function, sample)
         if case is not None and is_compiled(case):
-            exact = working_case(function, in_double(sample))
-            found[f"{name} {number}"] = _expected(case, exact)
+            is_random = _draws(case)
+            exact = None if is_random else working_case(function, in_double(sample))
+            found[f"{name} {number}"] = Compared(case, None if exact is None else _eagerly(exact), is_random)
     return found
+
+
+def _eagerly(case: Case | Joined) -> Any:
+    """Return what a step computes in plain Python."""
+    torch.manual_seed(SEED)
+    return case.step(_pytree.tree_map(_clone, case.state), _pytree.tree_map(_clone, case.batch))
+
+
+def _clone(leaf: Tensor) -> Tensor:
+    return leaf.detach().clone()
+
+
+def _draws(case: Case) -> bool:
+    """Return whether a case draws random numbers."""
+    torch.manual_seed(SEED)
+    before = torch.get_rng_state()
+    _eagerly(case)
+    return not torch.equal(before, torch.get_rng_state())
 
 
 def _without_loss(results: Any) -> object:
@@ -454,46 +493,42 @@ def _without_loss(results: Any) -> object:
     return new, {name: value for name, value in metrics.items() if name != "loss"}
 
 
-def _expected(case: Case, exact: Case | None) -> Expected:
-    def run(one: Case, seed: int) -> object:
-        torch.manual_seed(seed)
-        return _without_loss(one.step(clones(one.state), clones(one.batch)))
-
-    results = run(case, SEED)
-    other_draws = zip(_pytree.tree_leaves(results), _pytree.tree_leaves(run(case, SEED + 1)))
-    is_random = not all(is_same(one, other) for one, other in other_draws)
-    return Expected(case, results, None if exact is None else run(exact, SEED), is_random)
-
-
-def worst_error(found: object, expected: Expected) -> float:
-    """Return the largest error of a result in a step."""
+def worst_error(found: object, expected: object, compared: Compared, *, exact: bool) -> float:
+    """Return the largest error of a result in a step, in multiples of what it may be; inf if it is no number."""
     leaves, spec = _pytree.tree_flatten(_without_loss(found))
-    right, right_spec = _pytree.tree_flatten(expected.results)
+    right, right_spec = _pytree.tree_flatten(_without_loss(expected))
     if spec != right_spec:
         return math.inf
-    if expected.is_random:
+    if compared.is_random and not exact:
         return 0.0 if all(map(is_same_kind, leaves, right)) else math.inf
-    exact, exact_spec = _pytree.tree_flatten(expected.reference)
-    if exact_spec != spec:
-        exact = [None] * len(right)
-    return max(map(error_in_roundings, leaves, right, exact), default=0.0)
+    references: list[object] = [None] * len(right)
+    if compared.reference is not None:
+        in_double, double_spec = _pytree.tree_flatten(_without_loss(compared.reference))
+        references = in_double if double_spec == spec else references
+    limit = LIMIT_OF_RANDOM if compared.is_random else LIMIT
+    return max(map(error_in_roundings, leaves, right, references), default=0.0) / limit
 
 
 def assert_compiled_right(
     names: Iterable[str], setting: Setting, left_out: Set[str], log: pytest.LogCaptureFixture
 ) -> None:
     """Assert that operations differ from eager code by rounding only if they are compiled, as one program."""
-    expected: dict[str, Expected] = {}
+    cases: dict[str, Compared] = {}
     for name in names:
-        expected |= expected_of(name, setting)
-    for case in left_out & expected.keys():
-        del expected[case]
-    together = joined([found.case for found in expected.values()])
+        cases |= compared_of(name, setting)
+    for name in left_out & cases.keys():
+        del cases[name]
+    together = joined([compared.case for compared in cases.values()])
+    expected = zip(*_eagerly(together))
     torch.manual_seed(SEED)
     with log.at_level(logging.WARNING, "funcamp"):
-        state, metrics = funcamp.jit(together.step)(together.state, together.batch)
-    errors = {case: worst_error(pair, found) for (case, found), pair in zip(expected.items(), zip(state, metrics))}
-    assert {case: error for case, error in errors.items() if error > LIMIT} == {}
+        found = zip(*funcamp.jit(together.step, exact=setting.exact)(together.state, together.batch))
+    errors = {
+        name: worst_error(pair, right, compared, exact=setting.exact)
+        for (name, compared), pair, right in zip(cases.items(), found, expected)
+    }
+    wrong = {name: error for name, error in errors.items() if error > 1}
+    assert not wrong, wrong
     assert "one by one" not in log.text  # then nothing was compiled
 
 

@@ -6,9 +6,8 @@ tuple of such. `step` gets the gradient of what is minimized; a complex paramete
 `step` is counted by the caller.
 
 A new rule: copy `adagrad.py`, and add torch's class, whose names and defaults the arguments are, to `RULES` in
-`__init__.py`, and with options to `tests/support/optimizers.py`, over which the tests go. An optimizer that torch lacks
-needs a class of `torch.optim.Optimizer` first, with a step: any such class is run as it is (`_optim/foreign`), and a
-rule makes it faster.
+`__init__.py`, and with options to `tests/support/optimizers.py`, over which the tests go. What torch lacks is no rule:
+any class of `torch.optim.Optimizer` is run as it is (`_optim/foreign`), and an object with `init` and `update` too.
 """
 
 from __future__ import annotations

@@ -34,12 +34,11 @@ def target_of(graph: Graph, backend: str, devices: frozenset[str], *, exact: boo
     """Return what a graph is compiled for.
 
     Before torch 2.15 Inductor computes some operations wrongly whose shape follows from values, so it gets no program
-    with such shapes: its operations run one by one. With a sparse tensor Inductor's code raises at its first call.
+    with such shapes: its operations run one by one.
     """
     is_open = graph.open_operation is not None
-    if is_open and backend == "inductor" and (_upstream.WRONG_ROWS or graph.has_sparse):
-        newer = "" if graph.has_sparse else " (2.15 can)"
-        one_by_one_instead(graph, f"torch {torch.__version__} cannot be trusted with it{newer}")
+    if is_open and backend == "inductor" and _upstream.WRONG_ROWS:
+        one_by_one_instead(graph, f"torch {torch.__version__} cannot be trusted with it (2.15 can)")
         backend = "eager"
     return Target(
         backend=backend,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -52,7 +53,7 @@ def first_state(part: Part, params: Tree) -> Tree:
     """Return the state of a part before the first step; `()` for a function."""
     if is_function(part):
         return ()
-    return part.init(expand(params) if _is_own(part) else params)
+    return _called(part, lambda given: part.init(given), expand(params)) if _is_own(part) else part.init(params)
 
 
 def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
@@ -60,34 +61,69 @@ def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
 
     Raises:
         TypeError: the part returns something else than an `Update`.
-        ValueError: it has written into what it got.
+        ValueError: it has written into what it got, or returns parameters or gradients of another form.
     """
     if not _is_own(part):
         return _applied(part, update, state)
     in_shapes = update._replace(params=expand(update.params), gradients=expand(update.gradients))
-    # Dynamo does not read the version of a tensor.
-    is_compared = not torch.compiler.is_dynamo_compiling()
-    marks_before = _marks(in_shapes, state) if is_compared else []
-    new_update, new_state = _applied(part, in_shapes, state)
-    if is_compared and _marks(in_shapes, state) != marks_before:
+    given_params, given_gradients = _tree.flatten(in_shapes.params), _tree.flatten(in_shapes.gradients)
+    new, new_state = _called(part, lambda given: _applied(part, *given), (in_shapes, state))
+    params = _stored(part, "params", update.params, given_params, new.params)
+    gradients = _stored(part, "gradients", update.gradients, given_gradients, new.gradients)
+    norm = new.norm if gradients is update.gradients else None
+    return Update(params, gradients, norm), new_state
+
+
+def _called(part: Part, call: Callable[[Any], Any], given: Tree) -> Any:
+    """Return what a call of the user's own part returns.
+
+    Raises:
+        ValueError: it has written into what it is given.
+    """
+    if torch.compiler.is_dynamo_compiling():  # Dynamo does not read the version of a tensor
+        return call(given)
+    marks_before = _marks(given)
+    result = call(given)
+    if _marks(given) != marks_before:
         raise ValueError(
             f"chain: {part!r} must not write into the parameters, the gradients or the state that it gets: a skipped "
             "step could not undo it, and a clip would not see it: compute new tensors, such as g * 0.5 instead of "
-            "g.mul_(0.5), and torch.where(mask, 0, g) instead of g[mask] = 0"
+            "g.mul_(0.5), torch.where(mask, 0, g) instead of g[mask] = 0, and a new dict instead of grads['w'] = g"
         )
-    params = _stored(update.params, in_shapes.params, new_update.params)
-    gradients = _stored(update.gradients, in_shapes.gradients, new_update.gradients)
-    return new_update._replace(params=params, gradients=gradients), new_state
+    return result
 
 
-def _stored(before: Tree, in_shapes: Tree, new: Tree) -> Tree:
-    """Return what a part makes of a tree, stored as the tree is: the tree itself if the part returned what it got."""
-    return before if new is in_shapes else collapse(before, new)
+def _stored(part: Part, name: str, before: Tree, given: tuple[list[Any], Any], new: Tree) -> Tree:
+    """Return what the user's own part makes of the leaves that it was given, stored as the tree was.
+
+    Raises:
+        ValueError: it has another structure, or a leaf another shape, or a parameter another dtype.
+    """
+    old_leaves, spec = given
+    names = f"the {name} that it gets", "those that it returns"
+    _tree.same_structure(f"chain: {part!r}", names, (_tree.unflatten(old_leaves, spec), new))
+    pairs = list(zip(old_leaves, _tree.leaves(new)))
+    if all(old is leaf for old, leaf in pairs):
+        return before
+    for index, (old, leaf) in enumerate(pairs):
+        if _form(old, name) != _form(leaf, name):
+            raise ValueError(
+                f"chain: {part!r} must return {name}{_tree.path_of(new, index)} as it got it, {_tree.describe(old)}; "
+                f"got {_tree.describe(leaf)}: return what does not change too, and cast by .to(p.dtype)"
+            )
+    return collapse(before, new)
 
 
-def _marks(update: Update, state: Tree) -> list[tuple[int, MemoryMark]]:
-    """Return what changes if a tensor of an update or a state is written, or another one is put in its place."""
-    return [(id(tensor), memory_of(tensor)) for tensor in _tree.tensors_in((update, state))]
+def _form(leaf: object, name: str) -> object:
+    """Return what of a leaf a part must not change."""
+    if not isinstance(leaf, Tensor):
+        return leaf
+    return leaf.shape, leaf.dtype if name == "params" else None
+
+
+def _marks(given: Tree) -> list[tuple[int, MemoryMark]]:
+    """Return what changes if a tensor of a tree is written, or another one is put in its place."""
+    return [(id(tensor), memory_of(tensor)) for tensor in _tree.tensors_in(given)]
 
 
 def _applied(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
@@ -97,8 +133,10 @@ def _applied(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
     elif hasattr(part, "transform"):
         new_update, state = part.transform(update, state)
     else:
-        params, state = part.update(update.params, update.gradients, state)
-        new_update = update._replace(params=params)
+        result = part.update(update.params, update.gradients, state)
+        if not isinstance(result, tuple) or len(result) != 2:
+            raise TypeError(f"chain: {part!r} must return (params, state) from update; got {_tree.brief(result)}")
+        new_update, state = update._replace(params=result[0]), result[1]
     if not isinstance(new_update, Update):
         raise TypeError(
             f"chain: {part!r} must return an Update, such as update._replace(gradients=...); got "
@@ -133,7 +171,10 @@ def evaluation_params_of(part: object, params: Tree, state: Tree) -> Tree:
         return params
     if not _is_own(part):
         return evaluation_params(params, state)
-    return collapse(params, evaluation_params(expand(params), state))
+    in_shapes = expand(params)
+    given_params = _tree.flatten(in_shapes)
+    new = _called(part, lambda given: evaluation_params(*given), (in_shapes, state))
+    return _stored(part, "params", params, given_params, new)
 
 
 def check_part(call: str, name: str, part: object) -> None:

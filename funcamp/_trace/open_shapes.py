@@ -16,19 +16,10 @@ def is_open(value: object) -> bool:
 
 
 def has_open_layout(value: object) -> bool:
-    """Return whether a value is open, or a tensor whose strides follow from values, such as `x[:, mask][:, 0]`.
-
-    A sparse tensor has no strides, and as many values as its values tell.
-    """
-    if is_open(value) or not isinstance(value, Tensor):
-        return is_open(value)
-    return value.layout != torch.strided or any(isinstance(step, torch.SymInt) for step in value.stride())
-
-
-def has_sparse_result(node: fx.Node) -> bool:
-    """Return whether a result of a node is a sparse tensor."""
-    leaves = _tree.leaves(node.meta.get("val"))
-    return any(isinstance(leaf, Tensor) and leaf.layout != torch.strided for leaf in leaves)
+    """Return whether a value is open, or a tensor whose strides follow from values, such as `x[:, mask][:, 0]`."""
+    if is_open(value):
+        return True
+    return isinstance(value, Tensor) and any(isinstance(step, torch.SymInt) for step in value.stride())
 
 
 def has_open_result(node: fx.Node) -> bool:

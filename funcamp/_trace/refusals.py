@@ -56,6 +56,16 @@ def refuse_draw_on_host(result: object, home: Set[str]) -> None:
             )
 
 
+def refuse_sparse(result: FakeTensor) -> None:
+    """Raise HostError for a sparse tensor: of its values, a trace does not know how many there are."""
+    if result.layout != torch.strided:
+        raise HostError(
+            f"make no sparse tensor, of which a trace does not know how many values it has; {line_in_stack()} makes "
+            f"{_tree.describe(result)}: add up its entries by index_add or scatter_add, make it dense, or call the "
+            "step without jit"
+        )
+
+
 def refuse_move(func: Operation, result: FakeTensor, args: Args, kwargs: Kwargs, home: Set[str]) -> None:
     """Raise HostError if an operation moves a tensor from home to another type of device."""
     device = result.fake_device

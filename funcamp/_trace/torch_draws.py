@@ -153,7 +153,7 @@ def _memory_of(func: Operation, filled: Tensor) -> tuple[Tensor, list[int]]:
     if not filled.is_contiguous():  # no stride of a size that follows from values can be compared
         if func is _aten.normal_.default and filled.numel() * (2 if filled.is_complex() else 1) >= 16:
             # It would draw other numbers if contiguous.
-            return filled.new_empty_strided(filled.shape, torch.empty_like(filled).stride()), order
+            return filled.new_empty_strided(filled.shape, filled.stride()), order
         order.sort(key=filled.stride, reverse=True)
     return filled.new_empty([filled.shape[dim] for dim in order]), order
 

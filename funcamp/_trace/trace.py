@@ -27,7 +27,7 @@ from funcamp._trace.host_values import compute_host_values
 from funcamp._trace.inner_casts import watch_autocast
 from funcamp._trace.interface import Outputs, Role, outputs_of
 from funcamp._trace.kept_tensors import give_values_to_kept
-from funcamp._trace.open_shapes import has_open_result, has_sparse_result, is_open
+from funcamp._trace.open_shapes import has_open_result, is_open
 from funcamp._trace.places import Identity, Survey
 from funcamp._trace.refusals import assignments_to_data_refused
 from funcamp._trace.tensor_subclass import Wrapper, unwrap_all, wrap, wrapper_of
@@ -79,8 +79,6 @@ class Graph(NamedTuple):
     """Whether an argument or a result is not a plain tensor."""
     open_operation: str | None
     """The first operation with a shape or strides that follow from values; None if there is none."""
-    has_sparse: bool
-    """Whether a result of an operation is a sparse tensor."""
     notes: set[str]
     """What the log has to say of it."""
     changed_places: Set[Identity] = frozenset()
@@ -186,7 +184,6 @@ def _trace_once(
         outputs=plain_function.outputs,
         has_subclasses=any(plain_function.argument_wrappers) or any(plain_function.wrappers),
         open_operation=next((str(node.target) for node in module.graph.nodes if has_open_result(node)), None),
-        has_sparse=any(map(has_sparse_result, module.graph.nodes)),
         notes=watch.notes | _notes_on_settings(),
     )
 

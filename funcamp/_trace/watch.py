@@ -22,6 +22,7 @@ from funcamp._trace.refusals import (
     refuse_draw_on_host,
     refuse_move,
     refuse_packing,
+    refuse_sparse,
     refuse_waiting,
 )
 from funcamp._trace.tensor_subclass import PLAIN_TENSORS
@@ -112,6 +113,7 @@ class TraceWatch(TorchDispatchMode):
         else:
             result = func(*args, **kwargs)
         for tensor in fake_tensors_of(result):
+            refuse_sparse(tensor)
             refuse_move(func, tensor, args, kwargs, self._home)
         return result
 

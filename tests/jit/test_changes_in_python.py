@@ -716,8 +716,8 @@ def test_a_count_of_any_function_of_a_step_is_refused_by_name(name: str) -> None
 
     def part(update: Any) -> Any:
         of_part[0] += name == "part"
-        gradients = {key: gradient * of_part[0] for key, gradient in update.gradients.tree().items()}
-        return update._replace(gradients=update.gradients.ravel(gradients))
+        gradients = {key: gradient * of_part[0] for key, gradient in update.gradients.items()}
+        return update._replace(gradients=gradients)
 
     class Own(rules.Rule):
         def outcome(self, state: ScalerState, config: ScalerConfig) -> rules.Outcome:

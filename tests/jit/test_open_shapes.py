@@ -126,18 +126,3 @@ def test_a_cuda_graph_has_fixed_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match=text):
         jit(step, backend="eager")(step.init(), batches()[0])
     jit(step, backend="eager", capture=False)(step.init(), batches()[0])
-
-
-@pytest.mark.filterwarnings("ignore:Sparse")
-def test_a_sparse_tensor_that_the_step_makes_is_not_compiled(caplog: pytest.LogCaptureFixture) -> None:
-    places, edges = torch.tensor([[0, 1, 3], [1, 2, 0]]), torch.ones(3)
-
-    def loss(params: dict[str, Tensor], batch: tuple[Tensor, Tensor]) -> Tensor:
-        x, weights = batch
-        adjacency = torch.sparse_coo_tensor(places, weights, (4, 4))
-        return (adjacency @ (x @ params["w"])).square().sum()
-
-    step = make_train_step(loss, ADAMW)
-    assert_as_eager(step, jit(step), step.init({"w": torch.randn(3, 2)}), [(torch.randn(4, 3), edges)])
-    (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
-    assert "that of aten._sparse_coo_tensor" in record.getMessage()

@@ -186,6 +186,12 @@ PYTHON: dict[str, tuple[Callable[[Tensor, Tensor], Any], str, str]] = {
     "another device": (lambda w, x: w.to("meta"), "one type of device", 'to."meta"'),
     "no values": (lambda w, x: BARE + x.to("meta"), "must (read tensors with values only|.*one type of device)", ""),
     "a sparse tensor": (lambda w, x: SPARSE @ x, "read strided tensors only, .*make it dense", ""),
+    "a new sparse tensor": (
+        # contract: "It makes no sparse tensor"
+        lambda w, x: x.to_sparse().sum() * w,
+        "make no sparse tensor, .*index_add",
+        "",
+    ),
     "branches": (
         # contract: "`jit` of `torch.cond`"
         lambda w, x: torch.cond(w > 1, lambda: x + 1, lambda: x - OWN, ()),

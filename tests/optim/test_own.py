@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from funcamp import average, by_group, chain, every, stateless
+from funcamp import average, by_group, chain, every, make_train_step, stateless
 from tests.support.helpers import assert_close
 from tests.support.models import mlp
-from tests.support.steps import build, eager_and_traced
+from tests.support.steps import build, compiled, eager_and_traced
 
 MOMENTUM, RATE = 0.5, 0.1
 
@@ -74,3 +75,72 @@ def test_it_takes_the_steps_of_a_plain_loop(name: str, flat: bool, wrap: Any) ->
         for _, param in model.named_parameters():
             if param.dim() >= 2:
                 assert_close(param.norm(), torch.tensor(1.0), 1e-5)
+
+
+class Returns:
+    """Returns what a function makes of the parameters; the loss's gradients are ones."""
+
+    def __init__(self, make: Callable[[dict[str, Tensor]], Any]) -> None:
+        self.make = make
+
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def update(self, params: Any, grads: Any, state: Any) -> Any:
+        return self.make(params), state
+
+
+MISFITS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "None": (lambda params: {**params, "b": None}, r"must return params\['b'\] as it got it, .* got None"),
+    "a number": (lambda params: {**params, "b": 0.0}, r"must return params\['b'\] as it got it"),
+    "another shape": (lambda params: {**params, "b": params["w"]}, r"must return params\['b'\] as it got it"),
+    "another dtype": (lambda params: {**params, "b": params["b"].half()}, r"float16 .* cast by .to\(p.dtype\)"),
+    "one parameter only": (lambda params: {"b": params["b"]}, r"must have one tree structure"),
+    "an item written": (lambda params: params.update(b=params["b"] - 1) or params, "must not write .* a new dict"),
+}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("name", MISFITS)
+def test_another_form_of_the_parameters_is_an_error_that_names_the_part(name: str, flat: bool) -> None:
+    make, expected = MISFITS[name]
+    step = make_train_step(lambda p, x: (p["w"] * x).sum() + p["b"].sum(), Returns(make))
+    state = step.init({"b": torch.ones(3), "w": torch.ones(2)}, flat=flat)
+    with pytest.raises(ValueError, match=rf"chain: <.*Returns object .*{expected}"):
+        step(state, torch.ones(2))
+
+
+class Writes(Returns):
+    """Writes into what it gets."""
+
+    def init(self, params: Any) -> Any:
+        self.make(params)
+        return ()
+
+
+class WritesInAnEvaluation(Returns):
+    def evaluation_params(self, params: Any, state: Any) -> Any:
+        self.make(params)
+        return params
+
+
+def test_init_and_an_evaluation_must_not_write_into_parameters() -> None:
+    def write(params: dict[str, Tensor]) -> None:
+        params["0.weight"].zero_()
+
+    with pytest.raises(ValueError, match="must not write"):
+        build(mlp(), Writes(write)).init()
+    step = build(mlp(), WritesInAnEvaluation(write))
+    with pytest.raises(ValueError, match="must not write"), step.evaluating(step.init()):
+        pass
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_an_item_that_is_written_under_torch_compile_counts(flat: bool) -> None:
+    def halved(update: Any) -> Any:
+        update.gradients["w"] = update.gradients["w"] * 0.5
+        return update
+
+    step = make_train_step(lambda p, x: (p["w"] * x).sum(), chain(halved, stateless(torch.optim.SGD, lr=1.0)))
+    state, _ = compiled(step)(step.init({"w": torch.zeros(2)}, flat=flat), torch.ones(2))
+    assert_close(state.params["w"], torch.full((2,), -0.5), 1e-6)

@@ -235,6 +235,7 @@ def is_same_kind(one: object, other: object) -> bool:
 REFUSALS = {
     "reads a value": "must not read a tensor's value on the host",
     "casts inside": "under autocast, which casts inside of its kernel",
+    "makes a sparse tensor": "must make no sparse tensor",
     "takes a shape from values": "must not take a shape from values",
 }
 FAILS = "fails in plain Python"

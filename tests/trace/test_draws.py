@@ -33,6 +33,7 @@ DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
     "bernoulli of probabilities": lambda x: torch.bernoulli(x.abs()),
     "filled in place": lambda x: torch.empty(3, 2).t().normal_(),
     "many filled in place": lambda x: torch.empty(8, 4).t().normal_(),
+    "a slice filled in place": lambda x: torch.zeros(8, 8)[:, :4].normal_().clone(),
     "few complex ones": lambda x: torch.empty(4, 2, dtype=torch.complex64).t().normal_(),
     "by probabilities": lambda x: torch.empty(3, 2).t().bernoulli_(torch.tensor([[0.0, 1.0, 1.0], [0.0, 0.0, 1.0]])),
     "multinomial": lambda x: torch.multinomial(x.abs(), 2),

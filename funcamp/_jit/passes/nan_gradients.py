@@ -30,7 +30,7 @@ def _of_smooth_loss(grad_output: Tensor, x: Tensor, target: Tensor, reduction: i
 
 def _of_logit(grad_output: Tensor, x: Tensor, eps: float | None = None) -> Tensor:
     """Return the gradient with respect to x; outside of 0 to 1 it is NaN, and outside of eps to 1 - eps 0."""
-    low, outside = (0.0, torch.nan) if eps is None else (eps, 0.0)
+    low, outside = (0.0, torch.nan) if eps is None or eps < 0 else (eps, 0.0)
     return torch.where((x < low) | (x > 1 - low), outside, grad_output / (x * (1 - x)))
 
 

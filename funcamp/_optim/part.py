@@ -150,7 +150,7 @@ def _applied(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
 
 def _is_own(part: Part) -> bool:
     """Return whether a part is the user's own."""
-    return not type(part).__module__.startswith("funcamp.")
+    return not str(getattr(part, "__module__", "")).startswith("funcamp.")
 
 
 def learning_rate_of(part: object, state: Tree) -> Tree:

@@ -16,7 +16,10 @@ from funcamp._types import Tree
 
 
 class Update(NamedTuple):
-    """What passes through a chain from part to part."""
+    """What passes through a chain from part to part.
+
+    A part of the user's own gets trees of parameters in their shapes, the others also trees in groups (`Params`).
+    """
 
     params: Tree
     """The parameters, as far as the parts have moved them."""

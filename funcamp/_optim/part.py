@@ -112,7 +112,8 @@ def _stored(part: Part, name: str, before: Tree, given: tuple[list[Any], Any], n
         if _form(old, name) != _form(leaf, name):
             raise ValueError(
                 f"chain: {part!r} must return {name}{_tree.path_of(new, index)} as it got it, {_tree.describe(old)}; "
-                f"got {_tree.describe(leaf)}: return what does not change too, and cast by .to(p.dtype)"
+                f"got {_tree.describe(leaf)}: return what does not change too, zeros for no gradient, and cast by "
+                ".to(p.dtype)"
             )
     return collapse(before, new)
 

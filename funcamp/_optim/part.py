@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
@@ -56,7 +57,7 @@ def first_state(part: Part, params: Tree) -> Tree:
     """Return the state of a part before the first step; `()` for a function."""
     if is_function(part):
         return ()
-    return _called(part, lambda given: part.init(given), expand(params)) if _is_own(part) else part.init(params)
+    return _called(part, part.init, expand(params)) if _is_own(part) else part.init(params)
 
 
 def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
@@ -66,27 +67,32 @@ def apply_part(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
         TypeError: the part returns something else than an `Update`.
         ValueError: it has written into what it got, or returns parameters or gradients of another form.
     """
-    if not _is_own(part):
-        return _applied(part, update, state)
+    new, new_state = (_applied_in_shapes if _is_own(part) else _applied)(part, update, state)
+    # The known norm is that of the former gradients. A later part that needs a norm computes it.
+    if new.gradients is not update.gradients:
+        new = new._replace(norm=None)
+    return new, new_state
+
+
+def _applied_in_shapes(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
     in_shapes = update._replace(params=expand(update.params), gradients=expand(update.gradients))
-    given_params, given_gradients = _tree.flatten(in_shapes.params), _tree.flatten(in_shapes.gradients)
-    new, new_state = _called(part, lambda given: _applied(part, *given), (in_shapes, state))
-    params = _stored(part, "params", update.params, given_params, new.params)
-    gradients = _stored(part, "gradients", update.gradients, given_gradients, new.gradients)
-    norm = new.norm if gradients is update.gradients else None
-    return Update(params, gradients, norm), new_state
+    new, new_state = _called(part, partial(_applied, part), in_shapes, state)
+    params = _stored(part, "params", update.params, in_shapes.params, new.params)
+    gradients = _stored(part, "gradients", update.gradients, in_shapes.gradients, new.gradients)
+    return new._replace(params=params, gradients=gradients), new_state
 
 
-def _called(part: Part, call: Callable[[Any], Any], given: Tree) -> Any:
-    """Return what a call of the user's own part returns.
+def _called(part: Part, call: Callable[..., Any], in_shapes: Tree, *state: Tree) -> Any:
+    """Return what a call of the user's own part returns; it gets a copy of a tree, so that the tree keeps its items.
 
     Raises:
         ValueError: it has written into what it is given.
     """
+    given = (_tree.unflatten(*_tree.flatten(in_shapes)), *state)
     if torch.compiler.is_dynamo_compiling():  # Dynamo does not read the version of a tensor
-        return call(given)
+        return call(*given)
     marks_before = _marks(given)
-    result = call(given)
+    result = call(*given)
     if _marks(given) != marks_before:
         raise ValueError(
             f"chain: {part!r} must not write into the parameters, the gradients or the state that it gets: a skipped "
@@ -96,16 +102,15 @@ def _called(part: Part, call: Callable[[Any], Any], given: Tree) -> Any:
     return result
 
 
-def _stored(part: Part, name: str, before: Tree, given: tuple[list[Any], Any], new: Tree) -> Tree:
-    """Return what the user's own part makes of the leaves that it was given, stored as the tree was.
+def _stored(part: Part, name: str, before: Tree, in_shapes: Tree, new: Tree) -> Tree:
+    """Return what the user's own part makes of a tree in shapes, stored as the tree was before.
 
     Raises:
         ValueError: it has another structure, or a leaf another shape, or a parameter another dtype.
     """
-    old_leaves, spec = given
     names = f"the {name} that it gets", "those that it returns"
-    _tree.same_structure(f"chain: {part!r}", names, (_tree.unflatten(old_leaves, spec), new))
-    pairs = list(zip(old_leaves, _tree.leaves(new)))
+    _tree.same_structure(f"chain: {part!r}", names, (in_shapes, new))
+    pairs = list(zip(_tree.leaves(in_shapes), _tree.leaves(new)))
     if all(old is leaf for old, leaf in pairs):
         return before
     for index, (old, leaf) in enumerate(pairs):
@@ -146,9 +151,6 @@ def _applied(part: Part, update: Update, state: Tree) -> tuple[Update, Tree]:
             f"chain: {part!r} must return an Update, such as update._replace(gradients=...); got "
             f"{_tree.brief(new_update)}"
         )
-    # The known norm is that of the former gradients. A later part that needs a norm computes it.
-    if new_update.gradients is not update.gradients:
-        new_update = new_update._replace(norm=None)
     return new_update, state
 
 
@@ -176,9 +178,7 @@ def evaluation_params_of(part: object, params: Tree, state: Tree) -> Tree:
     if not _is_own(part):
         return evaluation_params(params, state)
     in_shapes = expand(params)
-    given_params = _tree.flatten(in_shapes)
-    new = _called(part, lambda given: evaluation_params(*given), (in_shapes, state))
-    return _stored(part, "params", params, given_params, new)
+    return _stored(part, "params", params, in_shapes, _called(part, evaluation_params, in_shapes, state))
 
 
 def check_part(call: str, name: str, part: object) -> None:

@@ -105,8 +105,8 @@ def _check_buffers(loss_fn: Loss, buffers: object) -> None:
     for name, value in buffers.items():
         if value.layout != torch.strided:
             raise TypeError(
-                f"init: buffers[{name!r}] must be strided; got layout {value.layout}: keep its indices and values as "
-                "buffers, and make it in forward, by torch.sparse_coo_tensor"
+                f"init: buffers[{name!r}] must be strided; got layout {value.layout}: make it dense, or keep its "
+                "indices and values as buffers"
             )
     if buffers and not loss_fn.has_buffers:
         raise ValueError(f"init: buffers must be None for a loss without; got {_tree.brief(buffers)}")

@@ -27,6 +27,7 @@ from torch.utils import _pytree
 import funcamp
 from funcamp._trace.trace import trace
 from funcamp._trace.tracing import HostError
+from tests.support.helpers import clone
 
 #: Samples of an operation in float32, and in a dtype that autocast does not cast.
 SAMPLES, OTHER_SAMPLES = 4, 1
@@ -139,11 +140,6 @@ def samples_of(operation: Any, dtype: torch.dtype, count: int) -> list[Any]:
 def is_float(leaf: object) -> bool:
     """Return whether a leaf is a tensor of floating-point or complex numbers."""
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex())
-
-
-def clones(leaves: list[Tensor]) -> list[Tensor]:
-    """Return copies, because a jitted step consumes its state."""
-    return [leaf.detach().clone() for leaf in leaves]
 
 
 def weighted_sum(leaves: list[Any]) -> Tensor | None:
@@ -262,7 +258,7 @@ def outcome(
     def run(call: Callable[[Any, Any], object], case: Case) -> object:
         torch.manual_seed(SEED)
         with torch.autocast("cpu", around) if around else contextlib.nullcontext():
-            return call(clones(case.state), clones(case.batch))
+            return call(clone(case.state), clone(case.batch))
 
     # An operation in place needs copies, because it must write neither a leaf nor the batch.
     for copies in [True] if in_place else [False, True]:
@@ -310,7 +306,7 @@ def joined(cases: list[Case]) -> Joined:
         pairs = [case.step(values, inputs) for case, values, inputs in zip(cases, state, batch)]
         return [new for new, _ in pairs], [metrics for _, metrics in pairs]
 
-    return Joined(step, [clones(case.state) for case in cases], [clones(case.batch) for case in cases])
+    return Joined(step, [clone(case.state) for case in cases], [clone(case.batch) for case in cases])
 
 
 def working_case(function: Callable[..., object], sample: object) -> Case | None:
@@ -318,7 +314,7 @@ def working_case(function: Callable[..., object], sample: object) -> Case | None
     for copies in (False, True):
         case = case_of(function, sample, copies=copies)
         with contextlib.suppress(Exception):
-            case.step(clones(case.state), clones(case.batch))
+            case.step(clone(case.state), clone(case.batch))
             return case
     return None
 
@@ -436,7 +432,7 @@ def is_compiled(case: Case) -> bool:
         return _pytree.tree_leaves(new), metrics
 
     try:
-        graph = trace(on_leaves, clones(case.state + case.batch), {"cpu"}, state_count=count)
+        graph = trace(on_leaves, clone(case.state + case.batch), {"cpu"}, state_count=count)
     except HostError:
         return False
     return graph.open_operation is None
@@ -473,11 +469,7 @@ def compared_of(name: str, setting: Setting) -> dict[str, Compared]:
 def _eagerly(case: Case | Joined) -> Any:
     """Return what a step computes in plain Python."""
     torch.manual_seed(SEED)
-    return case.step(_pytree.tree_map(_clone, case.state), _pytree.tree_map(_clone, case.batch))
-
-
-def _clone(leaf: Tensor) -> Tensor:
-    return leaf.detach().clone()
+    return case.step(clone(case.state), clone(case.batch))
 
 
 def _draws(case: Case) -> bool:

@@ -169,4 +169,5 @@ FORMS: dict[str, Maker] = {
     "funcamp.jit, donate=False": functools.partial(funcamp_step, donate=False),
     "funcamp.jit, exact=True": functools.partial(funcamp_step, exact=True),
     "funcamp, eager": functools.partial(funcamp_step, compiled=False),
+    "funcamp, eager, a tensor a parameter": functools.partial(funcamp_step, compiled=False, flat=False),
 }

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import torch
@@ -62,12 +63,10 @@ class StatelessOptimizer(Fixed):
     """
 
     cls: type[torch.optim.Optimizer]
-    hyperparameters: Kwargs
-    """What the user gave."""
     dynamic: list[str]
-    """The names of those that are tensors or schedules."""
+    """The names of hyperparameters that are tensors or schedules."""
     arguments: Kwargs
-    """The same for the class's constructor: with numbers in place of tensors and schedules."""
+    """What the class's constructor gets: numbers in place of tensors and schedules."""
 
     _instead = ANOTHER
     _takes_groups: bool
@@ -77,7 +76,7 @@ class StatelessOptimizer(Fixed):
 
     def __init__(self, cls: type[torch.optim.Optimizer], hyperparameters: Kwargs) -> None:
         self.cls = cls
-        self.hyperparameters = hyperparameters
+        self._hyperparameters = hyperparameters
         self.dynamic = [name for name, value in hyperparameters.items() if is_dynamic(value)]
         signature = inspect.signature(cls).parameters
         self._default_lr = signature["lr"].default if "lr" in signature else None
@@ -86,13 +85,18 @@ class StatelessOptimizer(Fixed):
         with without_modes():
             self._prepare()
 
+    @property
+    def hyperparameters(self) -> Mapping[str, Any]:
+        """Return what the user gave, read only."""
+        return MappingProxyType(self._hyperparameters)
+
     def python_parts(self) -> dict[str, object]:
         """Return the functions that the user gave, such as a learning rate's, by name."""
-        dynamic = {name: self.hyperparameters[name] for name in self.dynamic}
+        dynamic = {name: self._hyperparameters[name] for name in self.dynamic}
         return {name: value for name, value in dynamic.items() if not isinstance(value, Tensor)}
 
     def __repr__(self) -> str:
-        arguments = "".join(f", {name}={value!r}" for name, value in self.hyperparameters.items())
+        arguments = "".join(f", {name}={value!r}" for name, value in self._hyperparameters.items())
         storage = "flat" if self._takes_groups else "per tensor"
         return f"stateless({self.cls.__module__}.{self.cls.__qualname__}{arguments}) [{storage}]"
 
@@ -105,7 +109,7 @@ class StatelessOptimizer(Fixed):
             )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.cls, self.hyperparameters)
+        return type(self), (self.cls, self._hyperparameters)
 
     def init(self, params: Tree) -> OptState:
         """Return the optimizer's state before the first step.
@@ -210,7 +214,7 @@ class StatelessOptimizer(Fixed):
             >>> sgd.learning_rate(sgd.init({"w": torch.ones(2)}))
             tensor(0.5000)
         """
-        rate = self.hyperparameters.get("lr", self._default_lr)
+        rate = self._hyperparameters.get("lr", self._default_lr)
         if rate is None:
             return ()
         if callable(rate):
@@ -311,7 +315,7 @@ class StatelessOptimizer(Fixed):
 
     def hyper(self, applied: Tensor) -> Hyper:
         """Return the hyperparameters that are tensors and schedules, after some applied steps."""
-        return {name: evaluate(name, self.hyperparameters[name], applied) for name in self.dynamic}
+        return {name: evaluate(name, self._hyperparameters[name], applied) for name in self.dynamic}
 
 
 def _by_name(states: list[State], spec: _tree.TreeSpec) -> dict[str, Tree]:

@@ -308,7 +308,7 @@ def _read_counts(call: str, groups: Sequence[TorchGroup], steps: int | None, sav
     if steps is None:
         keys = [group.key("step", name) for group in groups for name in group.names]
         counts = [int(saved[key]) for key in keys if key in saved]
-        hyperparameters = [group.optimizer.hyperparameters for group in groups]
+        hyperparameters = [dict(group.optimizer.hyperparameters) for group in groups]
         if not counts and any(map(callable, _tree.leaves(hyperparameters))):
             raise ValueError(
                 f"{call}: steps must be given, the number of steps applied, as a schedule counts them and torch's "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, ClassVar
 
@@ -78,6 +79,7 @@ OPTIMIZERS: dict[str, Row] = {
         AttributeError,
         "lr cannot be assigned.* Make another with lr=0.1",
     ),
+    "item assigned": (lambda: operator.setitem(SGD.hyperparameters, "lr", 0.1), TypeError, "item assignment"),
     "assigned group": (lambda: setattr(GROUPED, "group", abs), AttributeError, "group cannot be assigned"),
     "state of a chain": (
         updated(ADAMW, chain(ADAMW, average(0.5))),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -86,7 +86,7 @@ class StatelessOptimizer(Fixed):
             self._prepare()
 
     @property
-    def hyperparameters(self) -> Mapping[str, Any]:
+    def hyperparameters(self) -> MappingProxyType[str, Any]:
         """Return what the user gave, read only."""
         return MappingProxyType(self._hyperparameters)
 

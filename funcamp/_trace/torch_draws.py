@@ -13,8 +13,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from funcamp import _tree, _upstream
+from funcamp._trace.open_shapes import has_open_layout
 from funcamp._trace.schema import aliased
 from funcamp._trace.tracing import HostError
 from funcamp._trace.user_line import line_in_stack
@@ -27,7 +29,16 @@ _END_OF_POSITIONS = _FIRST_POSITION + (1 << 40)
 _aten = torch.ops.aten
 #: `tensor.random_(from, to)`.
 _RANDOM_FROM = getattr(_aten.random_, "from")
+#: Operations that draw a tensor like another one: what draws a tensor of a shape, and what fills one.
+_LIKE: dict[Any, tuple[Any, Any]] = {
+    _aten.rand_like.default: (_aten.rand.default, _aten.uniform_.default),
+    _aten.randn_like.default: (_aten.randn.default, _aten.normal_.default),
+    _aten.randint_like.default: (_aten.randint.default, _aten.random_.to),
+    _aten.randint_like.low_dtype: (_aten.randint.low, _RANDOM_FROM),
+}
 _backward_pass = _upstream.find("torch._C._current_graph_task_id", lambda: -1)
+#: Operations that draw each number by one of their argument's, in the order of its dimensions.
+_BY_ELEMENT = {_aten.poisson.default, _aten._standard_gamma.default}
 
 
 class _Drawn(NamedTuple):
@@ -72,6 +83,8 @@ class TraceDraws:
             HostError: it uses another generator, a seeded one, or one that was set back, except in a backward pass that
                 computes the forward pass again.
         """
+        if func in _LIKE and not has_open_layout(args[0]):
+            func, args, kwargs = _of_a_layout(func, args, kwargs)
         position = torch.default_generator.initial_seed()
         leaves = _tree.leaves((args, kwargs))
         _refuse_other_numbers(leaves, position)
@@ -135,12 +148,28 @@ def _is_position(seed: int) -> bool:
 
 
 def _call(func: Operation, args: Args, kwargs: Kwargs) -> object:
-    """Call an operation that draws, as one that can be written in a graph: `from` is a keyword of Python."""
-    if func is not _RANDOM_FROM:
+    """Call an operation that draws, as one that can be compiled."""
+    if func in _BY_ELEMENT:  # Inductor may give the argument another layout, and raises
+        return func(args[0].reshape(-1), *args[1:], **kwargs).view(args[0].shape)
+    if func is not _RANDOM_FROM:  # `from` is a keyword of Python, and no name in a graph
         return func(*args, **kwargs)
     memory, *limits = args
     memory.copy_(_aten.randint.low(*limits, memory.shape, dtype=memory.dtype, device=memory.device))
     return memory
+
+
+def _of_a_layout(func: Operation, args: Args, kwargs: Kwargs) -> tuple[Operation, Args, Kwargs]:
+    """Return a draw of a tensor like another one as a draw of the layout that eager mode gives it.
+
+    A compiler may store the other one in another order, which the draw would follow.
+    """
+    draw, fill = _LIKE[func]
+    other, *limits = args
+    with disable_proxy_modes_tracing():
+        like = torch.empty_like(other, **kwargs)
+    if like.is_contiguous():
+        return draw, (*limits, list(like.shape)), {"dtype": like.dtype, "device": like.device}
+    return fill, (other.new_empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device), *limits), {}
 
 
 def _memory_of(func: Operation, filled: Tensor) -> tuple[Tensor, list[int]]:
@@ -150,12 +179,16 @@ def _memory_of(func: Operation, filled: Tensor) -> tuple[Tensor, list[int]]:
     its own choice, except if it is made by `empty_strided`.
     """
     order = list(range(filled.dim()))
-    if not filled.is_contiguous():  # no stride of a size that follows from values can be compared
-        if func is _aten.normal_.default and filled.numel() * (2 if filled.is_complex() else 1) >= 16:
-            # It would draw other numbers if contiguous.
+    if filled.is_contiguous():  # no stride of a size that follows from values can be compared
+        return filled.new_empty(filled.shape), order
+    order.sort(key=filled.stride, reverse=True)
+    memory = filled.new_empty([filled.shape[dim] for dim in order])
+    if func is _aten.normal_.default and filled.numel() * (2 if filled.is_complex() else 1) >= 16:
+        # It draws other numbers into contiguous memory: the same memory, with its dimensions the other way round.
+        if filled.dim() == 1:
             return filled.new_empty_strided(filled.shape, filled.stride()), order
-        order.sort(key=filled.stride, reverse=True)
-    return filled.new_empty([filled.shape[dim] for dim in order]), order
+        return filled.new_empty_strided(memory.shape[::-1], memory.stride()[::-1]), order[::-1]
+    return memory, order
 
 
 def _permuted(arg: object, filled: Tensor, order: list[int]) -> object:

@@ -34,8 +34,12 @@ DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
     "filled in place": lambda x: torch.empty(3, 2).t().normal_(),
     "many filled in place": lambda x: torch.empty(8, 4).t().normal_(),
     "a slice filled in place": lambda x: torch.zeros(8, 8)[:, :4].normal_().clone(),
+    "like a tensor": lambda x: torch.randn_like(x, dtype=torch.float64),
+    "like a transposed one": lambda x: torch.randn_like(torch.empty(8, 4).t()),
+    "a range, like a transposed one": lambda x: torch.randint_like(torch.empty(8, 4).t(), 3, 9),
     "few complex ones": lambda x: torch.empty(4, 2, dtype=torch.complex64).t().normal_(),
     "by probabilities": lambda x: torch.empty(3, 2).t().bernoulli_(torch.tensor([[0.0, 1.0, 1.0], [0.0, 0.0, 1.0]])),
+    "by rates": lambda x: torch.poisson(torch.full((3, 2), 4.0).t()),
     "multinomial": lambda x: torch.multinomial(x.abs(), 2),
 }
 
@@ -55,6 +59,25 @@ def test_generated_code_with_exact_draws_the_eager_steps_numbers() -> None:
     _, found = run(torch.zeros(()), X)
     torch.manual_seed(0)
     assert_same(list(found), drawn(X))
+
+
+@pytest.mark.inductor
+def test_generated_code_with_exact_draws_them_in_the_order_of_eager_mode() -> None:
+    def drawn(x: Tensor) -> list[Tensor]:
+        copied, wide = x.t().contiguous(), torch.zeros(6, 10)
+        found = [wide[:, :5].normal_().clone(), wide[::2, ::2].normal_().clone(), torch.randn_like(copied)]
+        found += [torch.randn_like((2 * x).t()), torch.distributions.Gamma(copied, 1.0).sample()]
+        if not defects.SWAPPED_DRAWS:
+            found += [torch.rand_like(copied), torch.randint_like(copied, 9), torch.rand_like(x.t() + 1)]
+            found += [torch.randint_like(x.t(), 2, 9), torch.poisson(copied)]
+        return found
+
+    x = torch.linspace(1, 2, 30).view(6, 5)
+    run = jit(lambda state, x: (state + 1, drawn(x)), exact=True, donate=False)
+    torch.manual_seed(0)
+    _, found = run(torch.zeros(()), x)
+    torch.manual_seed(0)
+    assert_same(list(found), drawn(x))
 
 
 def checkpointed(draw: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

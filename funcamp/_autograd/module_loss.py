@@ -34,8 +34,8 @@ _log = logging.getLogger("funcamp")
 #: The context manager of which `torch.func.functional_call` is made: here the backward pass runs inside it too.
 _reparametrized: Any = _upstream.find("torch.nn.utils.stateless._reparametrize_module")
 
-#: The modules that have the values of a state while they are evaluated.
-_evaluated: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+#: The ids of the modules that have the values of a state while they are evaluated.
+_evaluated: set[int] = set()
 #: While a thread calls a module with other tensors, others wait: the tensors are put into the module itself.
 _locks: weakref.WeakKeyDictionary[nn.Module, threading.RLock] = weakref.WeakKeyDictionary()
 
@@ -105,7 +105,7 @@ class ModuleLoss(Loss):
         buffer_copies = {name: value.clone() for name, value in buffers.items()}
         values = self.tensors.values_by_name(params, buffer_copies)
         is_traced_by_dynamo = torch.compiler.is_dynamo_compiling()
-        with self._lock():
+        with self.lock():
             check = None if is_traced_by_dynamo else self._check_of_call(params, values, batch)
             with self._holding(values):
                 with region:
@@ -122,8 +122,8 @@ class ModuleLoss(Loss):
                         self._modes_checked.add(self.model.training)
                 yield returned
 
-    def _lock(self) -> AbstractContextManager[object]:
-        """Return the lock with which no other thread has its tensors in the module; Dynamo traces without it."""
+    def lock(self) -> AbstractContextManager[object]:
+        """Return the lock with which no other thread has its tensors, or flags, in the module; none under Dynamo."""
         if torch.compiler.is_dynamo_compiling():
             return contextlib.nullcontext()
         return _locks.setdefault(self.model, threading.RLock())
@@ -172,13 +172,13 @@ class ModuleLoss(Loss):
         Raises:
             ValueError: since the loss was made, the module got other parameters or buffers, or froze or tied one.
         """
-        with self._lock():  # another thread may have the tensors of a state in the module
+        with self.lock():  # another thread may have the tensors of a state in the module
             self._check_unchanged()
             return {name: parameter.detach() for name, parameter in self.tensors.own_params().items()}
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the module's buffers by name, shared ones once, detached."""
-        with self._lock():
+        with self.lock():
             return {name: buffer.detach() for name, buffer in self.tensors.own_buffers().items()}
 
     def _check_unchanged(self, *, with_ties: bool = True) -> None:
@@ -188,8 +188,9 @@ class ModuleLoss(Loss):
         if with_ties:
             self.tensors.check_ties()
 
-    def _check_not_evaluated(self, call: str) -> None:
-        if self.model in _evaluated:
+    def check_not_evaluated(self, call: str) -> None:
+        """Raise RuntimeError if the module has the values of a state, in `with_values`."""
+        if id(self.model) in _evaluated:
             raise RuntimeError(f"{call}: it must be called outside of `with step.evaluating(...)`; got a call inside")
 
     def module_parameters(self) -> dict[str, Tensor]:
@@ -230,8 +231,8 @@ class ModuleLoss(Loss):
                 trace also if one was tied.
             RuntimeError: the module is being evaluated.
         """
-        with self._lock():
-            self._check_not_evaluated("step")
+        with self.lock():
+            self.check_not_evaluated("step")
             # In every eager step, because torch reports neither that a parameter was unfrozen, which would silently not
             # be trained, nor a new hook.
             self._check_unchanged(with_ties=running() is not None)
@@ -268,7 +269,7 @@ class ModuleLoss(Loss):
             TypeError: a parameter or buffer is a tensor subclass of several parts, whose memory cannot be replaced.
             ValueError: as in `params`.
         """
-        self._check_not_evaluated("init")
+        self.check_not_evaluated("init")
         self._check_unchanged()
         self.tensors.check_memory_can_be_shared()
         torch.clear_autocast_cache()  # it contains casts of the previous memory
@@ -276,6 +277,14 @@ class ModuleLoss(Loss):
         for name, parameter in self.tensors.own_params().items():
             rebind(parameter, values[name])
         self.tensors.share_buffers(buffers)
+
+    def state_was_copied(self, before: Tree, params: Tree, buffers: dict[str, Tensor]) -> None:
+        """Let the module share the memory of a copy, if it shared that of the parameters before."""
+        values = expand(before)
+        own = self.tensors.own_params()
+        if all(tensor.data_ptr() == values[name].data_ptr() for name, tensor in own.items()):
+            self.adopt(params, buffers)
+            self.state_was_made(shares_memory=True)
 
     def state_dict(self, params: Tree, buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the module's own `state_dict` with these values.
@@ -292,7 +301,7 @@ class ModuleLoss(Loss):
         """
         if not isinstance(params, Params | Mapping):
             raise TypeError(f"state_dict: params must be tensors by name, as state.params; got {_tree.brief(params)}")
-        with self._lock():
+        with self.lock():
             self.tensors.check_kinds()
             values = self.tensors.own_buffers() if buffers is None else buffers
             with self._holding(self.tensors.values_by_name(expand(params), values)):
@@ -309,17 +318,17 @@ class ModuleLoss(Loss):
     @contextlib.contextmanager
     def with_values(self, params: Tree, buffers: dict[str, Tensor]) -> Iterator[nn.Module]:
         """Context manager: the module, in eval mode, has copies of these values; then it is as it was before."""
-        with self._lock(), self.eval_mode():
+        with self.lock(), self.eval_mode():
             self.tensors.check_kinds()
             values = self.tensors.values_by_name(clone(expand(params)), clone(buffers))
             with self._holding(self.tensors.like_own(values)):
-                is_nested = self.model in _evaluated
-                _evaluated.add(self.model)
+                is_nested = id(self.model) in _evaluated
+                _evaluated.add(id(self.model))
                 try:
                     yield self.model
                 finally:
                     if not is_nested:
-                        _evaluated.remove(self.model)
+                        _evaluated.remove(id(self.model))
 
 
 def module_loss(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import operator
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, NoReturn
 from torch import Tensor
 
 from funcamp import _tree, _upstream
+from funcamp._autograd.loss import Loss
 from funcamp._check import Fixed, integer
 from funcamp._jit.arguments import check_batch, check_state
 from funcamp._jit.captured_tensors import CapturedTensors
@@ -25,6 +27,7 @@ from funcamp._jit.session import compile_session, with_large_stack
 from funcamp._jit.signature import Key, difference, flattened, frame_of, key_of, shapes
 from funcamp._jit.state_memory import StateMemory
 from funcamp._layers import layer
+from funcamp._memory import is_private
 from funcamp._trace.tracing import running
 from funcamp._types import Step, Tree
 from funcamp._upstream.advice import advise
@@ -65,7 +68,10 @@ class JitStep(Fixed):
         """The tensors that its programs read besides their arguments."""
         #: The checks that a TrainStep makes of its arguments; it returns the state.
         self._check_call = getattr(step, "check_call", None)
-        self._state_moves = getattr(getattr(step, "loss_fn", None), "state_moves", None)
+        self._loss: Loss | None = getattr(step, "loss_fn", None)
+        """That of a TrainStep."""
+        self._module_lock = contextlib.nullcontext() if self._loss is None else self._loss.lock()
+        """While another thread evaluates the module, its training flags are those of the evaluation."""
         self._python_values = PythonValues(_python_parts(step))
         self._traces = 0
         """How often the step was traced."""
@@ -118,7 +124,7 @@ class JitStep(Fixed):
                 f"jit: {self!r} must not be called inside another jit or a transform of "
                 "torch.func (vmap, grad): use the function it was made of there, and jit the result"
             )
-        with self._turn:
+        with self._module_lock, self._turn:
             return self._call(state, batch)
 
     def also(self, step: Step, *, unroll: int | None = None) -> JitStep:
@@ -201,6 +207,9 @@ class JitStep(Fixed):
 
     def _call(self, state: Tree, batch: Tree) -> tuple[Tree, Tree]:
         """Take one step, in this thread's turn. Every call of Python takes time here."""
+        if self._loss is not None:
+            self._loss.check_not_evaluated("step")
+
         # Find the program: by a comparison with an earlier call, else by the signature.
         structure, leaves = flattened(batch)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -217,11 +226,12 @@ class JitStep(Fixed):
 
         # Put the state where programs read it.
         memory, tensors = self._take_state(state, batch, tensors)
-        if self._state_moves is not None:
-            self._state_moves()
+        if self._loss is not None:
+            self._loss.state_moves()
 
         # Run the program.
         owned = memory.current
+        taken = owned.tree
         if executable is None:
             executable, inputs, results = with_large_stack(
                 lambda: self._first_run(key_of(frame, leaves), memory, batch, tensors)
@@ -242,6 +252,8 @@ class JitStep(Fixed):
             self._known_calls.add(frame, tensors, executable)
 
         # Return its results.
+        if taken is not state and owned.tree is taken:
+            self._note_copy(state, taken)
         outputs = executable.outputs
         next_state = memory.keep(outputs.state_of(results)) if outputs.next_state_count else owned.tree
         return next_state, outputs.metrics_of(results)
@@ -320,6 +332,12 @@ class JitStep(Fixed):
             known=[executable for other_key, executable in self._executables.items() if other_key[:-1] == key[:-1]],
             compile_at_once=not self._executables,
         )
+
+    def _note_copy(self, state: Tree, copy: Tree) -> None:
+        """Let a consumed module follow the copy of a state that lost its memory to numpy (`.numpy()`)."""
+        is_lost = self._options.donate and not all(map(is_private, _tree.tensors_in(state)))
+        if self._loss is not None and is_lost:
+            self._loss.state_was_copied(state.params, copy.params, copy.buffers)
 
     def _note_trace(self, task: str) -> None:
         """Count a trace; log the first one for which a program may have to be dropped."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -257,7 +258,9 @@ def clone(tree: Tree) -> Tree:
     for leaf in leaves:
         if hasattr(leaf, "state_dict"):
             raise TypeError(f"clone: tree must be of tensors; got {_tree.brief_kind(leaf)}: write copy.deepcopy(...)")
-    copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    # Tensors of an inference region have no gradient later, outside of it. Dynamo knows no such region.
+    with contextlib.nullcontext() if torch.compiler.is_dynamo_compiling() else torch.inference_mode(False):
+        copies = [leaf.detach().clone() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
     return _tree.unflatten(copies, spec)
 
 

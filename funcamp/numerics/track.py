@@ -57,7 +57,7 @@ class TrackedLoss(ModuleLoss):
                 raise ValueError(
                     f"track_scales: probes must hold a Record for every tapped module; got none for {path!r}"
                 )
-        with self._lock():
+        with self.lock():
             is_traced_by_dynamo = torch.compiler.is_dynamo_compiling()
             layers: list[Any] = [self.model.get_submodule(path) for path in self.probes]
             hooks_before = [layer._forward_hooks for layer in layers]

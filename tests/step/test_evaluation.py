@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import funcamp
 from funcamp import average, chain, clip_by_norm, every, jit, make_train_step, module_loss, numerics, stateless
 from tests.support.foreign import ScheduleFree
 from tests.support.helpers import assert_same, assert_silent, clone
@@ -170,3 +172,33 @@ def test_what_a_user_does_inside_of_an_evaluation() -> None:
         with torch.enable_grad():
             (slope,) = torch.autograd.grad(evaluated(x).sum(), x)
     assert slope.abs().sum() > 0
+
+
+def test_a_jitted_step_does_not_train_with_the_flags_of_an_evaluation() -> None:
+    """Although it has a program for them. A step in the evaluation is refused, and that of another thread waits."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, state = traced(step), step.init()
+    for is_training in (False, True):
+        model.train(is_training)
+        state, _ = run(state, (X, Y))
+    expected, _ = step(clone(state), (X, Y))
+    with concurrent.futures.ThreadPoolExecutor() as threads, step.evaluating(clone(state)):
+        with pytest.raises(RuntimeError, match=r"step: it must be called outside of `with step\.evaluating"):
+            run(state, (X, Y))
+        result = threads.submit(run, state, (X, Y))
+        with pytest.raises(concurrent.futures.TimeoutError):
+            result.result(0.2)
+    assert_same(result.result()[0].buffers, expected.buffers)
+
+
+def test_an_inference_region_may_be_around_an_evaluation_and_a_clone() -> None:
+    model = Model()
+    step, state = trained(SGD, model)
+    with torch.inference_mode(), step.evaluating(state) as evaluated:
+        output, best = evaluated(X), funcamp.clone(state)
+        evaluated.state_dict()
+    with step.evaluating(best) as evaluated:
+        assert_same(evaluated(X), output)
+    model.drop.eval()
+    assert_same(step(best, (X, Y)), step(state, (X, Y)))

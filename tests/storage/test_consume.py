@@ -225,6 +225,19 @@ def test_a_loaded_state_takes_the_modules_place(name: str, flat: bool, how: str)
     assert_same(dict(task.model.state_dict()), other.loss_fn.state_dict(current.params, current.buffers))
 
 
+def test_a_module_that_numpy_reads_is_trained_with_the_state() -> None:
+    """`.numpy()` gives numpy a hold of the memory, and steps go on in a copy."""
+    task = small(two_layers)
+    step = step_of(task)
+    state, run = step.init(consume=True), traced(step)
+    for number in range(4):
+        if number % 2 == 0:
+            taken(task.model)[-1].detach().numpy()
+            run = traced(step)  # takes the state over
+        state, _ = run(state, task.batch(number))
+        assert_same(dict(task.model.state_dict()), step.loss_fn.state_dict(state.params))
+
+
 # The module goes on: it is written, differentiated, and known to others.
 
 

@@ -179,9 +179,10 @@ def test_a_jitted_step_does_not_train_with_the_flags_of_an_evaluation() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     step = make_train_step(module_loss(model, F.mse_loss), SGD)
     run, state = traced(step), step.init()
-    for is_training in (False, True):
+    for is_training in (True, False):
         model.train(is_training)
         state, _ = run(state, (X, Y))
+    model.train()
     expected, _ = step(clone(state), (X, Y))
     with concurrent.futures.ThreadPoolExecutor() as threads, step.evaluating(clone(state)):
         with pytest.raises(RuntimeError, match=r"step: it must be called outside of `with step\.evaluating"):

@@ -45,7 +45,7 @@ class Auditor:
         self.passes = 0
         """The number of backward passes that were watched."""
         self._process = os.getpid()
-        self._has_ended = False
+        self.has_ended = False
         """Whether more backward passes began than are to be watched."""
         self.loop = Loop()
         """The state after the last event."""
@@ -71,7 +71,7 @@ class Auditor:
                 self._check(Refused(line_that_raised(error), f"{type(error).__name__}: {error}"))
             raise
         finally:
-            self._check(Ended(UNKNOWN, is_cut or self._has_ended))
+            self._check(Ended(UNKNOWN, is_cut or self.has_ended))
 
     def findings(self) -> list[Finding]:
         """Return the findings: mistakes before notes, each in the order in which it was first found."""
@@ -92,11 +92,11 @@ class Auditor:
         if os.getpid() != self._process:  # a process that the script has forked is not watched
             return
         if isinstance(event, (Backward, GradientsTaken)):
-            self._has_ended |= self.passes == self._limit
-            if self._has_ended:  # at every later pass too, if the script caught the exception
+            self.has_ended |= self.passes == self._limit
+            if self.has_ended:  # at every later pass too, if the script caught the exception
                 raise Enough
             self.passes += 1
-        if self._has_ended:  # the script ends in its own way: it may save what it has
+        if self.has_ended:  # the script ends in its own way: it may save what it has
             return
         self._check(event)
         self.loop.follow(event)

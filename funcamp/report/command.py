@@ -46,7 +46,9 @@ def run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> int:
     output.write(f"{text(auditor)}\n")
     is_failed = args.strict and auditor.has_mistakes()
     is_success = isinstance(ending, SystemExit) and ending.code in (None, 0)
-    if ending is not None and not (is_failed and is_success):
+    # What a script makes of the end of the watch is no failure of it.
+    is_of_watch = auditor.has_ended and isinstance(ending, (SystemExit, Exception))
+    if ending is not None and not is_of_watch and not (is_failed and is_success):
         raise ending
     return int(is_failed)
 

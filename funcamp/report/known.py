@@ -144,8 +144,12 @@ class Optimizer:
     scaler: Key | None = None
     """The scaler that stepped it last."""
     steps: int = 0
+    empty_steps: int = 0
+    """Those of its steps that found no gradient."""
+    passes: int = 0
+    """The number of backward passes that added to its gradients."""
     clears: int = 0
-    """How often its `zero_grad` cleared gradients that no step had used."""
+    """How often gradients of it were cleared that no step had used."""
     window: list[Backward] = field(default_factory=list)
     """The backward passes that added to its gradients since its last step, or since they were cleared."""
     last_pass: Backward | None = None

@@ -125,6 +125,7 @@ class Loop:
                     optimizer.window.clear()
                 optimizer.window.append(event)
                 optimizer.last_pass = event
+                optimizer.passes += 1
                 optimizer.cleared_line = None
                 optimizer.stepped_line = None
                 optimizer.has_own_passes |= parameters.issubset(optimizer.parameters)
@@ -150,6 +151,7 @@ class Loop:
         optimizer = self.optimizers[event.optimizer]
         optimizer.parameters = event.parameters
         optimizer.steps += 1
+        optimizer.empty_steps += not self.gradients_of(event.parameters)
         optimizer.is_restored = False
         optimizer.stepped_line = event.line if event.has_enabled_scaler else None
         optimizer.window = []
@@ -250,10 +252,9 @@ class Loop:
             optimizer.window = []
             optimizer.stepped_line = None
         for optimizer in unused:
+            optimizer.clears += 1
             if not self.gradients_of(optimizer.parameters):
                 optimizer.cleared_line = event.line
-        if event.optimizer is not None and self.optimizers[event.optimizer] in unused:
-            self.optimizers[event.optimizer].clears += 1
 
     @follow.register
     def _(self, event: SchedulerStepped) -> None:

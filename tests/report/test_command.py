@@ -115,6 +115,12 @@ def test_the_script_ends_before_the_pass_that_is_not_watched(
     assert "in 2 backward passes" in printed
 
 
+def test_what_a_script_makes_of_the_end_of_the_watch_is_no_failure(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(PASSES.replace("        pass", "        raise SystemExit(1)"))
+    assert report("--watch", 2, script) == 0
+
+
 def test_nothing_of_torch_stays_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
     owners = (torch.amp.GradScaler, torch.optim.Optimizer, torch.nn.utils, torch.autograd, torch, torch.nn.Module)
     before = [dict(vars(owner)) for owner in owners]

@@ -34,8 +34,12 @@ class OptimizerCalls(Calls):
         yield Observed(Optimizer, "zero_grad", self._clear)
         yield Observed(Optimizer, "load_state_dict", self._load)
         for scheduler_class in with_subclasses(LRScheduler):
-            if "step" in vars(scheduler_class):
-                yield Observed(scheduler_class, "step", self._step_scheduler)
+            yield from self.handlers_of(scheduler_class)
+
+    def handlers_of(self, scheduler_class: type) -> Iterator[Observed]:
+        """Yield the step of one class of schedulers, if it defines one."""
+        if "step" in vars(scheduler_class):
+            yield Observed(scheduler_class, "step", self._step_scheduler)
 
     @contextlib.contextmanager
     def observing_steps(self) -> Iterator[None]:

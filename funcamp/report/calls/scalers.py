@@ -43,7 +43,7 @@ class ScalerCalls(Calls):
             "step": self._step,
             "update": self._update,
             "get_scale": self._get_scale,
-            "state_dict": self._save,
+            "state_dict": self._take_state,
             "__getstate__": self._save,
         }
         """By the name of the method."""
@@ -123,6 +123,12 @@ class ScalerCalls(Calls):
         self._tracked.scales.add(scale)
         self._run.read_scales[key] = scale
         return scale
+
+    def _take_state(self, function: Function, scaler: GradScaler) -> object:
+        line = calling_line()
+        if scaler.is_enabled() and is_factor("state_dict", line):  # of `state_dict()["scale"]`
+            self._emit(events.ScaleRead(line, self._tracked.key(scaler), is_factor=True))
+        return self._save(function, scaler)
 
     def _save(self, function: Function, scaler: GradScaler) -> object:
         self._emit(events.ScalerSaved(calling_line(), self._tracked.key(scaler)))

@@ -62,15 +62,21 @@ def stepped_twice(event: StepCalled, loop: Loop) -> Iterator[Line]:
 @rule(
     OptimizerEvent,
     mistake="scaler.update is called between backward and step (between the steps of two optimizers)",
-    effect="gradients of the old scale are divided by the new one: wrong by a factor whenever the scale changes",
+    effect="gradients are divided by another scale than theirs, and those that unscale_ has divided a second time",
     change="scaler.update()  # once, after the steps of all optimizers",
 )
 def update_between_steps(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
-    """Unscaled or stepped by a scaler, and gradients were scaled before that scaler's last update."""
+    """Unscaled or stepped by a scaler, and gradients were scaled before that scaler's last update.
+
+    Also if it had unscaled them: after the update it divides them again.
+    """
     if not event.has_enabled_scaler:
         return
     for gradient in loop.gradients_of(event.parameters):
-        if gradient.condition is Condition.SCALED and gradient.updates != loop.updates_of(gradient.scaler):
+        is_of_scaler = gradient.condition is Condition.SCALED or (
+            gradient.condition is Condition.UNSCALED and gradient.scaler == event.scaler and not gradient.is_written
+        )
+        if is_of_scaler and gradient.updates != loop.updates_of(gradient.scaler):
             yield event.line
             return
 
@@ -82,16 +88,17 @@ def update_between_steps(event: OptimizerEvent, loop: Loop) -> Iterator[Line]:
     change="scaler.step(other_optimizer)  # for each optimizer, before scaler.update",
 )
 def optimizer_not_stepped(event: Ended, loop: Loop) -> Iterator[Found]:
-    """Never stepped, although its unused gradients were cleared several times while others were stepped.
+    """Never stepped, although several passes reached it while others were stepped.
 
-    Not if another optimizer steps its parameters, which it then wraps. If the auditor ended the run, a loss of its own
-    is needed: a discriminator, through which the generator's loss goes, may be stepped later.
+    Not if another optimizer steps its parameters, which it then wraps. If the auditor ended the run, it may be stepped
+    later: it must have cleared its gradients several times, and have a loss of its own (a generator's loss goes through
+    the discriminator).
     """
     optimizers = loop.optimizers.values()
     stepped = {parameter for optimizer in optimizers if optimizer.steps for parameter in optimizer.parameters}
     for optimizer in optimizers:
-        is_idle = loop.steps >= _SEVERAL and optimizer.clears >= _SEVERAL and stepped.isdisjoint(optimizer.parameters)
-        is_certain = optimizer.has_own_passes or not event.is_cut
+        is_idle = loop.steps >= _SEVERAL and optimizer.passes >= _SEVERAL and stepped.isdisjoint(optimizer.parameters)
+        is_certain = not event.is_cut or (optimizer.clears >= _SEVERAL and optimizer.has_own_passes)
         if is_idle and is_certain and optimizer.last_pass is not None:
             yield Found(optimizer.last_pass.line, str(optimizer))
 
@@ -103,10 +110,14 @@ def optimizer_not_stepped(event: Ended, loop: Loop) -> Iterator[Found]:
     change="optimizer.zero_grad()  # before backward, or after the step",
 )
 def cleared_before_step(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped without a gradient, after the gradients of a backward pass were cleared."""
-    cleared_line = loop.optimizers[event.optimizer].cleared_line
-    if cleared_line is not None and not loop.gradients_of(event.parameters):
-        yield cleared_line
+    """Stepped without a gradient, after the gradients of a backward pass were cleared, and so at every step before.
+
+    Later it may be how a loop skips a step.
+    """
+    optimizer = loop.optimizers[event.optimizer]
+    is_usual = optimizer.empty_steps == optimizer.steps
+    if optimizer.cleared_line is not None and is_usual and not loop.gradients_of(event.parameters):
+        yield optimizer.cleared_line
 
 
 @rule(

@@ -154,7 +154,12 @@ def memory_of(tensor: Tensor) -> MemoryMark:
     # A subclass may have several storages, or none.
     has_storage = type(tensor) in (Tensor, nn.Parameter)
     storage = int(tensor.untyped_storage()._cdata) if has_storage else None
-    return MemoryMark(0 if tensor.is_inference() else tensor._version, storage)
+    return MemoryMark(version_of(tensor), storage)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the number of writes into a tensor; 0 for one of an inference region, which does not count them."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def innermost(tensor: Tensor) -> Tensor:

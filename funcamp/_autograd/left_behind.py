@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from funcamp._memory import memory_of
+from funcamp._memory import version_of
 
 #: Its method `__exit__` does nothing, whatever it is called with: copies have it in the place of the hook.
 _NULL = contextlib.nullcontext()
@@ -46,7 +46,7 @@ class TensorSlot(NamedTuple):
         if tensor is None:
             return None
         # A later tensor may have the id of one that is gone, and not the reference to it.
-        return id(tensor), memory_of(tensor).version if with_version else None, weakref.ref(tensor)
+        return id(tensor), version_of(tensor) if with_version else None, weakref.ref(tensor)
 
 
 class LeftBehind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
@@ -12,6 +13,8 @@ from torch import Tensor, nn
 from funcamp import _upstream
 from funcamp._dtensor import local
 
+#: Tensors by the address of their storage.
+_private: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
 _swap = _upstream.find("torch._C._swap_tensor_impl")
 
 
@@ -81,7 +84,17 @@ def is_private(tensor: Tensor) -> bool:
     which comparing addresses does not show.
     """
     storage = local(tensor).untyped_storage()
-    return storage.resizable() and not (storage.device.type == "cpu" and storage.is_shared())
+    noted = _private.get(storage._cdata)
+    # Another storage may have the address of one that is gone.
+    is_noted = noted is not None and noted.untyped_storage()._cdata == storage._cdata
+    is_torchs = storage.resizable() or is_noted
+    return is_torchs and not (storage.device.type == "cpu" and storage.is_shared())
+
+
+def note_private(tensor: Tensor) -> None:
+    """Note, as long as a module's tensor lives, that torch allocated its memory: `.numpy()` hides it later."""
+    if is_private(tensor):
+        _private[tensor.untyped_storage()._cdata] = tensor
 
 
 def identity(leaf: Tensor) -> object:

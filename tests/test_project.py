@@ -130,7 +130,7 @@ MOST_TOKENS: dict[str, int] = {
     "_verify": 4_800,
     "_upstream": 4_300,
     "_amp": 5_700,
-    "files beside": 4_900,
+    "files beside": 5_000,
     "_storage": 3_600,
     "_scaler": 4_800,
     "rules": 3_500,

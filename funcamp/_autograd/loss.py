@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -162,14 +163,11 @@ class Loss:
         """Note that the Python of a step runs."""
 
     def lock(self) -> AbstractContextManager[object]:
-        """Return the lock with which no other thread has its tensors in the module."""
-        return contextlib.nullcontext()
+        """Return the lock with which no other thread has its tensors in the module; another one without a module."""
+        return threading.Lock()
 
     def check_not_evaluated(self, call: str) -> None:
         """Raise RuntimeError if the module has the values of a state, in `with_values`."""
-
-    def state_was_copied(self, before: Tree, params: Tree, buffers: dict[str, Tensor]) -> None:
-        """Note that steps continue in a copy of a state, with its parameters of before and those of the copy."""
 
     def state_moves(self) -> None:
         """Note that the state is newer than the module from now on; `jit` calls this at every run of a program."""

@@ -25,7 +25,7 @@ from funcamp._autograd.module_batch import arguments_of, inputs_and_target_of, l
 from funcamp._autograd.module_checks import CallCheck, check_arguments, check_hooks
 from funcamp._autograd.module_tensors import ModuleTensors
 from funcamp._autograd.returned import pair
-from funcamp._memory import rebind
+from funcamp._memory import note_private, rebind
 from funcamp._storage.params import Params, clone, expand
 from funcamp._trace.tracing import running
 from funcamp._types import Tree
@@ -277,14 +277,8 @@ class ModuleLoss(Loss):
         for name, parameter in self.tensors.own_params().items():
             rebind(parameter, values[name])
         self.tensors.share_buffers(buffers)
-
-    def state_was_copied(self, before: Tree, params: Tree, buffers: dict[str, Tensor]) -> None:
-        """Let the module share the memory of a copy, if it shared that of the parameters before."""
-        values = expand(before)
-        own = self.tensors.own_params()
-        if all(tensor.data_ptr() == values[name].data_ptr() for name, tensor in own.items()):
-            self.adopt(params, buffers)
-            self.state_was_made(shares_memory=True)
+        for tensor in (*self.tensors.own_params().values(), *self.tensors.own_buffers().values()):
+            note_private(tensor)
 
     def state_dict(self, params: Tree, buffers: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
         """Return the module's own `state_dict` with these values.

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import logging
 import operator
 import os
 import threading
 import weakref
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, NoReturn
 
 from torch import Tensor
@@ -27,7 +27,6 @@ from funcamp._jit.session import compile_session, with_large_stack
 from funcamp._jit.signature import Key, difference, flattened, frame_of, key_of, shapes
 from funcamp._jit.state_memory import StateMemory
 from funcamp._layers import layer
-from funcamp._memory import is_private
 from funcamp._trace.tracing import running
 from funcamp._types import Step, Tree
 from funcamp._upstream.advice import advise
@@ -38,11 +37,12 @@ _log = logging.getLogger("funcamp")
 class Sharing:
     """What the steps on one state share: its memory, and the turns of threads."""
 
-    def __init__(self) -> None:
+    def __init__(self, loss: Loss | None) -> None:
         self.memory: StateMemory | None = None
         """None until a first program has run."""
         self.steps: weakref.WeakSet[JitStep] = weakref.WeakSet()
-        self.turn = threading.Lock()
+        self.turn: AbstractContextManager[object] = threading.Lock() if loss is None else loss.lock()
+        """That of the module, if there is one: it has other training flags while another thread evaluates it."""
 
 
 class JitStep(Fixed):
@@ -59,7 +59,10 @@ class JitStep(Fixed):
     def __init__(self, step: Step, options: JitOptions, sharing: Sharing | None = None) -> None:
         self._step = step
         self._options = options
-        self._sharing = Sharing() if sharing is None else sharing
+        loss = getattr(step, "loss_fn", None)
+        self._loss = loss if isinstance(loss, Loss) else None
+        """That of a TrainStep."""
+        self._sharing = Sharing(self._loss) if sharing is None else sharing
         self._sharing.steps.add(self)
         self._turn = self._sharing.turn
         self._executables: dict[Key, Executable] = {}
@@ -68,10 +71,6 @@ class JitStep(Fixed):
         """The tensors that its programs read besides their arguments."""
         #: The checks that a TrainStep makes of its arguments; it returns the state.
         self._check_call = getattr(step, "check_call", None)
-        self._loss: Loss | None = getattr(step, "loss_fn", None)
-        """That of a TrainStep."""
-        self._module_lock = contextlib.nullcontext() if self._loss is None else self._loss.lock()
-        """While another thread evaluates the module, its training flags are those of the evaluation."""
         self._python_values = PythonValues(_python_parts(step))
         self._traces = 0
         """How often the step was traced."""
@@ -124,7 +123,7 @@ class JitStep(Fixed):
                 f"jit: {self!r} must not be called inside another jit or a transform of "
                 "torch.func (vmap, grad): use the function it was made of there, and jit the result"
             )
-        with self._module_lock, self._turn:
+        with self._turn:
             return self._call(state, batch)
 
     def also(self, step: Step, *, unroll: int | None = None) -> JitStep:
@@ -231,7 +230,6 @@ class JitStep(Fixed):
 
         # Run the program.
         owned = memory.current
-        taken = owned.tree
         if executable is None:
             executable, inputs, results = with_large_stack(
                 lambda: self._first_run(key_of(frame, leaves), memory, batch, tensors)
@@ -252,8 +250,6 @@ class JitStep(Fixed):
             self._known_calls.add(frame, tensors, executable)
 
         # Return its results.
-        if taken is not state and owned.tree is taken:
-            self._note_copy(state, taken)
         outputs = executable.outputs
         next_state = memory.keep(outputs.state_of(results)) if outputs.next_state_count else owned.tree
         return next_state, outputs.metrics_of(results)
@@ -332,12 +328,6 @@ class JitStep(Fixed):
             known=[executable for other_key, executable in self._executables.items() if other_key[:-1] == key[:-1]],
             compile_at_once=not self._executables,
         )
-
-    def _note_copy(self, state: Tree, copy: Tree) -> None:
-        """Let a consumed module follow the copy of a state that lost its memory to numpy (`.numpy()`)."""
-        is_lost = self._options.donate and not all(map(is_private, _tree.tensors_in(state)))
-        if self._loss is not None and is_lost:
-            self._loss.state_was_copied(state.params, copy.params, copy.buffers)
 
     def _note_trace(self, task: str) -> None:
         """Count a trace; log the first one for which a program may have to be dropped."""

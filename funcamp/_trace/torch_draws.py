@@ -37,8 +37,11 @@ _LIKE: dict[Any, tuple[Any, Any]] = {
     _aten.randint_like.low_dtype: (_aten.randint.low, _RANDOM_FROM),
 }
 _backward_pass = _upstream.find("torch._C._current_graph_task_id", lambda: -1)
-#: Operations that draw each number by one of their argument's, in the order of its dimensions.
-_BY_ELEMENT = {_aten.poisson.default, _aten._standard_gamma.default}
+#: Operations that draw each number by those of their arguments, in the order of the dimensions.
+_BY_ELEMENT = {
+    *(_aten.poisson.default, _aten._standard_gamma.default),
+    *(_aten.normal.Tensor_Tensor, _aten.normal.Tensor_float, _aten.normal.float_Tensor),
+}
 
 
 class _Drawn(NamedTuple):
@@ -149,8 +152,11 @@ def _is_position(seed: int) -> bool:
 
 def _call(func: Operation, args: Args, kwargs: Kwargs) -> object:
     """Call an operation that draws, as one that can be compiled."""
-    if func in _BY_ELEMENT:  # Inductor may give the argument another layout, and raises
-        return func(args[0].reshape(-1), *args[1:], **kwargs).view(args[0].shape)
+    if func in _BY_ELEMENT:  # Inductor may give an argument another layout, and raises
+        shapes = [arg.shape for arg in args if isinstance(arg, Tensor)]
+        shape = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
+        flat = [arg.expand(shape).reshape(-1) if isinstance(arg, Tensor) else arg for arg in args]
+        return func(*flat, **kwargs).view(shape)
     if func is not _RANDOM_FROM:  # `from` is a keyword of Python, and no name in a graph
         return func(*args, **kwargs)
     memory, *limits = args
@@ -185,9 +191,10 @@ def _memory_of(func: Operation, filled: Tensor) -> tuple[Tensor, list[int]]:
     memory = filled.new_empty([filled.shape[dim] for dim in order])
     if func is _aten.normal_.default and filled.numel() * (2 if filled.is_complex() else 1) >= 16:
         # It draws other numbers into contiguous memory: the same memory, with its dimensions the other way round.
-        if filled.dim() == 1:
-            return filled.new_empty_strided(filled.shape, filled.stride()), order
-        return filled.new_empty_strided(memory.shape[::-1], memory.stride()[::-1]), order[::-1]
+        reversed_memory = filled.new_empty_strided(memory.shape[::-1], memory.stride()[::-1])
+        if reversed_memory.is_contiguous():  # one dimension: a compiler may draw the other numbers
+            return filled.new_empty_strided(filled.shape, filled.stride()), list(range(filled.dim()))
+        return reversed_memory, order[::-1]
     return memory, order
 
 

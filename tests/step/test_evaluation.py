@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -191,6 +192,31 @@ def test_a_jitted_step_does_not_train_with_the_flags_of_an_evaluation() -> None:
         with pytest.raises(concurrent.futures.TimeoutError):
             result.result(0.2)
     assert_same(result.result()[0].buffers, expected.buffers)
+
+
+def test_an_evaluation_that_is_traced_and_a_step_of_another_thread_take_turns() -> None:
+    model = nn.Linear(4, 1)
+    step = make_train_step(module_loss(model, F.mse_loss), SGD)
+    run, is_tracing, is_called = traced(step), threading.Event(), threading.Event()
+    run(step.init(), (X, Y))
+
+    def error(state: Any, batch: Any) -> Any:
+        is_tracing.set()
+        is_called.wait(0.2)  # the other thread waits for its turn then
+        return state, step.loss(state, batch)
+
+    def call_while_tracing() -> None:
+        is_tracing.wait()
+        run(step.init(), (X, Y))
+        is_called.set()
+
+    calls = [lambda: run.also(error)(step.init(), (X, Y)), call_while_tracing]
+    threads = [threading.Thread(target=call, daemon=True) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
 
 
 def test_an_inference_region_may_be_around_an_evaluation_and_a_clone() -> None:

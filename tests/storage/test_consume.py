@@ -225,16 +225,21 @@ def test_a_loaded_state_takes_the_modules_place(name: str, flat: bool, how: str)
     assert_same(dict(task.model.state_dict()), other.loss_fn.state_dict(current.params, current.buffers))
 
 
-def test_a_module_that_numpy_reads_is_trained_with_the_state() -> None:
-    """`.numpy()` gives numpy a hold of the memory, and steps go on in a copy."""
+@pytest.mark.parametrize("how", ["init", "load_state_dict"])
+@pytest.mark.parametrize("wrap", [traced, lambda step: traced(lambda state, batch: step(state, batch))])
+def test_a_module_that_numpy_reads_is_trained_with_the_state(wrap: Callable[[Any], Any], how: str) -> None:
+    """`.numpy()` lets memory look as if it were not torch's."""
     task = small(two_layers)
     step = step_of(task)
-    state, run = step.init(consume=True), traced(step)
+    state, run = step.init(consume=True), wrap(step)
+    if how == "load_state_dict":
+        state = step.load_state_dict(step.state_dict(state), like=state, consume=True)
     for number in range(4):
         if number % 2 == 0:
             taken(task.model)[-1].detach().numpy()
-            run = traced(step)  # takes the state over
-        state, _ = run(state, task.batch(number))
+            run = wrap(step)  # takes the state over
+        former, (state, _) = state, run(state, task.batch(number))
+        assert state is former
         assert_same(dict(task.model.state_dict()), step.loss_fn.state_dict(state.params))
 
 

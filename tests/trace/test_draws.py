@@ -34,6 +34,10 @@ DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
     "filled in place": lambda x: torch.empty(3, 2).t().normal_(),
     "many filled in place": lambda x: torch.empty(8, 4).t().normal_(),
     "a slice filled in place": lambda x: torch.zeros(8, 8)[:, :4].normal_().clone(),
+    "a column filled in place": lambda x: torch.zeros(32, 12)[:, 3:4].normal_().clone(),
+    "a strided vector filled in place": lambda x: torch.zeros(96)[::4].normal_().clone(),
+    "by means and deviations": lambda x: F.dropout(torch.normal(x[:, None].expand(6, 4).t(), x.abs()), 0.5),
+    "by deviations": lambda x: F.dropout(torch.normal(0.5, x.view(3, 2).t().abs()), 0.5),
     "like a tensor": lambda x: torch.randn_like(x, dtype=torch.float64),
     "like a transposed one": lambda x: torch.randn_like(torch.empty(8, 4).t()),
     "a range, like a transposed one": lambda x: torch.randint_like(torch.empty(8, 4).t(), 3, 9),
@@ -69,7 +73,8 @@ def test_generated_code_with_exact_draws_them_in_the_order_of_eager_mode() -> No
         found += [torch.randn_like((2 * x).t()), torch.distributions.Gamma(copied, 1.0).sample()]
         if not defects.SWAPPED_DRAWS:
             found += [torch.rand_like(copied), torch.randint_like(copied, 9), torch.rand_like(x.t() + 1)]
-            found += [torch.randint_like(x.t(), 2, 9), torch.poisson(copied)]
+            found += [torch.randint_like(x.t(), 2, 9), torch.poisson(copied), torch.normal(0.5, copied)]
+            found += [torch.distributions.Normal(x.t(), x.t()).sample()]
         return found
 
     x = torch.linspace(1, 2, 30).view(6, 5)

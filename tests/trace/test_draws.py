@@ -48,6 +48,14 @@ DRAWN: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+def assert_drawn_as_eager(drawn: Callable[[Tensor], list[Tensor]], x: Tensor) -> None:
+    run = jit(lambda state, x: (state + 1, drawn(x)), exact=True, donate=False)
+    torch.manual_seed(0)
+    _, found = run(torch.zeros(()), x)
+    torch.manual_seed(0)
+    assert_same(list(found), drawn(x))
+
+
 @pytest.mark.inductor
 def test_generated_code_with_exact_draws_the_eager_steps_numbers() -> None:
     def drawn(x: Tensor) -> list[Tensor]:
@@ -58,11 +66,7 @@ def test_generated_code_with_exact_draws_the_eager_steps_numbers() -> None:
         found += [F.gumbel_softmax(x, hard=True), F.rrelu(x, training=True), torch.empty_like(x).uniform_(-1, 1)]
         return [*found, torch.bernoulli(x.abs()), torch.randn_like(x)]
 
-    run = jit(lambda state, x: (state + 1, drawn(x)), exact=True, donate=False)
-    torch.manual_seed(0)
-    _, found = run(torch.zeros(()), X)
-    torch.manual_seed(0)
-    assert_same(list(found), drawn(X))
+    assert_drawn_as_eager(drawn, X)
 
 
 @pytest.mark.inductor
@@ -77,12 +81,7 @@ def test_generated_code_with_exact_draws_them_in_the_order_of_eager_mode() -> No
             found += [torch.distributions.Normal(x.t(), x.t()).sample()]
         return found
 
-    x = torch.linspace(1, 2, 30).view(6, 5)
-    run = jit(lambda state, x: (state + 1, drawn(x)), exact=True, donate=False)
-    torch.manual_seed(0)
-    _, found = run(torch.zeros(()), x)
-    torch.manual_seed(0)
-    assert_same(list(found), drawn(x))
+    assert_drawn_as_eager(drawn, torch.linspace(1, 2, 30).view(6, 5))
 
 
 def checkpointed(draw: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

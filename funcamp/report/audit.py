@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-import traceback
 from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from torch.amp import GradScaler
-
-from funcamp.report.events import Backward, Ended, Event, GradientsTaken, Refused
-from funcamp.report.lines import UNKNOWN, Line, line_that_raised
+from funcamp.report.events import Backward, Ended, Event, GradientsTaken
+from funcamp.report.lines import UNKNOWN, Line
 from funcamp.report.loop import Loop
 from funcamp.report.observer import Observer
 from funcamp.report.rules import RULES, Found, Rule
@@ -65,11 +62,6 @@ class Auditor:
         except SystemExit:
             is_cut = False
             raise
-        except Exception as error:
-            # A mistake that was found may be the cause of the error.
-            if _is_of_scaler(error) and not self.has_mistakes():
-                self._check(Refused(line_that_raised(error), f"{type(error).__name__}: {error}"))
-            raise
         finally:
             self._check(Ended(UNKNOWN, is_cut or self.has_ended))
 
@@ -110,10 +102,3 @@ class Auditor:
                 line, detail = found if isinstance(found, Found) else (found, "")
                 self._times[rule, line] += 1
                 self._details.setdefault((rule, line), detail or event.detail)
-
-
-def _is_of_scaler(error: Exception) -> bool:
-    """Return whether a scaler raised an error: the innermost method that it came from is one of a scaler."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    owners = [frame.f_locals["self"] for frame in frames if "self" in frame.f_locals]
-    return bool(owners) and isinstance(owners[-1], GradScaler)

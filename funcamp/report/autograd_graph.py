@@ -1,4 +1,4 @@
-"""What autograd's graph of a loss shows: its leaves, its scaler, the dtypes of its operations, its reduction."""
+"""What autograd's graph of a loss shows: its leaves, its scaler, the dtypes of its operations."""
 
 from __future__ import annotations
 
@@ -11,12 +11,8 @@ from torch.autograd.graph import Node
 
 from funcamp.report.events import Key
 
-#: Parts of the names of nodes that have an argument `reduction`.
-_WITH_REDUCTION = ("Loss", "CrossEntropy")
 #: The starts of the names of nodes of operations that autocast runs in 16 bits.
 _PRODUCTS = ("Addmm", "Mm", "Bmm", "Baddbmm", "Addbmm", "Mv", "Convolution", "Linear", "MkldnnLinear", "MkldnnConv")
-#: torch's number for `reduction="mean"`.
-_MEAN = 1
 #: The entry of a node's metadata that has the scaling of its loss.
 _SCALING_ENTRY = "funcamp_scaling"
 _DTYPES_OF_16_BITS = (torch.float16, torch.bfloat16)
@@ -36,8 +32,6 @@ class Graph(NamedTuple):
     leaves: list[Tensor]
     scaling: Scaling | None
     dtypes: frozenset[torch.dtype]
-    is_mean: bool
-    """Whether the loss is a mean that is not divided."""
     has_products: bool
     """Whether matrices were multiplied, or a convolution computed."""
 
@@ -64,8 +58,6 @@ def read_graph(outputs: Iterable[Tensor]) -> Graph:
     scaling: Scaling | None = None
     dtypes: set[torch.dtype] = set()
     has_products = False
-    outputs = list(outputs)
-    roots = [output.grad_fn for output in outputs if output.grad_fn is not None]
     for node in nodes_from(output.grad_fn for output in outputs):
         if scaling is None:
             scaling = _scaling_of(node)
@@ -74,8 +66,7 @@ def read_graph(outputs: Iterable[Tensor]) -> Graph:
         else:
             dtypes |= _dtypes_of(node)
             has_products |= node.name().startswith(_PRODUCTS)
-    is_mean = len(roots) == 1 and _is_mean(_unscaled(roots[0]))
-    return Graph(leaves, scaling, frozenset(dtypes), is_mean, has_products)
+    return Graph(leaves, scaling, frozenset(dtypes), has_products)
 
 
 def nodes_from(roots: Iterable[Node | None]) -> Iterator[Node]:
@@ -103,28 +94,3 @@ def _dtypes_of(node: Node) -> set[torch.dtype]:
     """Return the 16-bit dtypes of a node's outputs; none if this torch has no such metadata."""
     outputs = getattr(node, "_input_metadata", ())
     return {output.dtype for output in outputs if output.dtype in _DTYPES_OF_16_BITS}
-
-
-def _unscaled(node: Node | None) -> Node | None:
-    """Return the last operation of a loss before scaling and casts."""
-    while node is not None and (_scaling_of(node) is not None or node.name().startswith("ToCopy")):
-        node = node.next_functions[0][0]
-    return node
-
-
-def _is_mean(node: Node | None) -> bool:
-    """Return whether an operation is a mean that is not divided, or a sum of such means, some of them with weights."""
-    if node is None:
-        return False
-    name = node.name()
-    if name.startswith("AddBackward"):
-        terms = _inputs_of(node)
-        weighted = [term for term in terms if term.name().startswith("MulBackward")]
-        return len(weighted) < len(terms) and all(_is_mean(term) or term in weighted for term in terms)
-    if name.startswith("MeanBackward"):
-        return not any(term.name().startswith(("DivBackward", "MulBackward")) for term in _inputs_of(node))
-    return any(word in name for word in _WITH_REDUCTION) and getattr(node, "_saved_reduction", None) == _MEAN
-
-
-def _inputs_of(node: Node) -> list[Node]:
-    return [input_node for input_node, _ in node.next_functions if input_node is not None]

@@ -60,18 +60,12 @@ class Backward(Event):
     """The scaler that scaled the loss; None if no scaler did."""
     dtypes: frozenset[torch.dtype]
     """The 16-bit dtypes in which the forward pass ran."""
-    is_mean: bool
-    """Whether the loss is a mean over the batch that is not divided, and no sum, quotient or user-defined loss."""
     is_in_autocast: bool
     """Whether it was called in an autocast region."""
-    call_sites: tuple[CallSite, ...]
-    """Where each calling function of the user is, the outermost first."""
     not_finite: str
     """What was not finite: "loss", in the first pass of the run also "parameter", or ""."""
     has_products: bool = True
     """Whether the forward pass multiplied matrices or convolved, which autocast runs in 16 bits."""
-    retains_graph: bool = False
-    """Whether it was called with `retain_graph=True`."""
 
     @property
     def detail(self) -> str:
@@ -92,8 +86,6 @@ class OptimizerEvent(Event):
     parameters: tuple[Key, ...]
     has_enabled_scaler: bool
     """Whether a scaler was called, and it is enabled: then it divides the gradients by its scale."""
-    call_sites: tuple[CallSite, ...] = ()
-    """Where each calling function of the user is, the outermost first."""
 
 
 class Unscaled(OptimizerEvent):
@@ -193,12 +185,6 @@ class Cleared(GradientEvent):
     """None for a module."""
 
 
-class SchedulerStepped(Event):
-    """A learning-rate scheduler was stepped."""
-
-    optimizer: Key
-
-
 class ScalerSaved(Event):
     """`scaler.state_dict()` was called, or the scaler was pickled."""
 
@@ -244,17 +230,6 @@ class Overflowed(Event):
         """The operation and the range of its inputs."""
         smallest, largest = self.inputs
         return f"{self.operation} of numbers from {smallest:.4g} to {largest:.4g}; float16 ends at 65504"
-
-
-class Refused(Event):
-    """A method of a scaler raised an error, which ended the run."""
-
-    error: str
-
-    @property
-    def detail(self) -> str:
-        """The error's text."""
-        return self.error
 
 
 class Ended(Event):

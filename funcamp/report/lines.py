@@ -9,7 +9,6 @@ import os
 import sys
 import sysconfig
 import tempfile
-import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -30,9 +29,7 @@ _STANDARD_LIBRARY = f"{sysconfig.get_path('stdlib')}{os.sep}"
 #: Installed packages are below the standard library's folder in some layouts.
 _INSTALLED = ("site-packages", "dist-packages")
 
-_LOOPS = (ast.For, ast.While, ast.AsyncFor, ast.ListComp, ast.GeneratorExp, ast.SetComp, ast.DictComp)
 _PRODUCTS = (ast.BinOp, ast.AugAssign)
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 
 
 class Line(NamedTuple):
@@ -68,39 +65,10 @@ def calling_line() -> Line:
     return UNKNOWN
 
 
-def line_that_raised(error: Exception) -> Line:
-    """Return the user's line from which an error came, the innermost one."""
-    lines = [Line(frame.f_code.co_filename, number) for frame, number in traceback.walk_tb(error.__traceback__)]
-    return next((line for line in reversed(lines) if _is_users(line.file)), UNKNOWN)
-
-
 def call_sites() -> tuple[CallSite, ...]:
     """Return where each function of the user that runs now is, the outermost first."""
     frames = [*_user_frames()][::-1]
     return tuple([CallSite(Line(frame.f_code.co_filename, frame.f_lineno), frame.f_lasti) for frame in frames])
-
-
-def are_in_one_loop(first: tuple[CallSite, ...], second: tuple[CallSite, ...]) -> bool:
-    """Return whether the innermost loop around one call contains another call too; False without a loop.
-
-    first, second: `call_sites` of the two calls. The loop is looked for in the innermost function that made both,
-    where the call sites begin to differ, and in those that it called for the first one.
-    """
-    while first and second and first[0] == second[0]:
-        first, second = first[1:], second[1:]
-    loops = [_innermost_loop(place.line) for place in first]
-    if not second or not loops or loops[0] is None or any(loops[1:]):
-        return False
-    other = second[0].line
-    return first[0].line.file == other.file and _contains(loops[0], other)
-
-
-def _innermost_loop(line: Line) -> ast.expr | ast.stmt | None:
-    """Return the innermost loop around a line in its function; None without one."""
-    blocks = [node for node in _parents(line.file) if isinstance(node, (*_LOOPS, *_FUNCTIONS))]
-    surrounding = [node for node in blocks if _contains(node, line)]
-    innermost = max(surrounding, key=lambda node: node.lineno, default=None)
-    return innermost if isinstance(innermost, _LOOPS) else None
 
 
 def is_factor(name: str, line: Line) -> bool:
@@ -165,7 +133,7 @@ def _parents(file: str) -> dict[ast.AST, ast.AST]:
     return {child: parent for parent in ast.walk(tree) for child in ast.iter_child_nodes(parent)}
 
 
-def _contains(node: ast.expr | ast.stmt | ast.keyword, line: Line) -> bool:
+def _contains(node: ast.Call, line: Line) -> bool:
     return node.lineno <= line.number <= (node.end_lineno or 0)
 
 

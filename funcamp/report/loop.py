@@ -26,7 +26,6 @@ from funcamp.report.events import (
     ScaleRead,
     ScalerMade,
     ScalerSaved,
-    SchedulerStepped,
     StepCalled,
     StepEnded,
     Unscaled,
@@ -50,8 +49,6 @@ class Loop:
         self.clears = 0
         """How often gradients were cleared that no step had used."""
         self.last_pass: Backward | None = None
-        self.applied_flags: dict[Key, list[bool]] = {}
-        """For each optimizer whether its steps since the last step of its scheduler were applied, one flag a step."""
         self.optimizer_saved_line: Line | None = None
         """Where an optimizer's state was last saved to a file."""
         self.has_unscaled = False
@@ -164,7 +161,6 @@ class Loop:
 
     @follow.register
     def _(self, event: StepEnded) -> None:
-        self.applied_flags.setdefault(event.optimizer, []).append(event.applied)
         optimizer = self.optimizers[event.optimizer]
         if event.applied:
             optimizer.applied += 1
@@ -255,10 +251,6 @@ class Loop:
             optimizer.clears += 1
             if not self.gradients_of(optimizer.parameters):
                 optimizer.cleared_line = event.line
-
-    @follow.register
-    def _(self, event: SchedulerStepped) -> None:
-        self.applied_flags.pop(event.optimizer, None)
 
     @follow.register
     def _(self, event: ScalerSaved) -> None:

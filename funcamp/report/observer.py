@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable, Iterator
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from funcamp.report.calls.backward import BackwardCalls
 from funcamp.report.calls.files import FileCalls
@@ -49,10 +48,9 @@ class Observer:
             stack.enter_context(self._optimizers.observing_steps())
             # A function that two modules have stays one function: pickle looks it up in the module that it names.
             wrapped: dict[int, Function] = {}  # by the function's id: some of torch's have no hash
-            # A class that the script defines or imports later: FSDP's scaler is one.
-            for base, calls in ((torch.amp.GradScaler, self._scalers), (LRScheduler, self._optimizers)):
-                observe_later = functools.partial(self._observe_class, stack, calls)
-                stack.enter_context(replaced(base, __init_subclass__=classmethod(observe_later)))
+            # A class of scalers that the script defines or imports later: FSDP's scaler is one.
+            observe_later = classmethod(functools.partial(self._observe_class, stack))
+            stack.enter_context(replaced(torch.amp.GradScaler, __init_subclass__=observe_later))
             for observed in list(self._handlers()):
                 function = vars(observed.owner).get(observed.name) or getattr(observed.owner, observed.name)
                 if id(function) not in wrapped:
@@ -64,11 +62,11 @@ class Observer:
             stack.callback(setattr, self._run, "is_quiet", True)
             yield
 
-    def _observe_class(self, stack: contextlib.ExitStack, calls: ScalerCalls | OptimizerCalls, new: type) -> None:
-        """Observe the methods of a class that was just defined, for the time of the run."""
-        for observed in calls.handlers_of(new):
-            wrapped = self._wrap(vars(new)[observed.name], observed)
-            stack.enter_context(replaced(new, **{observed.name: wrapped}))
+    def _observe_class(self, stack: contextlib.ExitStack, scaler_class: type) -> None:
+        """Observe the methods of a class of scalers that was just defined, for the time of the run."""
+        for observed in self._scalers.handlers_of(scaler_class):
+            wrapped = self._wrap(vars(scaler_class)[observed.name], observed)
+            stack.enter_context(replaced(scaler_class, **{observed.name: wrapped}))
 
     def _handlers(self) -> Iterator[Observed]:
         """Yield the functions that are observed, with the handlers of their calls."""

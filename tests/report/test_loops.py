@@ -16,9 +16,7 @@ from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
 from tests.report.scripts import LOOPS, RIGHT_LOOPS, run, watch
 from tests.support.helpers import assert_same
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:Detected call of `lr_scheduler.step:UserWarning", "ignore:.*reentrant:UserWarning"
-)
+pytestmark = pytest.mark.filterwarnings("ignore:.*reentrant:UserWarning")
 
 
 def rule_of(loop: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import l1_loss, mse_loss
+from torch.nn.functional import mse_loss
 
 from funcamp.report.audit import Auditor
 from tests.report.loops.parts import batches, gradients_of, losses, model_and_optimizer, scaler_of
@@ -123,21 +123,6 @@ def test_what_is_no_mistake_on_gradients_has_no_finding(change: Callable[[Tensor
     assert names(train(change=change, autocast=True)) == []
 
 
-@pytest.mark.parametrize(
-    ("loss_of", "is_mistake"),
-    [
-        (lambda outputs, y: mse_loss(outputs, y) + 0.1 * l1_loss(outputs, y), True),
-        (lambda outputs, y: (mse_loss(outputs, y) + 0.1 * l1_loss(outputs, y)) / 3, False),
-        (lambda outputs, y: mse_loss(outputs, y) / 3 + l1_loss(outputs, y) / 3, False),
-        (lambda outputs, y: 0.5 * mse_loss(outputs, y) + 0.1 * l1_loss(outputs, y), False),
-        (lambda outputs, y: (outputs - y).square().sum() / 9, False),
-        (lambda outputs, y: (mse_loss(outputs, y, reduction="none") / 3).mean(), False),
-    ],
-)
-def test_means_of_a_window_are_to_be_divided(loss_of: Callable[[Tensor, Tensor], Tensor], is_mistake: bool) -> None:
-    assert names(train(loss_of=loss_of, window=3)) == ["accumulation-not-divided"] * is_mistake
-
-
 def root_of_zero_after(applied: int) -> Callable[[Tensor, Tensor], Tensor]:
     """Return a loss whose later passes take the root of 0."""
     passes = iter(range(99))
@@ -155,22 +140,19 @@ def test_skipped_steps_are_a_mistake_if_they_are_many_and_the_scale_is_low(
     assert names(train(loss_of=root_of_zero_after(applied), passes=passes)) == ["each-step-skipped"] * is_mistake
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
-@pytest.mark.parametrize(("scale", "expected"), [(2.0**60, ["scheduler-on-skipped"]), (2.0**10, [])])
-def test_a_fused_optimizer_skips_its_step_itself(scale: float, expected: list[str]) -> None:
+def test_a_fused_optimizer_skips_its_step_itself() -> None:
     auditor = Auditor()
+    loss_of = root_of_zero_after(1)
     with auditor.watching():
         model, _ = model_and_optimizer()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer)
-        scaler = scaler_of(scale)
-        for loss in losses(model):
+        scaler = scaler_of()
+        for x, y in batches(12):
             optimizer.zero_grad()
-            scaler.scale(loss).backward()
+            scaler.scale(loss_of(model(x), y)).backward()
             scaler.step(optimizer)
             scaler.update()
-            scheduler.step()
-    assert names(auditor) == expected
+    assert names(auditor) == ["each-step-skipped"]
 
 
 @pytest.mark.parametrize("is_mistake", [True, False])

@@ -137,7 +137,8 @@ for x, y in batches:
     optimizer.step()
 """,
     "positional_inputs": """
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+optimizer = torch.optim.SGD(model[0].parameters(), lr=0.1)
+of_the_rest = torch.optim.SGD(model[2].parameters(), lr=0.1)  # never stepped: no pass reaches it
 for x, y in batches:
     optimizer.zero_grad()
     torch.autograd.backward(mse_loss(model(x), y), None, None, False, None, list(model[0].parameters()))

@@ -11,9 +11,9 @@ from funcamp.report import events
 from funcamp.report.autograd_graph import Scaling, read_graph
 from funcamp.report.calls.observed import Function, Observed
 from funcamp.report.calls.run import Calls, Run
-from funcamp.report.lines import call_sites, calling_line
+from funcamp.report.lines import calling_line
 from funcamp.report.tensors import all_finite, is_zero, tensors_in
-from funcamp.report.torch_names import current_node, replaced, without_modes
+from funcamp.report.torch_names import current_node, replaced
 
 
 class BackwardCalls(Calls):
@@ -40,7 +40,6 @@ class BackwardCalls(Calls):
         function: Function,
         tensors: object,
         grad_tensors: object = None,
-        retain_graph: bool | None = None,
         *args: object,
         **kwargs: object,
     ) -> object:
@@ -48,7 +47,7 @@ class BackwardCalls(Calls):
             tensors = list(tensors)
         outputs = tensors_in(tensors)
         graph = read_graph(outputs)
-        inputs = args[2] if len(args) > 2 else kwargs.get("inputs")
+        inputs = args[3] if len(args) > 3 else kwargs.get("inputs")
         leaves = graph.leaves if inputs is None else tensors_in(inputs)
         initial_gradients = tensors_in(grad_tensors)
         is_nested = current_node() is not None  # as in a checkpoint whose forward pass runs again
@@ -60,7 +59,6 @@ class BackwardCalls(Calls):
             self._last_scaling = scaling or self._last_scaling
             self._tracked.forget_derived()  # the loop may have unscaled earlier gradients since
             self._is_first = False
-        begins_with_one = not is_nested and all(map(_is_one, initial_gradients))
         # Before the pass runs: its hooks act on the gradients of this event.
         event = events.Backward(
             calling_line(),
@@ -68,17 +66,14 @@ class BackwardCalls(Calls):
             empty=frozenset([self._tracked.key(leaf) for leaf in leaves if is_zero(leaf.grad)]),
             scaler=None if scaling is None else scaling.scaler,
             dtypes=graph.dtypes,
-            is_mean=begins_with_one and graph.is_mean,
             is_in_autocast=not is_nested and _is_in_autocast(outputs),
             has_products=graph.has_products,
-            call_sites=call_sites(),
             not_finite=not_finite,
-            retains_graph=bool(retain_graph),
         )
         self._emit(event)
         outer = replaced(self, _outer_scaling=scaling)
         with outer, replaced(self._run, in_backward=True), self._run.operations.paused():
-            result = function(tensors, grad_tensors, retain_graph, *args, **kwargs)
+            result = function(tensors, grad_tensors, *args, **kwargs)
         self._tracked.remember_gradients(leaves)
         return result
 
@@ -127,9 +122,3 @@ def _is_in_autocast(outputs: list[Tensor]) -> bool:
     """Return whether an autocast region is around this call, for the device of a loss."""
     devices = {output.device.type for output in outputs}
     return any(torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device) for device in devices)
-
-
-def _is_one(initial_gradient: Tensor) -> bool:
-    """Return whether an initial gradient is 1, as that of a loss is."""
-    with without_modes():
-        return initial_gradient.dim() == 0 and bool(initial_gradient == 1)

@@ -1,4 +1,4 @@
-"""The calls of optimizers and of their schedulers."""
+"""The calls of optimizers."""
 
 from __future__ import annotations
 
@@ -6,22 +6,20 @@ import contextlib
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from funcamp.report import events
 from funcamp.report.calls.observed import Function, Observed
 from funcamp.report.calls.run import Calls, Run
 from funcamp.report.events import Key
-from funcamp.report.lines import call_sites, calling_line
-from funcamp.report.torch_names import with_subclasses
+from funcamp.report.lines import calling_line
 
 if TYPE_CHECKING:
     from torch.amp import GradScaler
 
 
 class OptimizerCalls(Calls):
-    """Handles the calls of optimizers and of their schedulers, and reports what scalers do with optimizers."""
+    """Handles the calls of optimizers, and reports what scalers do with optimizers."""
 
     def __init__(self, run: Run) -> None:
         super().__init__(run)
@@ -33,13 +31,6 @@ class OptimizerCalls(Calls):
         yield Observed(Optimizer, "__init__", self._make)
         yield Observed(Optimizer, "zero_grad", self._clear)
         yield Observed(Optimizer, "load_state_dict", self._load)
-        for scheduler_class in with_subclasses(LRScheduler):
-            yield from self.handlers_of(scheduler_class)
-
-    def handlers_of(self, scheduler_class: type) -> Iterator[Observed]:
-        """Yield the step of one class of schedulers, if it defines one."""
-        if "step" in vars(scheduler_class):
-            yield Observed(scheduler_class, "step", self._step_scheduler)
 
     @contextlib.contextmanager
     def observing_steps(self) -> Iterator[None]:
@@ -84,7 +75,6 @@ class OptimizerCalls(Calls):
             scaler=None if scaler is None else self._tracked.key(scaler),
             parameters=self._tracked.parameters_of(optimizer),
             has_enabled_scaler=scaler is not None and scaler.is_enabled(),
-            call_sites=call_sites(),
         )
         self._emit(event)
 
@@ -96,9 +86,3 @@ class OptimizerCalls(Calls):
     def _load(self, function: Function, optimizer: Optimizer, *args: object, **kwargs: object) -> None:
         self._emit(events.OptimizerLoaded(calling_line(), self._tracked.key(optimizer)))
         self._quietly(function, optimizer, *args, **kwargs)
-
-    def _step_scheduler(self, function: Function, scheduler: LRScheduler, *args: object, **kwargs: object) -> object:
-        optimizer = getattr(scheduler, "optimizer", None)
-        if optimizer is not None:
-            self._emit(events.SchedulerStepped(calling_line(), self._tracked.key(optimizer)))
-        return self._quietly(function, scheduler, *args, **kwargs)

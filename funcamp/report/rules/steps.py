@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from funcamp.report.events import Ended, OptimizerEvent, Refused, SchedulerStepped, StepCalled
+from funcamp.report.events import Ended, OptimizerEvent, StepCalled
 from funcamp.report.known import Condition
 from funcamp.report.lines import Line
 from funcamp.report.loop import Loop
@@ -34,17 +34,6 @@ def scaled_backward_no_step(event: Ended, loop: Loop) -> Iterator[Line]:
     passes = sum(scaler.passes for scaler in loop.scalers.values())
     if passes >= _SEVERAL and not loop.steps and loop.last_pass is not None:
         yield loop.last_pass.line
-
-
-@rule(
-    Refused,
-    mistake="a method of the scaler raises an error: it is called twice, too early, or for float16 weights",
-    effect="the run ends there; float16 weights would lose small steps",
-    change="scaler.unscale_(optimizer); scaler.step(optimizer); scaler.update()  # each once, and no model.half()",
-)
-def refused_by_scaler(event: Refused, _loop: Loop) -> Iterator[Line]:
-    """Every event of this kind is the mistake."""
-    yield event.line
 
 
 @rule(
@@ -118,19 +107,6 @@ def cleared_before_step(event: StepCalled, loop: Loop) -> Iterator[Line]:
     is_usual = optimizer.empty_steps == optimizer.steps
     if optimizer.cleared_line is not None and is_usual and not loop.gradients_of(event.parameters):
         yield optimizer.cleared_line
-
-
-@rule(
-    SchedulerStepped,
-    mistake="the learning-rate scheduler is stepped although the optimizer's step was skipped",
-    effect="the schedule runs ahead of the steps: warm-up is cut short, and torch warns of the order",
-    change="if the step was applied: scheduler.step()  # a step_post_hook of the optimizer sees it",
-)
-def scheduler_on_skipped(event: SchedulerStepped, loop: Loop) -> Iterator[Line]:
-    """Stepped, and its optimizer has skipped every step since the scheduler's last one."""
-    applied_flags = loop.applied_flags.get(event.optimizer, [])
-    if applied_flags and not any(applied_flags):
-        yield event.line
 
 
 @rule(

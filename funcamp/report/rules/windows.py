@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from funcamp.report.events import Backward, StepCalled
 from funcamp.report.known import Condition
-from funcamp.report.lines import Line, are_in_one_loop
+from funcamp.report.lines import Line
 from funcamp.report.loop import Loop
 from funcamp.report.rules.rule import rule
 
@@ -25,36 +25,6 @@ def unscale_in_window(event: Backward, loop: Loop) -> Iterator[Line]:
     yield from {
         gradient.line for gradient in added_to if gradient.condition is Condition.UNSCALED and not gradient.is_written
     }
-
-
-@rule(
-    StepCalled,
-    mistake="mean losses of several micro-batches are added and not divided by their number",
-    effect="the gradient is larger by the number of micro-batches: a larger learning rate, and another clipping",
-    change="loss = loss / micro_batches  # before scaler.scale(loss).backward()",
-)
-def accumulation_not_divided(event: StepCalled, loop: Loop) -> Iterator[Line]:
-    """Stepped in the same loop as the passes, but not in each iteration: the batches are micro-batches."""
-    window = _added_means(event, loop)
-    if window and are_in_one_loop(window[0].call_sites, event.call_sites):
-        yield window[0].line
-
-
-def _added_means(event: StepCalled, loop: Loop) -> list[Backward]:
-    """Return the passes of a step if one call ran them, each of a mean loss, and nothing divided the gradients.
-
-    Passes with `retain_graph` belong to several losses of one batch, and passes that reach different parameters to
-    tasks with separate heads. To add their means is right.
-    """
-    window = loop.optimizers[event.optimizer].window
-    stepped = set(event.parameters)
-    is_repeated = len(window) > 1 and len({backward.call_sites for backward in window}) == 1
-    is_written = any(gradient.is_written for gradient in loop.gradients_of(event.parameters))
-    shares_graph = any(backward.retains_graph for backward in window)
-    has_several_tasks = len({frozenset(stepped.intersection(backward.parameters)) for backward in window}) > 1
-    if not is_repeated or is_written or shares_graph or has_several_tasks:
-        return []
-    return window if all(backward.is_mean for backward in window) else []
 
 
 @rule(

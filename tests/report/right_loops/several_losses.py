@@ -1,10 +1,9 @@
-"""Several losses of one batch: of a line, from iterators, of views, or the second without the scale after unscale_."""
+"""Several losses of one batch: of a line, from iterators, or the second without the scale after unscale_."""
 
 import torch
-from torch import Tensor
 from torch.nn.functional import l1_loss, mse_loss
 
-from tests.report.loops.parts import batches, loss_of, model_and_optimizer, scaler_of
+from tests.report.loops.parts import batches, model_and_optimizer, scaler_of
 
 model, optimizer = model_and_optimizer()
 scaler = scaler_of()
@@ -24,19 +23,6 @@ for step, (x, y) in enumerate(batches(12)):
         scaler.scale(losses[0]).backward(retain_graph=True)
         scaler.unscale_(optimizer)
         losses[1].backward()
-    scaler.step(optimizer)
-    scaler.update()
-
-
-def add_views(x: Tensor, y: Tensor) -> None:
-    """The losses of the views of a batch are added."""
-    for view in (x, -x, x.flip(0)):
-        scaler.scale(loss_of(model, view, y)).backward()
-
-
-for x, y in batches():
-    optimizer.zero_grad()
-    add_views(x, y)
     scaler.step(optimizer)
     scaler.update()
 

@@ -13,18 +13,18 @@ from funcamp.report.torch_names import is_wrapped, without_modes
 
 
 def is_plain(value: object) -> TypeGuard[Tensor]:
-    """Return whether a value is a dense tensor that has values and is of no subclass but Parameter."""
-    if not isinstance(value, Tensor) or type(value) not in (Tensor, nn.Parameter):
+    """Return whether a value is a dense tensor with values: no wrapper of torch.func, no subclass but Parameter."""
+    if not isinstance(value, Tensor) or is_wrapped(value) or type(value) not in (Tensor, nn.Parameter):
         return False
     if value.layout is not torch.strided or value.device.type == "meta" or value.is_nested:
         return False
     # FSDP frees the memory of parameters between their uses.
-    return is_wrapped(value) or not value.numel() or value.untyped_storage().nbytes() > 0
+    return not value.numel() or value.untyped_storage().nbytes() > 0
 
 
 def address_of(value: object) -> int:
     """Return the address of a plain tensor's memory; 0 for anything else."""
-    if not is_plain(value) or is_wrapped(value):
+    if not is_plain(value):
         return 0
     return int(value.untyped_storage().data_ptr())
 

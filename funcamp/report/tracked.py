@@ -89,8 +89,10 @@ class Tracked:
                 self._addresses[key] = address
 
     def remember_gradient(self, key: Key, gradient: Tensor, leaf: weakref.ref[Tensor] | None = None) -> None:
-        """Remember a gradient, of a leaf if it is stored there."""
-        self._gradients.setdefault(address_of(gradient), {})[key] = _StoredGradient(weakref.ref(gradient), leaf)
+        """Remember a gradient that has an address, of a leaf if it is stored there."""
+        address = address_of(gradient)
+        if address:
+            self._gradients.setdefault(address, {})[key] = _StoredGradient(weakref.ref(gradient), leaf)
 
     def gradients_among(self, tensors: Iterable[object]) -> tuple[Key, ...]:
         """Return the parameters whose gradients are among some tensors."""
@@ -162,8 +164,9 @@ class Tracked:
 
     def scaling_of(self, tensor: object) -> Scaling | None:
         """Return how a scaled loss was scaled; None if the tensor is no scaled loss."""
+        address = address_of(tensor)
         for reference, scaling in self._losses:
             loss = reference()
-            if loss is not None and (loss is tensor or address_of(loss) == address_of(tensor)):
+            if loss is not None and (loss is tensor or (address and address_of(loss) == address)):
                 return scaling
         return None

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 from funcamp.report.audit import Auditor
+from funcamp.report.tracked import Tracked
 from tests.report.loops.parts import batches, gradients_of, losses, model_and_optimizer, scaler_of
 from tests.report.training import names, train
 
@@ -153,6 +154,37 @@ def test_a_fused_optimizer_skips_its_step_itself() -> None:
             scaler.step(optimizer)
             scaler.update()
     assert names(auditor) == ["each-step-skipped"]
+
+
+class Subclass(Tensor):
+    """The report does not look at the memory of such a tensor."""
+
+
+@pytest.mark.parametrize(("is_scaled", "expected"), [(True, ["scaled-loss-read"]), (False, [])])
+def test_only_the_scaled_loss_itself_is_one_if_it_is_a_tensor_of_a_subclass(
+    is_scaled: bool, expected: list[str]
+) -> None:
+    auditor = Auditor()
+    with auditor.watching():
+        model, optimizer = model_and_optimizer()
+        scaler = scaler_of()
+        for loss in losses(model):
+            optimizer.zero_grad()
+            loss = loss.as_subclass(Subclass)
+            scaled_loss = scaler.scale(loss)
+            scaled_loss.backward()
+            (scaled_loss if is_scaled else loss).item()
+            scaler.step(optimizer)
+            scaler.update()
+    assert names(auditor) == expected
+
+
+def test_a_gradient_of_a_subclass_is_not_remembered() -> None:
+    """There may be another one in each step."""
+    tracked = Tracked()
+    gradient = torch.ones(2).as_subclass(Subclass)
+    tracked.remember_gradient(tracked.key(gradient), gradient)
+    assert tracked._gradients == {}
 
 
 @pytest.mark.parametrize("is_mistake", [True, False])

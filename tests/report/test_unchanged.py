@@ -163,6 +163,12 @@ with torch.no_grad():
     encoder.half()(torch.randn(2, 3, 8).half(), src_key_padding_mask=padding)
 train(model)
 """,
+    "rows_of_a_jacobian": """
+for x, _ in batches:
+    outputs = scaler.scale(model(x).flatten())
+    torch.vmap(lambda row: torch.autograd.grad(outputs, model[0].weight, row, retain_graph=True))(torch.eye(4))
+train(model)
+""",
     "in_a_thread": """
 import threading
 

@@ -127,7 +127,7 @@ def counted() -> tuple[dict[str, dict[str, float]], int]:
         funcamp.module_loss(model, cross_entropy), funcamp.stateless(torch.optim.AdamW), policy="bfloat16"
     )
     state = step.init()
-    result = result_function(step, state, state.params, (), Shares(1.0, 1))(state.buffers, (x, y), None)
+    result = result_function(step, state, state.params, (), Shares(1.0, 1), LOW)(state.buffers, (x, y), None)
     flat = {
         "parameters": size(state.params),
         "moments": size(state.opt_state),

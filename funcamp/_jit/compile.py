@@ -16,7 +16,6 @@ from funcamp import _upstream
 from funcamp._jit.cache_name import cache_name
 from funcamp._jit.compiled_program import Code, CompiledProgram, Surroundings
 from funcamp._jit.explain import explain
-from funcamp._jit.one_by_one import one_by_one
 from funcamp._jit.passes import run_passes
 from funcamp._jit.passes.graph_pass import Unchanged
 from funcamp._jit.passes.program import Program, Steps, Target, TensorFunction
@@ -131,7 +130,7 @@ def _compiled(program: Program) -> tuple[TensorFunction, Code | None]:
         if code is None and program.needs_code:
             raise RuntimeError("Inductor's code is not found")
     elif backend == "eager":
-        compiled = one_by_one(program.module)
+        compiled = program.module
     else:
         from torch._dynamo.backends.registry import lookup_backend
 

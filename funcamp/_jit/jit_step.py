@@ -347,6 +347,9 @@ class JitStep(Fixed):
         oldest = min(self._executables.values(), key=lambda executable: executable is self._last)
         self._executables = {known: kept for known, kept in self._executables.items() if kept is not oldest}
         self._known_calls = KnownCalls()
+        self._captured = CapturedTensors()
+        for executable in self._executables.values():
+            self._captured.add(executable.captured, executable.outside_state)
 
     def _task(self, batch: Tree, key: Key) -> str:
         """Return what is compiled, for reports; for a later signature, with what changed since the last call."""

@@ -17,13 +17,16 @@ from funcamp._step.shares import Shares
 from funcamp._step.state import TrainState
 from funcamp._storage.layout import Layout
 from funcamp._storage.params import Params, clone
+from funcamp._storage.policy import autocast_of
 from funcamp._types import Tree
 
 if TYPE_CHECKING:
     from funcamp._step.step import TrainStep
 
 
-def result_function(step: TrainStep, state: TrainState, params: Params, tape: Tree, shares: Shares) -> ResultOf:
+def result_function(
+    step: TrainStep, state: TrainState, params: Params, tape: Tree, shares: Shares, precision: torch.dtype
+) -> ResultOf:
     """Return the function that differentiates the loss of a batch or a micro-batch.
 
     Args:
@@ -32,9 +35,11 @@ def result_function(step: TrainStep, state: TrainState, params: Params, tape: Tr
         params: what the loss gets: the parameters in full, also if the state is sharded.
         tape: the tape of the loss's taps.
         shares: how much each micro-batch counts.
+        precision: the dtype of the autocast in which the loss runs; float32 for none.
     """
     loss_fn = step.loss_fn
     engine = choose_engine(loss_fn.engine, state)
+    device_type = state.scaler.scale.device.type
     layout = params.layout
     # The loss is differentiated with respect to the parameters, and after them the zeros of the tape, in one list.
     param_values = params.values()
@@ -46,7 +51,7 @@ def result_function(step: TrainStep, state: TrainState, params: Params, tape: Tr
         def loss_of(values: list[Tensor]) -> Iterator[Tree]:
             taps = _tree.unflatten(values[param_count:], tape_spec)
             arguments = loss_fn.arguments(layout.tree(values[:param_count]), taps, buffers, state.scaler, batch)
-            with loss_fn.called(step.autocast(state), *arguments) as returned:
+            with loss_fn.called(autocast_of(precision, device_type), *arguments) as returned:
                 if engine == "autograd" and not torch.compiler.is_dynamo_compiling():
                     loss_fn.check_graph(returned, values)
                 yield returned

@@ -40,6 +40,13 @@ def _is_in_autocast(state: TrainState) -> bool:
     return device_type != "meta" and torch.is_autocast_enabled(device_type)  # autocast does not know the meta device
 
 
+def _outside_autocast(state: TrainState) -> contextlib.AbstractContextManager[object]:
+    """Context manager: leave a region of the caller, if there is one."""
+    if _is_in_autocast(state):
+        return torch.autocast(state.scaler.scale.device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
 def _observed(observe: Mapping[str, Callable[[Tree], Tree]], gradients: Params) -> dict[str, Tree]:
     """Return the results of the observe functions on the unscaled gradients, in the parameters' own tree."""
     if not observe:
@@ -108,18 +115,20 @@ class TrainStep(Fixed):
         state = self.check_call("step", state, batch)
         if not torch.compiler.is_dynamo_compiling():
             self.loss_fn.begin_step()
-        with self._precision_of_policy(state):
-            after, metrics = self._take(state, batch)
+        precision = self._precision_of_loss(state)
+        with _outside_autocast(state):  # as the backward pass and the optimizer of torch's loop are
+            after, metrics = self._take(state, batch, precision)
         if not compiling() and _is_in_autocast(state):
             torch.clear_autocast_cache()  # torch would keep this step's casts until the caller's region ends
         return after, metrics
 
-    def _take(self, state: TrainState, batch: Tree) -> tuple[TrainState, Metrics]:
+    def _take(self, state: TrainState, batch: Tree, precision: torch.dtype) -> tuple[TrainState, Metrics]:
         """Return the state after a step and its metrics; read it from top to bottom.
 
         Args:
             state: a state with its parameters as this step stores them.
             batch: one batch, as the user passed it.
+            precision: the dtype of the autocast in which the loss runs; float32 for none.
         """
         loss_fn = self.loss_fn
         options = self.options
@@ -134,7 +143,7 @@ class TrainStep(Fixed):
         # The scaled gradients, the loss, its buffers and the records of the tape.
         pieces = [batch] if options.accumulate == 1 else micro_batches(batch, options.accumulate)
         shares = shares_of(options.weight, pieces, parallel.size, parallel.sum_of_weights, device)
-        result_of = result_function(self, state, params_of_loss, tape, shares)
+        result_of = result_function(self, state, params_of_loss, tape, shares, precision)
         if options.accumulate == 1:
             result = result_of(state.buffers, batch, None)
         else:
@@ -195,15 +204,15 @@ class TrainStep(Fixed):
         )
         return after, metrics
 
-    def _precision_of_policy(self, state: TrainState) -> contextlib.AbstractContextManager[object]:
-        """Context manager: compute as the policy says, also inside of a torch.autocast region of the caller.
+    def _precision_of_loss(self, state: TrainState) -> torch.dtype:
+        """Return the dtype of the autocast in which the loss runs; float32 for none.
 
-        Without a policy the region applies. With one, a second cast would be added to the policy's, and the backward
-        pass and the optimizer would run under autocast.
+        It is the policy's, also inside of a caller's region; without a policy it is that of the region.
         """
-        if self.options.policy != torch.float32 and _is_in_autocast(state):
-            return torch.autocast(state.scaler.scale.device.type, enabled=False)
-        return contextlib.nullcontext()
+        policy = self.options.policy
+        if policy == torch.float32 and _is_in_autocast(state):
+            return torch.get_autocast_dtype(state.scaler.scale.device.type)
+        return policy
 
     @torch.inference_mode(False)  # autograd rejects inference tensors outside inference mode
     def init(
@@ -288,11 +297,12 @@ class TrainStep(Fixed):
         state = self.check_call("loss", state, batch)
         keeps_training_flags = boolean("loss", "training", training)
         mode = contextlib.nullcontext() if keeps_training_flags else self.loss_fn.eval_mode()
-        with torch.no_grad(), mode, self._precision_of_policy(state):
+        precision = self._precision_of_loss(state)
+        with torch.no_grad(), mode, _outside_autocast(state):
             params = state.params.gathered().tree()
             taps = self.loss_fn.tape(state.scaler.scale.device)
             arguments = self.loss_fn.arguments(params, taps, state.buffers, state.scaler, _tree.plain(batch))
-            with self.autocast(state):
+            with autocast_of(precision, state.scaler.scale.device.type):
                 returned = self.loss_fn(*arguments)
         returns_pair = self.loss_fn.has_buffers or self.loss_fn.has_aux
         loss, _ = loss_and_aux("loss", returned, returns_pair)

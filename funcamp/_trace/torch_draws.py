@@ -94,25 +94,28 @@ class TraceDraws:
         torch.default_generator.manual_seed(position + 1)
         key = position, func, str([(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves])
         written = [leaf for leaf in aliased(func, args, kwargs, written=True) if isinstance(leaf, Tensor)]
-        # As `tensor.normal_()` does.
-        filled = written[0] if len(written) == 1 and written[0] is args[0] else None
-        if filled is not None:
-            memory, order = _memory_of(func, filled)
-            args = memory, *(_permuted(arg, filled, order) for arg in args[1:])
-            written = [memory]
+        if len(written) != 1 or written[0] is not args[0]:
+            return self._numbers(key, func, args, kwargs, written)
 
+        # As `tensor.normal_()` does: draw into memory of its own, and copy.
+        (filled,) = written
+        memory, order = _memory_of(func, filled)
+        others = [_permuted(arg, filled, order) for arg in args[1:]]
+        self._numbers(key, func, (memory, *others), kwargs, [memory])
+        return filled.copy_(memory.permute([order.index(dim) for dim in range(filled.dim())]))
+
+    def _numbers(self, key: _DrawKey, func: Operation, args: Args, kwargs: Kwargs, written: Sequence[Tensor]) -> object:
+        """Draw, or repeat what an equal call has drawn before the generator was set back."""
+        position, *_ = key
         if position < self._next_position:
             drawn = self._drawn_in_forward_pass(key)
             for tensor, numbers in zip(written, drawn.written):
                 tensor.copy_(numbers)
-            result = _copies(drawn.result)
-        else:
-            self._next_position = position + 1
-            result = _call(func, args, kwargs)
-            self._drawn[key] = _Drawn(_copies(result), _copies(written))  # removed from the graph if not drawn again
-        if filled is None:
-            return result
-        return filled.copy_(memory.permute([order.index(dim) for dim in range(filled.dim())]))
+            return _copies(drawn.result)
+        self._next_position = position + 1
+        result = _call(func, args, kwargs)
+        self._drawn[key] = _Drawn(_copies(result), _copies(written))  # removed from the graph if not drawn again
+        return result
 
     def _drawn_in_forward_pass(self, key: _DrawKey) -> _Drawn:
         """Return what an equal call has drawn at this position, to which the backward pass has set the generator back.

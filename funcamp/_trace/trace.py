@@ -184,7 +184,7 @@ def _trace_once(
         outputs=plain_function.outputs,
         has_subclasses=any(plain_function.argument_wrappers) or any(plain_function.wrappers),
         open_operation=next((str(node.target) for node in module.graph.nodes if has_open_result(node)), None),
-        notes=watch.notes | _notes_on_settings(),
+        notes=_notes_on_settings(),
     )
 
 

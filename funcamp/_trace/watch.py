@@ -70,8 +70,6 @@ class TraceWatch(TorchDispatchMode):
         self._fakes: dict[int, Tensor] = {}
         """The fake tensors, by the id of the tensor that each replaces."""
         self._draws = TraceDraws()
-        self.notes: set[str] = set()
-        """What the log has to say of this trace."""
 
     @contextlib.contextmanager
     def on(self) -> Iterator[None]:

@@ -27,7 +27,7 @@ def renamed(
         run: what it computes; the original operation returns tensors of the same shapes.
     """
     _, _, signature = str(original._schema).partition("(")
-    _library.define(f"{name}({signature}")
+    _library.define(f"{name}({signature}", tags=original.tags)  # such as that it draws random numbers
     _library.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"funcamp::{name}", original, lib=_library)
     operation: OpOverload = getattr(torch.ops.funcamp, name).default

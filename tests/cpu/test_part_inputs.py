@@ -14,7 +14,6 @@ from funcamp import jit, make_train_step, module_loss, stateless
 from funcamp._cpu import part_inputs
 from funcamp._jit import compile as compiler
 from funcamp._jit import passes
-from funcamp._jit.one_by_one import one_by_one
 from tests.support.generated import written
 from tests.support.steps import assert_as_eager
 
@@ -119,7 +118,7 @@ def test_inputs_for_parts_change_no_number(
     noting = [one._replace(run=noted) if one.name == "part_inputs" else one for one in passes.pipeline()]
     monkeypatch.setattr(passes, "pipeline", lambda: noting)
     if not STEPS[step]:  # the graph is as it was: nothing of Inductor's to test
-        monkeypatch.setattr(compiler, "_by_inductor", lambda program: (one_by_one(program.module), None))
+        monkeypatch.setattr(compiler, "_by_inductor", lambda program: (program.module, None))
     torch.manual_seed(0)
     state = {name: torch.randn(PARTS * WIDTH) for name in ("flat", "other")}
     assert_as_eager(step, jit(step, exact=True), state, list(torch.randn(3, WIDTH)), 1e-5)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -60,3 +62,22 @@ def test_a_captured_tensor_of_another_kind_is_refused(name: str) -> None:
     assert state.item() == 28
     captured.data = torch.arange(8.0).view(2, 4)  # as it was compiled for
     assert run(state, torch.ones(()))[0].item() == 56
+
+
+def test_a_tensor_that_no_program_reads_any_more_is_free() -> None:
+    holder = {"table": torch.ones(3)}
+    run = jit(lambda state, batch: (state + (holder["table"] * batch).sum(), None), backend="eager", max_signatures=1)
+    state = torch.zeros(())
+    state, _ = run(state, torch.ones(()))
+    first = holder["table"]
+    for factor in (2.0, 3.0):
+        holder["table"] = torch.full((3,), factor)
+        state, _ = run(state, torch.ones(()))
+    assert state == 18
+    first.data = first.bfloat16()  # else an error: a program has the dtype in its code
+    state, _ = run(state, torch.ones(()))
+    assert state == 27
+    alive = weakref.ref(first)
+    del first
+    gc.collect()
+    assert alive() is None

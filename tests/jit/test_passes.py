@@ -90,7 +90,7 @@ def test_what_is_left_out_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     every = pipeline()
     monkeypatch.setattr(passes, "pipeline", lambda: map(noted, every))
-    without = {"layouts", "part_inputs"}
+    without = {"views", "part_inputs"}
     jit(lambda state, batch: (state + batch, None), backend="eager", without=without)(torch.ones(2), torch.ones(2))
     wanted = [one.name for one in every if one.name not in without]
     assert ran == wanted
@@ -100,8 +100,8 @@ def test_one_that_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def run(program: Any) -> Any:
         raise KeyError("x")
 
-    monkeypatch.setattr(passes, "pipeline", lambda: [passes.layouts.PASS._replace(run=run, where=lambda _: True)])
-    with pytest.raises(RuntimeError, match="pass 'layouts' raises KeyError: 'x'"):
+    monkeypatch.setattr(passes, "pipeline", lambda: [passes.views.PASS._replace(run=run, where=lambda _: True)])
+    with pytest.raises(RuntimeError, match="pass 'views' raises KeyError: 'x'"):
         jit(step, backend="eager")(state(), torch.randn(2, CHANNELS, 6, 6))
 
 

@@ -24,11 +24,14 @@ def test_every_form_takes_the_rows_that_the_operations_do() -> None:
         return state + x, (rows(x, orders), orders)
 
     run, x = jit(step, donate=False), torch.arange(12.0).view(4, 3)
+    first_orders = []
     for seed in range(3):
         torch.manual_seed(seed)
         _, (found, orders) = run(torch.zeros(4, 3), x)
+        first_orders.append(orders[0].tolist())
         assert [order.sort().values.tolist() for order in orders] == [[0, 1, 2, 3], [0, 1, 2, 3], [0, 1, 2]]
         assert_same(clone(found), rows(x, list(orders)))
+    assert len({tuple(order) for order in first_orders}) > 1, first_orders
 
 
 @pytest.mark.inductor

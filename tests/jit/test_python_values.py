@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from funcamp import jit, make_train_step, module_loss, stateless
+from funcamp._jit import python_values
+from funcamp._trace.places import Survey
 from tests.support.stand_in import StandIn
 from tests.support.steps import SGD, assert_as_eager
 
@@ -97,6 +99,25 @@ def test_an_old_value_has_its_program_and_the_oldest_is_dropped_with_a_warning(
     assert run._traces == 4
     assert_right(step, run, state, rows=4)  # another size drops another value's program
     assert run.programs == 3
+
+
+def test_only_hooks_of_the_step_are_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, step, run, state = made(donate=False)
+    assert_right(step, run, state)
+    surveys: list[Any] = []
+
+    def survey(roots: Any) -> Any:
+        surveys.append(roots)
+        return Survey(roots)
+
+    monkeypatch.setattr(python_values, "Survey", survey)
+    for _ in range(3):
+        torch.ones(2, requires_grad=True).register_hook(lambda gradient: gradient)
+        assert_right(step, run, state)
+    assert not surveys, "a hook of the loop's own tensor needs no look at the model"
+    model.dropout.register_forward_hook(lambda module, inputs, output: output * 2)
+    assert_right(step, run, state)
+    assert surveys, "the hook of a layer is seen"
 
 
 #: Has the name of an attribute of the model, and of a key of its batch.

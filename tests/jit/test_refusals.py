@@ -63,7 +63,7 @@ ARGUMENTS: dict[str, tuple[Call, type[Exception], str]] = {
     "a typo": (lambda: jit(add, backend="eagr"), ValueError, "backend must be 'inductor', .*; got 'eagr'"),
     "also no function": (lambda: jit(add).also(ANY), TypeError, "step must be callable; got None"),
     "jit of jit": (lambda: jit(jit(add)), TypeError, "compiled already"),
-    "without a text": (lambda: jit(add, without="layouts"), TypeError, "without must be a collection of names"),
+    "without a text": (lambda: jit(add, without="views"), TypeError, "without must be a collection of names"),
     "an unknown pass": (lambda: jit(add, without=["layout"]), ValueError, "without must have names of .*; got 'layout'"),
     "an array": (constant([numpy.zeros(2)]), TypeError, r"batch\['x'\]\[0\] must be a tensor, or a constant"),
     "an object": (constant(Box(torch.ones(2))), TypeError, r"batch\['x'\] must be .* without tensors in it; got a Box: pass a dict"),

@@ -13,11 +13,10 @@ from funcamp._jit.passes import (
     batch_norms,
     casts,
     float16_sums,
-    layouts,
     nan_gradients,
     open_sizes,
-    permutations,
     scalar_factors,
+    views,
     whole_operations,
     write_backs,
     zero_tensors,
@@ -57,8 +56,7 @@ AFTER_LAYERS: tuple[Pass, ...] = (
     float16_sums.PASS,
     batch_norms.PASS,
     # Of the graph again, given that table.
-    layouts.PASS,
-    permutations.PASS,
+    views.PASS,
     # Inside Inductor, on the graph without writes.
     write_backs.PASS,
     *OPTIONS,

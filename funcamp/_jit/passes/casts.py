@@ -11,7 +11,6 @@ vectors that a layer passes as separate inputs: what reads them casts them.
 
 from __future__ import annotations
 
-import itertools
 import operator
 from collections import defaultdict
 from collections.abc import Iterator
@@ -56,6 +55,14 @@ class _CastOfPart(NamedTuple):
         """The number of the part."""
         number: Any = self.views[-1].args[1]
         return int(number)
+
+
+class _CastInJoin(NamedTuple):
+    """A cast in a concatenation."""
+
+    node: Any
+    views: list[fx.Node]
+    """The views between the cast and the concatenation, the last one first."""
 
 
 def casts(program: Program) -> Program:
@@ -121,33 +128,35 @@ def _cast_before_split(graph: fx.Graph, group: _Group, parts: list[_CastOfPart])
 def _cast_after_join(graph: fx.Graph, join: fx.Node, written: set[fx.Node]) -> None:
     """Cast a concatenation of tensors that are all cast from one dtype to float32, instead of the tensors."""
     parts: Any = join.args[0]
-    views_of_parts: dict[fx.Node, list[fx.Node]] = {}
-    casts: list[Any] = []
-    for part in parts:
-        if part.target is not _ZEROS:  # else it fills up the storage of another part
-            views_of_parts[part] = views = _views_above(part, (*_VIEWS, *_COPIES))
-            casts.append(views[-1].args[0] if views else part)
-    if not all(_is_cast(cast) and cast.meta["val"].dtype == torch.float32 for cast in casts):
+    # Zeros fill up the storage of another part.
+    cast_of = {part: _cast_in_join(part) for part in parts if part.target is not _ZEROS}
+    casts = cast_of.values()
+    if not all(_is_cast(cast.node) and cast.node.meta["val"].dtype == torch.float32 for cast in casts):
         return
-    sources = [cast.args[0] for cast in casts]
-    dtypes = {source.meta["val"].dtype for source in sources}
+    dtypes = {cast.node.args[0].meta["val"].dtype for cast in casts}
     if len(dtypes) != 1 or not dtypes <= set(NARROW):
         return
-    if not written.isdisjoint([*casts, *sources, *itertools.chain.from_iterable(views_of_parts.values())]):
+    if not written.isdisjoint(node for cast in casts for node in (cast.node, cast.node.args[0], *cast.views)):
         return
     (dtype,) = dtypes
-    source_of = dict(zip(views_of_parts, sources))
     with graph.inserting_before(join):
         low_parts: list[fx.Node] = []
         for part in parts:
-            if part in views_of_parts:
-                low_parts.append(_emit_views(graph, views_of_parts[part], source_of[part]))
+            if part in cast_of:
+                cast = cast_of[part]
+                low_parts.append(_emit_views(graph, cast.views, cast.node.args[0]))
             else:
                 low_parts.append(_emit(graph, _ZEROS, part.args, {**part.kwargs, "dtype": dtype}))
         low_join = _emit(graph, _CAT, (low_parts, *join.args[1:]), {})
         value = _emit(graph, _CAST, (low_join,), {"dtype": torch.float32})
     join.replace_all_uses_with(value)
     graph.erase_node(join)
+
+
+def _cast_in_join(part: fx.Node) -> _CastInJoin:
+    """Return what a part of a concatenation is a view of, which may be a cast."""
+    views = _views_above(part, (*_VIEWS, *_COPIES))
+    return _CastInJoin(views[-1].args[0] if views else part, views)
 
 
 def _views_above(node: Any, operations: tuple[Any, ...]) -> list[fx.Node]:

@@ -32,6 +32,10 @@ another one. Torch 2.11 to 2.15.
 A 3-d max pool: of a transposed input Inductor's own form gives the backward pass, which is torch's, the places of the
 largest numbers in another order than it reads; in a padded window of -inf it finds the largest number in the padding,
 and the gradient is written outside of its memory. Torch 2.11 to 2.15.
+
+A permutation that indexes: Inductor has patterns that leave out the check of its bounds. Up to torch 2.13 one raises
+for `x[torch.randperm(n)]`, as mixup has it; those of 2.14 and 2.15 draw again for `order[order]`.
+https://github.com/pytorch/pytorch/issues/183988
 """
 
 from __future__ import annotations
@@ -138,6 +142,7 @@ _define("avg_pool3d_backward", _aten.avg_pool3d_backward.default, where=_counts_
 _define("pow", _aten.pow.Scalar, where=_is_of_integers)
 _define("adaptive_max_pool2d", _aten.adaptive_max_pool2d.default)
 _define("max_pool3d_with_indices", _aten.max_pool3d_with_indices.default)
+_define("randperm", _aten.randperm.default)
 _define("upsample_nearest2d_backward", _aten.upsample_nearest2d_backward.default, where=_is_no_ratio)
 
 
@@ -158,7 +163,7 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
 
 PASS = Pass(
     name="whole_operations",
-    why="torch.compile computes these wrongly or not at all: LSTMs, margin losses, pools, interpolations, softshrink",
+    why="torch.compile computes these wrongly or not at all: LSTMs, losses, pools, interpolations, permutations",
     evidence="https://github.com/pytorch/pytorch/issues/158007; tests/upstream/test_upstream.py",
     where=lambda _: bool(_replacements),
     run=_run,

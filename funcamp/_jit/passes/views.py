@@ -1,0 +1,68 @@
+"""Let a view copy where a program has another order in memory than the trace, in which the view is possible.
+
+Kernels, and what Inductor takes instead of them, lay some results out otherwise than a trace without values expects:
+`cat` of a tensor and an empty one, a batch norm of a transposed tensor (pytorch#192668, open).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, fx
+
+from funcamp._jit.passes.program import Pass, Program
+from funcamp._trace.aliases import Aliases
+
+_aten = torch.ops.aten
+#: Views that are impossible in some orders; `reshape` copies there.
+_SHAPES = {_aten.view.default, _aten._unsafe_view.default}
+#: Operations whose numbers are those of an order in memory.
+_READ_IN_ORDER = {
+    _aten.as_strided.default,
+    _aten._reshape_alias.default,
+    _aten.view.dtype,
+    _aten.view_as_complex.default,
+}
+
+
+def let_views_copy(graph: fx.Graph) -> None:
+    """Replace views by operations that copy if they must; what is written through a view stays one."""
+    aliases = Aliases(graph)
+    for node in list(graph.nodes):
+        if node.op != "call_function" or aliases.root[node] in aliases.writers:
+            continue
+        if node.target in _SHAPES:
+            node.target = _aten.reshape.default
+        elif node.target in _READ_IN_ORDER and aliases.root[node].op == "call_function":
+            _lay_out(node, node.args[0])
+
+
+def _lay_out(user: fx.Node, read: fx.Node) -> None:
+    """Let a node read another one in the order of the trace."""
+    graph = user.graph
+    value: Tensor = read.meta["val"]
+    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    back = sorted(range(value.dim()), key=order.__getitem__)
+    with graph.inserting_before(user):
+        permuted = graph.call_function(_aten.permute.default, (read, order))
+        copied = graph.call_function(_aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format})
+        laid_out = graph.call_function(_aten.permute.default, (copied, back))
+    permuted.meta = {**read.meta, "val": value.permute(order)}
+    copied.meta = {**read.meta, "val": permuted.meta["val"].contiguous()}
+    laid_out.meta = {**read.meta, "val": copied.meta["val"].permute(back)}
+    user.replace_input_with(read, laid_out)
+
+
+def _run(program: Program) -> Program:
+    with program.mode:
+        let_views_copy(program.module.graph)
+    return program
+
+
+PASS = Pass(
+    name="views",
+    why="some results have another order in memory than the trace, in which a traced view may be impossible",
+    evidence="https://github.com/pytorch/pytorch/issues/192668; tests/jit/test_eager_layouts.py",
+    where=lambda _: True,
+    run=_run,
+    defect=True,
+)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,8 +21,6 @@ from funcamp._step.parallel import Parallel
 from funcamp._step.step import TrainStep
 from funcamp._storage.policy import check_policy
 from funcamp._types import Tree
-
-_log = logging.getLogger("funcamp")
 
 
 def make_train_step(
@@ -131,7 +128,6 @@ def make_train_step(
     )
     if options.observe and options.parallel.shard:
         raise ValueError(f"{call}: observe must not be given with {parallel!r}; got {_tree.brief(options.observe)}")
-    _report_scale(config, dtype)
     described_loss = loss_fn if isinstance(loss_fn, Loss) else loss(loss_fn)
     return TrainStep(described_loss, optimizer, config, options)
 
@@ -143,21 +139,6 @@ def _check_clipping(call: str, max_norm: object, max_value: object) -> None:
             check_limit(call, name, limit)
     if max_norm is not None and max_value is not None:
         raise ValueError(f"{call}: max_norm and max_value must not both be given; got {max_norm} and {max_value}")
-
-
-def _report_scale(config: ScalerConfig, policy: torch.dtype) -> None:
-    """Log that the loss is scaled, if the configuration is the default and the policy does not need it.
-
-    Not an error, nor another default: the loss may use float16 itself, and a step has the scales of torch's GradScaler.
-    """
-    is_chosen = config != ScalerConfig()
-    if policy == torch.float16 or is_chosen or torch.compiler.is_dynamo_compiling():
-        return
-    _log.info(
-        "make_train_step: the default config scales the loss, from %g on, and the policy computes nothing in float16; "
-        "if the loss does not either, config=funcamp.presets.disabled() leaves it as it is",
-        config.init_scale,
-    )
 
 
 def _observers(call: str, observe: Mapping[str, Callable[[Tree], Tree]] | None) -> Mapping[str, Callable[[Tree], Tree]]:

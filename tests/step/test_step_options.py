@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from funcamp import ScalerConfig, ScalerState, clone, loss, make_train_step, presets, scale, stateless, unscale
+from funcamp import ScalerConfig, ScalerState, clone, loss, make_train_step, scale, stateless, unscale
 from tests.support.helpers import assert_same
 from tests.support.models import mlp
 from tests.support.steps import build, eager, eager_and_traced, traced
@@ -190,24 +190,3 @@ def test_the_cache_is_empty_after_a_step() -> None:
         with torch.no_grad():
             weights[0].zero_()
         assert torch.mm(x, weights[0]).abs().sum() == 0
-
-
-@pytest.mark.parametrize(
-    ("config", "policy", "lines"),
-    [
-        (None, None, 1),
-        (ScalerConfig(), "bfloat16", 1),
-        (None, "float16", 0),
-        (presets.disabled(), None, 0),
-    ],
-)
-def test_a_scale_that_float16_does_not_need_is_logged(
-    caplog: pytest.LogCaptureFixture, config: ScalerConfig | None, policy: str | None, lines: int
-) -> None:
-    given: dict[str, Any] = {} if config is None else {"config": config}
-    with caplog.at_level("INFO", "funcamp"):
-        step = make_train_step(plain, SGD, policy=policy, **given)
-    texts = [record.getMessage() for record in caplog.records]
-    assert len(texts) == lines
-    assert all("from 65536 on" in text and "config=funcamp.presets.disabled()" in text for text in texts)
-    assert step.init({"w": torch.ones(2)}).scaler.scale == (config or ScalerConfig()).init_scale  # as torch's

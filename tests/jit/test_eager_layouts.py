@@ -79,6 +79,43 @@ def test_operation_that_promised_another_layout() -> None:
     assert torch.equal(out, x.view(-1) + x.sum())
 
 
+#: Views that read the memory of a computed tensor: offsets count from its begin.
+OF_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
+    "the whole": lambda x: x.sin().as_strided((3, 2), (6, 1)),
+    "of a part with gaps": lambda x: x.sin()[:, :4].as_strided((3, 2), (6, 1)),
+    "beyond the part": lambda x: x.sin()[1:, 2:].as_strided((2, 6), (6, 1)),
+    "at an offset": lambda x: x.sin()[2:].as_strided((2, 2), (6, 1), 1),
+    "of an expanded column": lambda x: x.sin()[:, :1].expand(4, 6).as_strided((2, 2), (6, 1)),
+    "of a transposed one": lambda x: x.t().contiguous().cos().t().as_strided((3, 2), (1, 4)),
+    "of one of several results": lambda x: x.sort(1).values.t().as_strided((2, 2), (6, 1)),
+    "twice": lambda x: x.sin()[1:].as_strided((3, 2), (6, 1)).as_strided((2,), (6,)),
+    "other bits": lambda x: (x * 2)[1:, :4].view(torch.int32),
+    "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.sin().view(4, 3, 2))[1:]),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex operators")
+def test_a_view_of_memory_reads_that_of_the_trace(backend: str) -> None:
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return state + 1, {name: view(x).clone() for name, view in OF_MEMORY.items()}
+
+    x = torch.arange(24.0).view(4, 6)
+    _, found = jit(step, backend=backend)(torch.ones(()), x)
+    for name, view in OF_MEMORY.items():
+        assert torch.allclose(found[name], view(x)), f"{name}: {found[name]} for {view(x)}"
+
+
+def test_a_view_of_memory_reads_what_an_operation_promised() -> None:
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        return state + 1, [turned(x)[1:].as_strided((2, 2), (6, 1)).clone(), turned(x)[1:].view(torch.int32).clone()]
+
+    x = torch.arange(24.0).view(4, 6)
+    _, (part, bits) = jit(step, backend="eager")(torch.ones(()), x)
+    assert torch.equal(part, x[1:3, :2])
+    assert torch.equal(bits, x[1:].view(torch.int32))
+
+
 @pytest.mark.parametrize("order", [(2, 1, 0), (1, 0, 2), (0, 2, 1)])
 def test_a_batch_keeps_the_order_of_its_dimensions(order: tuple[int, ...]) -> None:
     # A sum follows the order in memory, and so rounds as in eager code.

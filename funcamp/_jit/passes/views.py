@@ -6,6 +6,9 @@ Kernels, and what Inductor takes instead of them, lay some results out otherwise
 
 from __future__ import annotations
 
+import operator
+from typing import Any
+
 import torch
 from torch import Tensor, fx
 
@@ -15,13 +18,10 @@ from funcamp._trace.aliases import Aliases
 _aten = torch.ops.aten
 #: Views that are impossible in some orders; `reshape` copies there.
 _SHAPES = {_aten.view.default, _aten._unsafe_view.default}
-#: Operations whose numbers are those of an order in memory.
-_READ_IN_ORDER = {
-    _aten.as_strided.default,
-    _aten._reshape_alias.default,
-    _aten.view.dtype,
-    _aten.view_as_complex.default,
-}
+#: Views of numbers that are beside each other.
+_OF_NEIGHBOURS = {_aten.view.dtype, _aten.view_as_complex.default}
+#: Views of memory, whatever it shows: offsets count from its begin.
+_OF_MEMORY = {_aten.as_strided.default, _aten._reshape_alias.default}
 
 
 def let_views_copy(graph: fx.Graph) -> None:
@@ -32,12 +32,27 @@ def let_views_copy(graph: fx.Graph) -> None:
             continue
         if node.target in _SHAPES:
             node.target = _aten.reshape.default
-        elif node.target in _READ_IN_ORDER and aliases.root[node].op == "call_function":
-            _lay_out(node, node.args[0])
+        elif node.target in _OF_NEIGHBOURS:
+            node.replace_input_with(node.args[0], _laid_out(node, node.args[0]))
+        elif node.target in _OF_MEMORY:
+            _view_whole_memory(node, aliases.root[node])
 
 
-def _lay_out(user: fx.Node, read: fx.Node) -> None:
-    """Let a node read another one in the order of the trace."""
+def _view_whole_memory(node: fx.Node, root: fx.Node) -> None:
+    """Let a view of memory read the tensor that was made there, and not a view of it, in the order of the trace."""
+    read: Any = node.args[0]
+    base = read
+    # An operation with several results is the root of each.
+    while base is not root and not (base.target is operator.getitem and base.args[0] is root):
+        base = base.args[0]
+    _, size, stride, *offset = node.args
+    begin = offset[0] if offset and offset[0] is not None else read.meta["val"].storage_offset()
+    node.target = _aten.as_strided.default
+    node.args = (_laid_out(node, base), size, stride, begin - base.meta["val"].storage_offset())
+
+
+def _laid_out(user: fx.Node, read: Any) -> fx.Node:
+    """Return a copy of a node's value, for one of its users, in the order of the trace."""
     graph = user.graph
     value: Tensor = read.meta["val"]
     order = sorted(range(value.dim()), key=value.stride, reverse=True)
@@ -49,7 +64,7 @@ def _lay_out(user: fx.Node, read: fx.Node) -> None:
     permuted.meta = {**read.meta, "val": value.permute(order)}
     copied.meta = {**read.meta, "val": permuted.meta["val"].contiguous()}
     laid_out.meta = {**read.meta, "val": copied.meta["val"].permute(back)}
-    user.replace_input_with(read, laid_out)
+    return laid_out
 
 
 def _run(program: Program) -> Program:

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from funcamp import MetricReader, ScalerConfig, clone, jit, stateless
-from tests.jit.test_rounded_values import scaled
 from tests.support.helpers import assert_close, assert_no_sync, assert_same, to
 from tests.support.launch import BOUND, ENVIRONMENT, ROOT
 from tests.support.models import Task, cnn, mlp, on_gpu
 from tests.support.patterns import PATTERNS, state, step_of
+from tests.support.scaled import scaled
 from tests.support.steps import build
 
 pytestmark = pytest.mark.cuda

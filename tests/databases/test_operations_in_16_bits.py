@@ -18,8 +18,8 @@ pytestmark = [
 ]
 #: The kernels of these layers are funcamp's own.
 SETTINGS = {
-    "bfloat16": Setting(torch.bfloat16, linear_layers),
-    "float16": Setting(torch.float16, convolutions),
+    "bfloat16": Setting(torch.bfloat16, linear_layers, samples_of_several=6),
+    "float16": Setting(torch.float16, convolutions, samples_of_several=6),
 }
 
 

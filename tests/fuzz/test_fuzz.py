@@ -14,12 +14,13 @@ import torch
 from tests.fuzz.__main__ import backend_of, cut_down, failure
 from tests.fuzz.case import case_of
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.mark.thorough(keep=6)
 @pytest.mark.compiled
 @pytest.mark.parametrize("seed", [*range(60), 5103])  # the last one: weights of a loss in float16
 def test_traced_training_is_torchs(seed: int) -> None:
-    torch.set_num_threads(1)
     case = case_of(seed)
     assert not failure(case, backend_of("eager")), case.script()
 

@@ -129,5 +129,7 @@ def one_thread() -> Iterator[None]:
     """Two threads wait for each other at every small product: seven times as long on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

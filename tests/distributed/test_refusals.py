@@ -65,7 +65,6 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a group of others": (lambda: max_over(dist.new_group([1, 2])), ValueError, "group must contain this process"),
     "a mesh of two dimensions": (lambda: Parallel(mesh(2, 2)), ValueError, "group must be a mesh of one dimension"),
     "dtype": (lambda: Parallel(dtype="bfloat16"), TypeError, "dtype must be a torch.dtype; got 'bfloat16'"),
-    "shard": (lambda: Parallel(shard=1), TypeError, "shard must be True or False; got 1"),
     "buckets": (lambda: Parallel(buckets=0), ValueError, "buckets must be 1 or more; got 0"),
     "parallel": (lambda: made("all"), TypeError, r"parallel must be a distributed\.DataParallel; got 'all'"),
     "flat": (lambda: sharded().init(flat=False), ValueError, r"flat must be True with DataParallel\(.*shard=True\); got False"),

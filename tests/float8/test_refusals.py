@@ -30,8 +30,6 @@ def with_a_forward_of_its_own() -> nn.Linear:
 #: What is called, the error, and its words.
 REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "granularity": (lambda: Config("block"), ValueError, "granularity must be 'tensor' or 'row'; got 'block'"),
-    "power": (lambda: Config(power_of_two=1), TypeError, "power_of_two must be True or False"),
-    "emulate": (lambda: Config(emulate=1), TypeError, "emulate must be True or False"),
     "dtype": (lambda: float8.quantize(X, torch.half), TypeError, "dtype must be torch.float8_e4m3fn or torch.float8_e5m2; got torch.float16"),
     "float64": (lambda: float8.quantize(X.double()), TypeError, r"x must be a float32, bfloat16 or float16 tensor \(x.float\(\) makes one\)"),
     "nothing": (lambda: float8.quantize(X[:0]), ValueError, "x must have an element"),

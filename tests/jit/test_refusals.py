@@ -61,7 +61,6 @@ ARGUMENTS: dict[str, tuple[Call, type[Exception], str]] = {
     "half a step": (lambda: jit(add, unroll=1.5), TypeError, "unroll must be an integer; got 1.5"),  # type: ignore[arg-type]
     "backend": (lambda: jit(add, backend=ANY), TypeError, "backend must be a string; got None"),
     "a typo": (lambda: jit(add, backend="eagr"), ValueError, "backend must be 'inductor', .*; got 'eagr'"),
-    "also no function": (lambda: jit(add).also(ANY), TypeError, "step must be callable; got None"),
     "jit of jit": (lambda: jit(jit(add)), TypeError, "compiled already"),
     "without a text": (lambda: jit(add, without="views"), TypeError, "without must be a collection of names"),
     "an unknown pass": (lambda: jit(add, without=["layout"]), ValueError, "without must have names of .*; got 'layout'"),

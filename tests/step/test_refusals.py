@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 from torch.utils._pytree import tree_map
 
@@ -47,6 +47,20 @@ def beside(returned: Callable[[Any], Any], has_aux: bool = False) -> Call:
     described = loss(lambda p, b, x: (plain(p, x), returned(b["n"])), has_buffers=True, has_aux=has_aux)
     step = make_train_step(described, SGD)
     return lambda: step(step.init(W, {"n": torch.zeros(())}), X)
+
+
+class Deletes(nn.BatchNorm1d):
+    """Deletes a buffer."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        del self.running_mean
+        return out
+
+
+def deleting() -> None:
+    step, rows = make_train_step(module_loss(Deletes(2), mse_loss), SGD), torch.ones(2, 2)
+    step(step.init(), (rows, rows))
 
 
 def entered(region: Callable[[], Any]) -> Call:
@@ -114,6 +128,8 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "a buffer less": (beside(lambda n: {}), ValueError, "step: .* 'n' was .*, is None"),
     "dtype of a buffer": (beside(lambda n: {"n": n.double()}), ValueError, "step: .* 'n' was .*float32.* is .*float64"),
     "shape of a buffer": (beside(lambda n: {"n": n.expand(2)}), ValueError, r"step: .* 'n' was .*\(\).* is .*\(2,\).*: call a model .* once before init"),
+    "a lazy module": (lambda: module_loss(nn.Sequential(nn.LazyLinear(3)), mse_loss), ValueError, "model must have its shapes; '0.weight' is lazy: call the model on a batch"),
+    "a buffer that is deleted": (deleting, ValueError, "must keep its buffers; .* deleted 'running_mean'"),
     # options
     "weight returns a vector": (weighted(lambda batch: batch[1]), ValueError, r"step: weight must return a tensor of shape \(\); got a torch.float32 tensor of shape \(8,\)"),
     "weight is negative": (weighted(lambda _: -1), ValueError, "step: weight must return 0 or a positive number; got -1"),
@@ -129,6 +145,10 @@ REFUSED: dict[str, tuple[Call, type[Exception], str]] = {
     "another step of a module that is evaluated": (inside_evaluating(lambda: NADAM(NADAM.init(), (X, X[:1]))), RuntimeError, "step: it must be called outside of `with step.evaluating"),
     "consume of a module that is evaluated": (inside_evaluating(lambda: ADAMW.init(consume=True)), RuntimeError, "init: it must be called outside of"),
     "consume of a scripted layer": (lambda: make_train_step(module_loss(nn.Sequential(torch.jit.script(nn.Linear(4, 1))), mse_loss), SGD).init(consume=True), TypeError, "init: consume must be False .* scripted; got True, and '0' is"),
+    "consume without a module": (lambda: STEP.init(W, consume=True), TypeError, "init: consume must be False for a loss that module_loss did not make"),
+    "consume what is given": (lambda: ADAMW.init(dict(LINEAR.named_parameters()), consume=True), ValueError, "init: consume must be False if .*got True and params="),
+    "consume with buffers": (lambda: ADAMW.init(buffers={}, consume=True), ValueError, "init: consume must be False if .*got True and buffers="),
+    "load without a module": (lambda: STEP.load_state_dict(STEP.state_dict(START), START, consume=True), TypeError, "load_state_dict: consume must be False for a loss that"),
     "state_dict of a state": (lambda: module_loss(LINEAR, mse_loss).state_dict(ANY), TypeError, "state_dict: params must be tensors by name, as state.params; got None"),
     "state_dict without buffers": (lambda: module_loss(nn.BatchNorm1d(2, affine=False), mse_loss).state_dict({}), TypeError, "state_dict: buffers must be given for a module that saves 'num_batches_tracked'"),
     "no bias": (lambda: ADAMW(LIKE._replace(params=ravel({"weight": LINEAR.weight, "bias": None})), X), ValueError, r"step: params\['bias'\] must have the shape of the module's, \(1,\); got None"),

@@ -138,19 +138,6 @@ def filled(directive: str) -> str:
     return hooks.fill(f"before\n\n<!-- {directive} -->\nof another day\n<!-- end -->\n\nafter")
 
 
-def test_a_page_is_filled_with_code_and_results() -> None:
-    recipe = "examples/recipes/typical.py"
-    assert 'title="examples/recipes/typical.py"\n"""The typical loop' in (text := filled(f"file: {recipe}"))
-    assert "another day" not in text
-    assert hooks.fill(text) == text
-    assert hooks.emptied(text) == "before\n\n\n\nafter"
-    assert "def make_model" in (one := filled(f"file: {recipe}#make_model"))
-    assert "def train" not in one
-    assert "| model | variant |\n| --- | --- |\n" in filled("table: step-public-cpu | model; variant")
-    table = filled("best: step-public-cpu | model | variant | time over eager")
-    assert re.search(r"\| GPT-2 3.4\xa0M \| 1.0 \| [\d.]+ \| \*\*[\d.]+\*\* \|", table)
-
-
 def test_a_link_to_a_result_leads_to_the_newest_of_its_kind() -> None:
     newest = hooks.newest("price-cpu", ".md").name
     old = "[it](../benchmarks/results/2000-01-01-{}.md)"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import inspect
 import operator
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -138,16 +137,14 @@ def test_a_step_runs_without_any_layer_and_the_drop_in_with_few_files() -> None:
     assert int(files_of_the_drop_in) <= 25  # who uses only GradScaler reads and loads no more
 
 
-def test_jit_knows_pytrees_and_no_training_state() -> None:
+def test_jit_knows_pytrees_and_no_training_state_and_the_report_no_core() -> None:
     of_training = {"_scaler", "_io", "_storage", "_optim", "_amp", "_step", *LAYERS}
     for room in ("_jit", "_trace"):
         for file in (ROOT / "funcamp" / room).rglob("*.py"):
             assert not imported(file) & of_training, file.relative_to(ROOT)
-
-
-def test_only_tree_touches_the_private_pytree_module() -> None:
-    users = [path.name for path in (ROOT / "funcamp").rglob("*.py") if re.search(r"import _pytree", path.read_text())]
-    assert users == ["_tree.py"]
+    # The report knows torch and the counts of `numerics`, and nothing of the core.
+    for file in (ROOT / "funcamp" / "report").rglob("*.py"):
+        assert imported(file) <= {"report", "numerics"}, file.relative_to(ROOT)
 
 
 @pytest.mark.inductor

@@ -15,12 +15,10 @@ from funcamp import _cpu, jit
 from funcamp._cpu import part_inputs
 from funcamp._jit import explain, passes
 from funcamp._jit.passes import pipeline
-from funcamp._jit.passes.program import Target
 from tests.support.launch import ROOT
 from tests.support.steps import assert_as_eager
 
 PARTS, WIDTH, CHANNELS = part_inputs.MANY, 4, 32
-CPU = Target("inductor", frozenset({"cpu"}))
 #: Without the passes of layers that not every program gets.
 PASSES = (*passes.BEFORE_LAYERS, *_cpu.PASSES, *passes.AFTER_LAYERS)
 
@@ -76,24 +74,6 @@ def test_each_says_why_and_what_shows_it() -> None:
         assert one.evidence
         for file in re.findall(r"(?:tests|benchmarks)/[\w/.-]+", one.evidence):
             assert (ROOT / file).exists(), f"{one.name}: {file}"
-
-
-def test_what_is_left_out_is_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[str] = []
-
-    def noted(one: Any) -> Any:
-        def run(program: Any) -> Any:
-            ran.append(one.name)
-            return program
-
-        return one._replace(run=run, where=lambda _: True)
-
-    every = pipeline()
-    monkeypatch.setattr(passes, "pipeline", lambda: map(noted, every))
-    without = {"views", "part_inputs"}
-    jit(lambda state, batch: (state + batch, None), backend="eager", without=without)(torch.ones(2), torch.ones(2))
-    wanted = [one.name for one in every if one.name not in without]
-    assert ran == wanted
 
 
 def test_one_that_raises_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

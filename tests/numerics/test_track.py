@@ -236,22 +236,6 @@ def test_hooks_that_a_forward_pass_changes_stay_so(track: Any) -> None:
     assert len(model.layer._forward_hooks) == 1
 
 
-class ClearsHooks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Any:
-        self.layer._forward_hooks.clear()
-        return self.layer(x)
-
-
-def test_a_forward_pass_that_removes_all_hooks_is_not_tapped() -> None:
-    batch = (torch.randn(8, 4), torch.randn(8, 4))
-    step = made(track_scales(module_loss(ClearsHooks(), F.mse_loss)))
-    assert counts_of(step(step.init(), batch)[1].records) == {"layer": 0.0}
-
-
 def test_records_of_a_step_are_one_tensor_and_a_mapping() -> None:
     task = mlp()
     step = made(track_scales(module_loss(task.model, task.criterion)))

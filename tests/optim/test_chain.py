@@ -89,14 +89,6 @@ def test_a_part_acts_at_every_second_update_and_rests_in_between() -> None:
     assert (state.updates, state.state.applied) == (5, 2)
 
 
-def test_a_delayed_target_moves_at_every_third_update() -> None:
-    now, (_, delayed) = by_chain(chain(SGD, every(3, average(0.5))), 4, params())
-    third, _ = by_chain(chain(SGD), 3, params())
-    start = params()
-    assert_same(delayed.state.average, {name: torch.lerp(start[name], third[name], 0.5) for name in start})
-    assert_same(now, by_chain(SGD, 4, params())[0])
-
-
 def test_a_step_stores_the_groups_of_an_optimizer_in_a_chain() -> None:
     def layer(name: str, _: Tensor) -> str:
         return name.partition(".")[0]

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from funcamp import average, by_group, chain, every, make_train_step, stateless
-from tests.support.helpers import assert_close
+from tests.support.helpers import assert_close, assert_same
 from tests.support.models import mlp
 from tests.support.steps import build, compiled, eager_and_traced
 
@@ -71,6 +71,7 @@ def test_it_takes_the_steps_of_a_plain_loop(name: str, flat: bool, wrap: Any) ->
                 params[label] = new.requires_grad_()
     for label, param in params.items():
         assert_close(state.params[label], param.detach(), 1e-5)
+    assert_same(step.load_state_dict(step.state_dict(state), like=step.init(flat=flat)), state)
     with step.evaluating(state, average=False) as model:
         for _, param in model.named_parameters():
             if param.dim() >= 2:

@@ -122,7 +122,7 @@ def test_a_gradient_that_overflows_by_unscaling_is_found() -> None:
     assert_same(after.params, state.params)
 
 
-# What a loss returns beside, and what the optimizer is.
+# What a loss returns beside.
 
 
 def test_buffers_and_aux_come_back_and_aux_is_stacked() -> None:
@@ -140,27 +140,6 @@ def test_buffers_and_aux_come_back_and_aux_is_stacked() -> None:
         metrics.aux["weight"].zero_()  # a copy
         assert_same(first.params["w"], torch.ones(3))
         assert_same(step.loss(first, torch.ones(3)), torch.tensor(3.0))
-
-
-class Plain:
-    """An optimizer of a user's own, SGD; its state is a tree like the parameters, and has negative numbers."""
-
-    def init(self, params: Any) -> Any:
-        return _pytree.tree_map(torch.zeros_like, params)
-
-    def update(self, params: Any, grads: Any, state: Any) -> Any:
-        new = _pytree.tree_map(lambda param, grad: param - 0.1 * grad, params, grads)
-        return new, _pytree.tree_map(torch.sub, state, grads)
-
-
-@pytest.mark.parametrize("ema_decay", [None, 0.5])
-def test_any_object_with_init_and_update_is_an_optimizer(ema_decay: float | None) -> None:
-    task = mlp()
-    own, usual = (build(task, optimizer, ema_decay=ema_decay) for optimizer in (Plain(), SGD))
-    state, metrics = own(own.init(), task.batch(0))
-    assert_close(state.params, usual(usual.init(), task.batch(0))[0].params, 1e-6)
-    assert metrics.lr == ()
-    assert_same(own.load_state_dict(own.state_dict(state), like=own.init()), state)
 
 
 # Metrics and counts.

@@ -18,7 +18,6 @@ import funcamp
 from funcamp import Params, clip_grad_norm, ema_update, ravel, skip_step, stateless, unscale_and_check
 from tests.support.helpers import assert_close, assert_same
 from tests.support.models import Tied
-from tests.support.optimizers import CASES
 from tests.support.oracle import state_of
 
 DTYPES = [torch.float32, torch.float16, torch.float64, torch.complex64]
@@ -106,22 +105,6 @@ def test_core_functions_take_it_as_they_take_a_dict(bad: bool, transform: Callab
         assert_same(trees[0].tree(), params)
     else:
         assert_close((norm, [tree.tree() for tree in trees]), (expected_norm, expected), 1e-6)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_every_optimizer_steps_as_on_a_dict(case: str) -> None:
-    cls, arguments = CASES[case]
-    optimizer = stateless(cls, **arguments)
-    params = {"w": torch.randn(16, 8), "u": torch.randn(3, 7), "x": torch.randn(32, 8)}
-    flat = ravel(params)
-    opt_state, flat_state = optimizer.init(params), optimizer.init(flat)
-    for _ in range(4):
-        grads = {name: torch.randn_like(value) for name, value in params.items()}
-        params, opt_state = optimizer.update(params, grads, opt_state)
-        flat, flat_state = optimizer.update(flat, flat.ravel(grads), flat_state)
-        assert isinstance(flat, Params)
-        assert_same(flat.tree(), params)
-    assert_same(flat, flat.ravel(flat.tree()))  # the padding is still zero
 
 
 @pytest.mark.compiled

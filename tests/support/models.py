@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -112,14 +111,3 @@ def with_two_roundings(make: Callable[..., nn.Module]) -> Callable[..., nn.Modul
         return model
 
     return make_model
-
-
-@functools.cache
-def lstm_policies() -> list[str | None]:
-    """The policies under which torch itself trains an LSTM here: oneDNN has none in bfloat16 for some processors."""
-    try:
-        with torch.autocast("cpu", torch.bfloat16):
-            nn.LSTM(2, 2)(torch.zeros(1, 1, 2))
-    except RuntimeError:
-        return [None]
-    return [None, "bfloat16"]

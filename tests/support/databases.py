@@ -407,7 +407,7 @@ class Setting(NamedTuple):
     samples_of_nn: int = 1
     """Of a function of torch.nn, which has more arguments."""
     samples_of_several: int = 0
-    """More samples of a reduction, each of more than one number; of any other operation one if there are none yet."""
+    """More samples of a reduction, each of more than one number."""
     exact: bool = False
     """Compiled with exact=True: then random numbers are compared too."""
 
@@ -449,19 +449,20 @@ class Compared(NamedTuple):
     is_random: bool
 
 
-#: So many samples are looked at for one of several numbers: the first ones of most reductions are of one.
+#: So many samples are looked at for those of several numbers: the first ones of most reductions are of one.
 LOOKED_AT = 64
+#: Reductions that torch's database has in no class of its own.
+_OTHER_REDUCTIONS = {"max.reduction_no_dim", "max.reduction_with_dim", "norm", "logsumexp", "median"}
 
 
-def _chosen(operation: Any, setting: Setting, count: int) -> list[tuple[int, Any]]:
+def _chosen(name: str, setting: Setting, count: int) -> list[tuple[int, Any]]:
     """Return the samples to compare, each with its place among all."""
-    samples = list(enumerate(samples_of(operation, setting.dtype, LOOKED_AT if setting.samples_of_several else count)))
-    chosen, rest = samples[:count], samples[count:]
-    several = [pair for pair in rest if isinstance(pair[1].input, Tensor) and pair[1].input.numel() > 1]
-    if isinstance(operation, internal("opinfo.core").ReductionOpInfo):
-        return chosen + several[: setting.samples_of_several]
-    has_several = any(not isinstance(sample.input, Tensor) or sample.input.numel() > 1 for _, sample in chosen)
-    return chosen if has_several else chosen + several[: min(1, setting.samples_of_several)]
+    operation = operations()[name]
+    is_reduction = name in _OTHER_REDUCTIONS or isinstance(operation, internal("opinfo.core").ReductionOpInfo)
+    more = setting.samples_of_several if is_reduction else 0
+    samples = list(enumerate(samples_of(operation, setting.dtype, LOOKED_AT if more else count)))
+    several = [pair for pair in samples[count:] if pair[1].input.numel() > 1]
+    return samples[:count] + several[:more]
 
 
 def compared_of(name: str, setting: Setting) -> dict[str, Compared]:
@@ -474,7 +475,7 @@ def compared_of(name: str, setting: Setting) -> dict[str, Compared]:
         function = _after(setting.through, function)
     count = setting.samples_of_nn if name.startswith("nn.functional.") else setting.samples
     found = {}
-    for number, sample in _chosen(operation, setting, count):
+    for number, sample in _chosen(name, setting, count):
         case = working_case(function, sample)
         if case is not None and is_compiled(case):
             is_random = _draws(case)

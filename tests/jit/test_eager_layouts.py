@@ -106,6 +106,20 @@ def test_a_view_of_memory_reads_that_of_the_trace(backend: str) -> None:
         assert torch.allclose(found[name], view(x)), f"{name}: {found[name]} for {view(x)}"
 
 
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])
+def test_what_is_written_through_a_view_is_written_into_the_tensor(backend: str) -> None:
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        norm = F.batch_norm(x.transpose(1, 2), None, None, training=True).reshape(x.shape[0], -1)
+        copy = norm.clone()
+        copy.view(-1)[::2] *= 3
+        return state + 1, [copy, norm]
+
+    x = torch.randn(3, 4, 5)
+    for order in ((0, 1, 2), (2, 1, 0)):
+        turned_input = x.permute(order).contiguous().permute(order)
+        assert_as_eager(step, jit(step, backend=backend), torch.ones(()), [turned_input], 1e-5)
+
+
 def test_a_view_of_memory_reads_what_an_operation_promised() -> None:
     def step(state: Tensor, x: Tensor) -> tuple[Tensor, list[Tensor]]:
         return state + 1, [turned(x)[1:].as_strided((2, 2), (6, 1)).clone(), turned(x)[1:].view(torch.int32).clone()]

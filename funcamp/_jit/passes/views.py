@@ -25,42 +25,60 @@ _OF_MEMORY = {_aten.as_strided.default, _aten._reshape_alias.default}
 
 
 def let_views_copy(graph: fx.Graph) -> None:
-    """Replace views by operations that copy if they must; what is written through a view stays one."""
+    """Replace views by operations that copy if they must. What is written through a view has the trace's order."""
     aliases = Aliases(graph)
+    written: dict[fx.Node, None] = {}
     for node in list(graph.nodes):
-        if node.op != "call_function" or aliases.root[node] in aliases.writers:
+        root = aliases.root[node]
+        if node.op != "call_function" or (root in aliases.writers and root.op != "call_function"):
             continue
-        if node.target in _SHAPES:
+        if node.target in _SHAPES and root in aliases.writers:
+            written[_base_of(node, root)] = None
+        elif node.target in _SHAPES:
             node.target = _aten.reshape.default
-        elif node.target in _OF_NEIGHBOURS:
-            node.replace_input_with(node.args[0], _laid_out(node, node.args[0]))
-        elif node.target in _OF_MEMORY:
-            _view_whole_memory(node, aliases.root[node])
+        elif node.target in _OF_NEIGHBOURS and root not in aliases.writers:
+            with graph.inserting_before(node):
+                node.replace_input_with(node.args[0], _laid_out(node.args[0]))
+        elif node.target in _OF_MEMORY and root not in aliases.writers:
+            _view_whole_memory(node, _base_of(node, root))
+    for base in written:
+        users = list(base.users)
+        with graph.inserting_before(base.next):
+            laid_out = _laid_out(base)
+        for user in users:
+            user.replace_input_with(base, laid_out)
 
 
-def _view_whole_memory(node: fx.Node, root: fx.Node) -> None:
-    """Let a view of memory read the tensor that was made there, and not a view of it, in the order of the trace."""
-    read: Any = node.args[0]
-    base = read
-    # An operation with several results is the root of each.
+def _base_of(node: fx.Node, root: fx.Node) -> Any:
+    """Return the tensor of which a node is a view: its root, or one of the root's results."""
+    base: Any = node
     while base is not root and not (base.target is operator.getitem and base.args[0] is root):
         base = base.args[0]
+    return base
+
+
+def _view_whole_memory(node: fx.Node, base: Any) -> None:
+    """Let a view of memory read the tensor that was made there, and not a view of it, in the order of the trace."""
+    read: Any = node.args[0]
     _, size, stride, *offset = node.args
     begin = offset[0] if offset and offset[0] is not None else read.meta["val"].storage_offset()
+    with node.graph.inserting_before(node):
+        laid_out = _laid_out(base)
     node.target = _aten.as_strided.default
-    node.args = (_laid_out(node, base), size, stride, begin - base.meta["val"].storage_offset())
+    node.args = (laid_out, size, stride, begin - base.meta["val"].storage_offset())
 
 
-def _laid_out(user: fx.Node, read: Any) -> fx.Node:
-    """Return a copy of a node's value, for one of its users, in the order of the trace."""
-    graph = user.graph
+def _laid_out(read: Any) -> Any:
+    """Return a copy of a node's value in the order of the trace; the node itself if there is but one order."""
+    graph = read.graph
     value: Tensor = read.meta["val"]
+    if value.dim() < 2:
+        return read
     order = sorted(range(value.dim()), key=value.stride, reverse=True)
     back = sorted(range(value.dim()), key=order.__getitem__)
-    with graph.inserting_before(user):
-        permuted = graph.call_function(_aten.permute.default, (read, order))
-        copied = graph.call_function(_aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format})
-        laid_out = graph.call_function(_aten.permute.default, (copied, back))
+    permuted = graph.call_function(_aten.permute.default, (read, order))
+    copied = graph.call_function(_aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format})
+    laid_out = graph.call_function(_aten.permute.default, (copied, back))
     permuted.meta = {**read.meta, "val": value.permute(order)}
     copied.meta = {**read.meta, "val": permuted.meta["val"].contiguous()}
     laid_out.meta = {**read.meta, "val": copied.meta["val"].permute(back)}

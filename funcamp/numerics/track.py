@@ -75,7 +75,7 @@ class TrackedLoss(ModuleLoss):
                     if is_traced_by_dynamo:
                         layer._forward_hooks = hooks
                     else:
-                        layer._forward_hooks.pop(_KEY)
+                        layer._forward_hooks.pop(_KEY, None)  # the forward pass may have removed all
 
 
 def track_scales(loss_fn: ModuleLoss, modules: Chosen = None, *, sample: int | None = 4096) -> TrackedLoss:

@@ -30,16 +30,15 @@ def let_views_copy(graph: fx.Graph) -> None:
     written: dict[fx.Node, None] = {}
     for node in list(graph.nodes):
         root = aliases.root[node]
-        if node.op != "call_function" or (root in aliases.writers and root.op != "call_function"):
-            continue
-        if node.target in _SHAPES and root in aliases.writers:
-            written[_base_of(node, root)] = None
+        if root in aliases.writers:
+            if node.target in _SHAPES and root.op == "call_function":
+                written[_base_of(node, root)] = None
         elif node.target in _SHAPES:
             node.target = _aten.reshape.default
-        elif node.target in _OF_NEIGHBOURS and root not in aliases.writers:
+        elif node.target in _OF_NEIGHBOURS:
             with graph.inserting_before(node):
                 node.replace_input_with(node.args[0], _laid_out(node.args[0]))
-        elif node.target in _OF_MEMORY and root not in aliases.writers:
+        elif node.target in _OF_MEMORY:
             _view_whole_memory(node, _base_of(node, root))
     for base in written:
         users = list(base.users)

@@ -126,7 +126,10 @@ def read(path: str | os.PathLike[str]) -> Description:
         FileNotFoundError: there is no file.
     """
     _check_file(path)
-    saved = load(path)
+    try:
+        saved = load(path)
+    except pickle.UnpicklingError:  # such as a whole module
+        saved = {}
     found_format = saved.get("format") if isinstance(saved, dict) else None
     if found_format != FORMAT:
         raise ValueError(f"load_step: {_RULE}, in format {FORMAT}; got {str(path)!r} in format {found_format}")

@@ -144,9 +144,14 @@ def load_sharded_state_dict(saved: dict[str, Tensor], like: TrainState) -> Train
     """
     call = "load_sharded_state_dict"
     expected = _tensors_of(call, "like", like)
+    # First, because another layout has other names.
+    layout = saved.get(_LAYOUT) if isinstance(saved, dict) else None
+    if layout is not None and layout != expected[_LAYOUT]:
+        raise ValueError(
+            f"{call}: saved must hold like's parameters, in its order; got another layout (init(flat=), buckets=): "
+            "what gather_state and step.state_dict give is by the names of the parameters, for any layout"
+        )
     values = copies_like(call, saved, expected)
-    if values[_LAYOUT] != expected[_LAYOUT]:
-        raise ValueError(f"{call}: saved must hold like's parameters, in its order; got another layout")
     # The names are of a tree with the leaves of like in the same order.
     remaining = iter(values.values())
     state: TrainState = _tree.map_leaves(lambda _: next(remaining), *_tree.flatten(like))

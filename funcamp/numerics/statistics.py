@@ -134,7 +134,10 @@ class Stats:
 
     @property
     def amax(self) -> Tensor:
-        """The smallest power of two that no finite magnitude exceeds; 0.0 if there is no nonzero element."""
+        """The smallest power of two that no finite magnitude exceeds; 0.0 if there is no nonzero element.
+
+        From 2^-150 to 2^129: what is beyond counts as these, in float64 and after `rescale` too.
+        """
         powers_of_two = _powers_of_two(self.row)
         largest_power = torch.where(self._powers > 0, powers_of_two, 0.0)
         bounds = torch.where(self._between > 0, 2 * powers_of_two, largest_power)

@@ -45,6 +45,11 @@ def loaded_in_another_order() -> object:
     return load_sharded_state_dict(sharded_state_dict(state), like)
 
 
+def loaded_in_other_groups() -> object:
+    step = funcamp.make_train_step(funcamp.module_loss(nn.Linear(2, 1), nn.functional.mse_loss), SGD)
+    return load_sharded_state_dict(sharded_state_dict(step.init(flat=False)), step.init())
+
+
 def loaded_with_two_counts() -> object:
     step = sharded(optimizer=funcamp.stateless(torch.optim.Adam), model=nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     saved = step.state_dict(step.init())
@@ -86,6 +91,7 @@ REFUSED: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "load two counts": (loaded_with_two_counts, ValueError, "saved must hold one count for all parameters"),
     "a collective that waits in Python": (lambda: funcamp.jit(waiting, backend="eager")(torch.zeros(()), torch.ones(2)), RuntimeError, "not wait for other ranks in Python; .*test_refusals.py.*_functional_collectives"),
     "load another layout": (loaded_in_another_order, ValueError, "in its order; got another layout"),
+    "load other groups": (loaded_in_other_groups, ValueError, r"got another layout \(init\(flat=\)"),
 }  # fmt: skip
 
 

@@ -246,7 +246,14 @@ def test_another_machine_and_another_file_are_refused(tmp_path: Path, monkeypatc
     content = bytearray(checkpoint.read_bytes())
     content[content.index(torch.ones(2).numpy().tobytes())] ^= 1
     damaged.write_bytes(content)
-    for path, words in ((checkpoint, "in format None"), (text, "another file"), (damaged, "is damaged")):
+    module = tmp_path / "module.pt"
+    torch.save(nn.Linear(2, 2), module)
+    for path, words in (
+        (checkpoint, "in format None"),
+        (module, "in format None"),
+        (text, "another file"),
+        (damaged, "is damaged"),
+    ):
         with pytest.raises(ValueError, match=rf"load_step: path must be a file that run\.save.*{path.name}.*{words}"):
             load_step(path)
     with pytest.raises(FileNotFoundError):

@@ -308,9 +308,9 @@ class JitStep(Fixed):
         self._note_trace(task)
         # By identity: two programs would be compared field by field.
         if not any(executable is known for known in self._executables.values()):
-            self._captured.add(executable.captured, executable.outside_state)
             if self.programs >= self._options.max_signatures:
                 self._drop_oldest()
+            self._captured.add(executable.captured, executable.outside_state)
         memory.captured.add(self._captured)
         self._sharing.memory = memory
         self._executables[key] = executable

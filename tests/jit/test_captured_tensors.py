@@ -81,3 +81,19 @@ def test_a_tensor_that_no_program_reads_any_more_is_free() -> None:
     del first
     gc.collect()
     assert alive() is None
+
+
+@pytest.mark.parametrize("signatures", [1, 2])
+def test_a_captured_tensor_is_looked_at_after_a_program_was_dropped(signatures: int) -> None:
+    weights = [torch.ones(2, 3) for _ in range(4)]
+    now = {"weight": weights[0]}
+    run = jit(lambda s, x: (s + 1, now["weight"].sum() * x * s), backend="eager", max_signatures=signatures)
+    state = torch.ones(())
+    for weight in weights:
+        now["weight"] = weight
+        state, _ = run(state, torch.ones(()))
+    run(weight.view(-1)[0], torch.ones(()))  # a state in the memory of what the newest program reads
+    assert torch.equal(weight, torch.ones(2, 3))
+    weight.data = weight.double()
+    with pytest.raises(RuntimeError, match="as they were"):
+        run(state, torch.ones(()))

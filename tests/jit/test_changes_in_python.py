@@ -429,6 +429,16 @@ FOLLOWED: dict[str, Make] = {
     "another layer": layers(nn.ReLU(), before=lambda model, index: put(model, 1, (nn.ReLU, nn.Tanh)[index >= LATE]())),
     "the function of the model": changed(lambda model: setattr(model, "forward", lambda x: model.layer(x) * 2)),
     "a hook": hook(lambda model: model.register_forward_hook(doubled)),
+    "a layer in an empty list": changed(
+        lambda model: model.more.append(nn.Tanh()),
+        lambda self, x: functools.reduce(lambda out, layer: layer(out), self.more, self.layer(x)),
+        more=nn.ModuleList(),
+    ),
+    "a hook of a layer in an empty list": changed(
+        lambda model: model.more.append(nn.Tanh()) or model.more[0].register_forward_hook(doubled),
+        lambda self, x: functools.reduce(lambda out, layer: layer(out), self.more, self.layer(x)),
+        more=nn.ModuleList(),
+    ),
     "another teacher": teacher(lambda box: setattr(box, "teacher", nn.Linear(4, 4).requires_grad_(False))),
     "what a call leaves behind": left_behind,
     "a table": lazy(lambda self: torch.arange(4.0)),

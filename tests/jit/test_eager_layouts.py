@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -90,6 +91,8 @@ OF_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
     "of one of several results": lambda x: x.sort(1).values.t().as_strided((2, 2), (6, 1)),
     "twice": lambda x: x.sin()[1:].as_strided((3, 2), (6, 1)).as_strided((2,), (6,)),
     "other bits": lambda x: (x * 2)[1:, :4].view(torch.int32),
+    "other bits of an expanded one": lambda x: (x * 2)[:1].expand(4, 6).view(torch.int16),
+    "an expanded complex one": lambda x: torch.view_as_complex((x * 2).view(4, 3, 2)[:1].expand(4, 3, 2)).abs(),
     "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.sin().view(4, 3, 2))[1:]),
 }
 
@@ -104,6 +107,22 @@ def test_a_view_of_memory_reads_that_of_the_trace(backend: str) -> None:
     _, found = jit(step, backend=backend)(torch.ones(()), x)
     for name, view in OF_MEMORY.items():
         assert torch.allclose(found[name], view(x)), f"{name}: {found[name]} for {view(x)}"
+
+
+@pytest.mark.inductor
+def test_a_layer_in_place_after_a_batch_norm_of_a_transposed_input() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.norm, self.last = nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(40, 1)
+            self.inner = nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.last(self.inner(self.norm(self.first(x).transpose(1, 2))).flatten(1))
+
+    step, batch = make_train_step(module_loss(Turned(), F.mse_loss), SGD), (torch.randn(4, 5, 6), torch.randn(4, 1))
+    assert_as_eager(step, jit(step), step.init(), [batch] * 2, 1e-4)
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.inductor)])

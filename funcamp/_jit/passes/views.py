@@ -6,6 +6,7 @@ Kernels, and what Inductor takes instead of them, lay some results out otherwise
 
 from __future__ import annotations
 
+import math
 import operator
 from typing import Any
 
@@ -73,7 +74,8 @@ def _laid_out(read: Any) -> Any:
     value: Tensor = read.meta["val"]
     if value.dim() < 2:
         return read
-    order = sorted(range(value.dim()), key=value.stride, reverse=True)
+    # What is expanded has a stride of 0, and is not the innermost.
+    order = sorted(range(value.dim()), key=lambda dim: value.stride(dim) or math.inf, reverse=True)
     back = sorted(range(value.dim()), key=order.__getitem__)
     permuted = graph.call_function(_aten.permute.default, (read, order))
     copied = graph.call_function(_aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format})

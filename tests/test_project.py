@@ -122,7 +122,7 @@ MOST_TOKENS: dict[str, int] = {
     "_jit": 21_800,
     "report": 25_500,
     "_optim": 21_300,
-    "_trace": 14_900,
+    "_trace": 15_000,
     "_autograd": 9_600,
     "_step": 10_100,
     "_cpu": 7_000,

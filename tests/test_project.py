@@ -119,7 +119,7 @@ def test_changelog_of_the_release_is_short() -> None:
 #: The tokens of code that a room may have. A figure may only be lowered, or raised in a commit that names the users who
 #: need it, and why nothing simpler serves them.
 MOST_TOKENS: dict[str, int] = {
-    "_jit": 21_800,
+    "_jit": 21_900,
     "report": 25_500,
     "_optim": 21_300,
     "_trace": 15_000,

@@ -80,6 +80,12 @@ def test_operation_that_promised_another_layout() -> None:
     assert torch.equal(out, x.view(-1) + x.sum())
 
 
+def normed(x: Tensor) -> Tensor:
+    return F.batch_norm(
+        x.sin().view(2, 2, 6).transpose(1, 2).reshape(2, 6, 2).transpose(1, 2), None, None, training=True
+    )
+
+
 #: Views that read the memory of a computed tensor: offsets count from its begin.
 OF_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
     "the whole": lambda x: x.sin().as_strided((3, 2), (6, 1)),
@@ -91,6 +97,8 @@ OF_MEMORY: dict[str, Callable[[Tensor], Tensor]] = {
     "of one of several results": lambda x: x.sort(1).values.t().as_strided((2, 2), (6, 1)),
     "twice": lambda x: x.sin()[1:].as_strided((3, 2), (6, 1)).as_strided((2,), (6,)),
     "other bits": lambda x: (x * 2)[1:, :4].view(torch.int32),
+    "written by out=": lambda x: torch.add(x, 1, out=torch.empty(4, 6)).view(-1)[::2].mul_(3),
+    "a row as complex numbers": lambda x: torch.view_as_complex(normed(x)[0, 0].view(3, 2)[1]).abs(),
     "other bits of an expanded one": lambda x: (x * 2)[:1].expand(4, 6).view(torch.int16),
     "an expanded complex one": lambda x: torch.view_as_complex((x * 2).view(4, 3, 2)[:1].expand(4, 3, 2)).abs(),
     "complex": lambda x: torch.view_as_real(torch.view_as_complex(x.sin().view(4, 3, 2))[1:]),
@@ -137,6 +145,15 @@ def test_what_is_written_through_a_view_is_written_into_the_tensor(backend: str)
     for order in ((0, 1, 2), (2, 1, 0)):
         turned_input = x.permute(order).contiguous().permute(order)
         assert_as_eager(step, jit(step, backend=backend), torch.ones(()), [turned_input], 1e-5)
+
+
+def test_a_tensor_with_gaps_keeps_them() -> None:
+    def step(state: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        rows = torch.empty_strided((4, 6), (8, 1)).copy_(x)
+        rows.view(4, 2, 3)[:, 0].mul_(2)
+        return state + 1, rows.as_strided((3, 2), (8, 1)).clone()
+
+    assert_as_eager(step, jit(step, backend="eager"), torch.ones(()), [torch.arange(24.0).view(4, 6)])
 
 
 def test_a_view_of_memory_reads_what_an_operation_promised() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 
 from funcamp._jit.passes.program import Pass, Program
 from funcamp._trace.aliases import Aliases
+from funcamp._upstream.chains import is_view
 
 _aten = torch.ops.aten
 #: Views that are impossible in some orders; `reshape` copies there.
@@ -28,19 +29,21 @@ _OF_MEMORY = {_aten.as_strided.default, _aten._reshape_alias.default}
 def let_views_copy(graph: fx.Graph) -> None:
     """Replace views by operations that copy if they must. What is written through a view has the trace's order."""
     aliases = Aliases(graph)
+    views = [node for node in graph.nodes if node.target in _SHAPES | _OF_NEIGHBOURS | _OF_MEMORY]
+    base_of = {node: _base_of(node, aliases) for node in views}
     written: dict[fx.Node, None] = {}
-    for node in list(graph.nodes):
+    for node in views:
         root = aliases.root[node]
         if root in aliases.writers:
-            if node.target in _SHAPES and root.op == "call_function":
-                written[_base_of(node, root)] = None
+            if root.op == "call_function":
+                written[base_of[node]] = None
         elif node.target in _SHAPES:
             node.target = _aten.reshape.default
         elif node.target in _OF_NEIGHBOURS:
             with graph.inserting_before(node):
                 node.replace_input_with(node.args[0], _laid_out(node.args[0]))
-        elif node.target in _OF_MEMORY:
-            _view_whole_memory(node, _base_of(node, root))
+        else:
+            _view_whole_memory(node, base_of[node])
     for base in written:
         users = list(base.users)
         with graph.inserting_before(base.next):
@@ -49,11 +52,12 @@ def let_views_copy(graph: fx.Graph) -> None:
             user.replace_input_with(base, laid_out)
 
 
-def _base_of(node: fx.Node, root: fx.Node) -> Any:
+def _base_of(node: fx.Node, aliases: Aliases) -> Any:
     """Return the tensor of which a node is a view: its root, or one of the root's results."""
-    base: Any = node
+    root = aliases.root[node]
+    base = node
     while base is not root and not (base.target is operator.getitem and base.args[0] is root):
-        base = base.args[0]
+        base = next(source for source in base.all_input_nodes if aliases.root[source] is root)
     return base
 
 
@@ -69,14 +73,14 @@ def _view_whole_memory(node: fx.Node, base: Any) -> None:
 
 
 def _laid_out(read: Any) -> Any:
-    """Return a copy of a node's value in the order of the trace; the node itself if there is but one order."""
+    """Return a copy of a node's value in the order of the trace; the node itself if that has gaps, or one number."""
     graph = read.graph
     value: Tensor = read.meta["val"]
-    if value.dim() < 2:
-        return read
     # What is expanded has a stride of 0, and is not the innermost.
     order = sorted(range(value.dim()), key=lambda dim: value.stride(dim) or math.inf, reverse=True)
     back = sorted(range(value.dim()), key=order.__getitem__)
+    if value.dim() == 0 or not (is_view(read) or value.permute(order).is_contiguous()):
+        return read
     permuted = graph.call_function(_aten.permute.default, (read, order))
     copied = graph.call_function(_aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format})
     laid_out = graph.call_function(_aten.permute.default, (copied, back))

@@ -31,11 +31,13 @@ def let_views_copy(graph: fx.Graph) -> None:
     aliases = Aliases(graph)
     views = [node for node in graph.nodes if node.target in _SHAPES | _OF_NEIGHBOURS | _OF_MEMORY]
     base_of = {node: _base_of(node, aliases) for node in views}
+    # The compiler takes no write through a view of memory that is a view of another view.
+    strided = {base_of[node] for node in views if node.target in _OF_MEMORY}
     written: dict[fx.Node, None] = {}
     for node in views:
         root = aliases.root[node]
         if root in aliases.writers:
-            if root.op == "call_function":
+            if root.op == "call_function" and base_of[node] not in strided:
                 written[base_of[node]] = None
         elif node.target in _SHAPES:
             node.target = _aten.reshape.default

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from funcamp._jit.passes.emit import emit
 from funcamp._jit.passes.program import NARROW, Pass, Program
 from funcamp._jit.passes.writes import written_early
 from funcamp._trace.aliases import Aliases
@@ -116,8 +117,8 @@ def _is_mostly_cast(group: _Group, parts: list[_CastOfPart]) -> bool:
 def _cast_before_split(graph: fx.Graph, group: _Group, parts: list[_CastOfPart]) -> None:
     """Cast a group once, in the place of its parts."""
     with graph.inserting_before(parts[0].node):
-        low_group = _emit(graph, _CAST, (group.flat,), {"dtype": group.dtype})
-        low_parts = _emit(graph, _SPLIT, (low_group, group.sizes), {})
+        low_group = emit(graph, _CAST, (group.flat,), {"dtype": group.dtype})
+        low_parts = emit(graph, _SPLIT, (low_group, group.sizes), {})
     for cast in parts:
         with graph.inserting_before(cast.node):
             value = _emit_views(graph, cast.views, low_parts)
@@ -146,9 +147,9 @@ def _cast_after_join(graph: fx.Graph, join: fx.Node, written: set[fx.Node]) -> N
                 cast = cast_of[part]
                 low_parts.append(_emit_views(graph, cast.views, cast.node.args[0]))
             else:
-                low_parts.append(_emit(graph, _ZEROS, part.args, {**part.kwargs, "dtype": dtype}))
-        low_join = _emit(graph, _CAT, (low_parts, *join.args[1:]), {})
-        value = _emit(graph, _CAST, (low_join,), {"dtype": torch.float32})
+                low_parts.append(emit(graph, _ZEROS, part.args, {**part.kwargs, "dtype": dtype}))
+        low_join = emit(graph, _CAT, (low_parts, *join.args[1:]), {})
+        value = emit(graph, _CAST, (low_join,), {"dtype": torch.float32})
     join.replace_all_uses_with(value)
     graph.erase_node(join)
 
@@ -171,16 +172,8 @@ def _views_above(node: Any, operations: tuple[Any, ...]) -> list[fx.Node]:
 def _emit_views(graph: fx.Graph, views: list[fx.Node], value: fx.Node) -> fx.Node:
     """Add the same views of another value."""
     for view in reversed(views):
-        value = _emit(graph, view.target, (value, *view.args[1:]), view.kwargs)
+        value = emit(graph, view.target, (value, *view.args[1:]), view.kwargs)
     return value
-
-
-def _emit(graph: fx.Graph, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> fx.Node:
-    """Add an operation, with its value."""
-    node = graph.call_function(target, args, kwargs)
-    example_args = fx.map_arg(args, lambda argument: argument.meta["val"])
-    node.meta["val"] = target(*example_args, **kwargs)
-    return node
 
 
 PASS = Pass(

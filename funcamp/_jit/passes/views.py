@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from funcamp._jit.passes.emit import emit
 from funcamp._jit.passes.program import Pass, Program
 from funcamp._trace.aliases import Aliases
 from funcamp._upstream.chains import is_view
@@ -24,12 +25,13 @@ _SHAPES = {_aten.view.default, _aten._unsafe_view.default}
 _OF_NEIGHBOURS = {_aten.view.dtype, _aten.view_as_complex.default}
 #: Views of memory, whatever it shows: offsets count from its begin.
 _OF_MEMORY = {_aten.as_strided.default, _aten._reshape_alias.default}
+_VIEWS = _SHAPES | _OF_NEIGHBOURS | _OF_MEMORY
 
 
 def let_views_copy(graph: fx.Graph) -> None:
     """Replace views by operations that copy if they must. What is written through a view has the trace's order."""
     aliases = Aliases(graph)
-    views = [node for node in graph.nodes if node.target in _SHAPES | _OF_NEIGHBOURS | _OF_MEMORY]
+    views = [node for node in graph.nodes if node.target in _VIEWS]
     base_of = {node: _base_of(node, aliases) for node in views}
     # The compiler takes no write through a view of memory that is a view of another view.
     strided = {base_of[node] for node in views if node.target in _OF_MEMORY}
@@ -83,13 +85,9 @@ def _laid_out(read: Any) -> Any:
     back = sorted(range(value.dim()), key=order.__getitem__)
     if value.dim() == 0 or not (is_view(read) or value.permute(order).is_contiguous()):
         return read
-    permuted = graph.call_function(_aten.permute.default, (read, order))
-    copied = graph.call_function(_aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format})
-    laid_out = graph.call_function(_aten.permute.default, (copied, back))
-    permuted.meta = {**read.meta, "val": value.permute(order)}
-    copied.meta = {**read.meta, "val": permuted.meta["val"].contiguous()}
-    laid_out.meta = {**read.meta, "val": copied.meta["val"].permute(back)}
-    return laid_out
+    permuted = emit(graph, _aten.permute.default, (read, order), {})
+    copied = emit(graph, _aten.clone.default, (permuted,), {"memory_format": torch.contiguous_format})
+    return emit(graph, _aten.permute.default, (copied, back), {})
 
 
 def _run(program: Program) -> Program:
